@@ -83,6 +83,8 @@ def bench(  # noqa: PLR0913
     choice = own_recipe.engine.backend
     if cpu := options.cpu or preferred_backend(choice) in CPU_BACKENDS:
         own_backend(choice)
+    if choice == "cuda" and not cpu:
+        raise UserError("bench builds its systems with TensorRT or TensorRT-RTX; set another engine.backend")
     backend = ("", "") if cpu else require_gpu(choice)
     if options.extra_recipe and (path or cpu):
         raise UserError("--extra-recipe belongs to --model on a GPU: other recipes of the model measured")

@@ -50,7 +50,7 @@ def deploy(
     fp32: Fp32 = False,
     json: Json = False,
 ) -> None:
-    """Write a finished run for deployment: graphs, engine, tokenizer, model card, scripts without qdqbench."""
+    """Write a finished run for deployment: graphs, engine, tokenizer, card, scripts without qdqbench."""
     from qdqbench.cli.schemas import HandedOver
     from qdqbench.eval.runs.report.report import deploy as write
     from qdqbench.eval.runs.report.report import where_to_begin

@@ -20,6 +20,7 @@ LABELS = {
     "onnxruntime": "ONNX Runtime",
     "tensorrt": "TensorRT",
     "tensorrt_rtx": "TensorRT-RTX",
+    "cuda": "CUDA kernels",
     "openvino": "OpenVINO",
     "matthews": "Matthews",
     "pearson": "Pearson",

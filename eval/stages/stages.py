@@ -32,7 +32,7 @@ from qdqbench.quantize.tasks.embedded import write_embedded
 from qdqbench.quantize.tasks.rows import source_fingerprint
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice
-from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName, has_profiles
 from qdqbench.quantize.utils.progress import report_phase, track
 from qdqbench.quantize.utils.results import EngineResult
 from qdqbench.quantize.utils.system.cpu import find_cpu
@@ -119,8 +119,8 @@ def engine_stage(session: Session) -> list[Path]:
 
     One that gives NaN is not evaluated, so that its run still ends with a report that says so.
     """
-    # kernels of a CPU are tuned for no shape, and profiles of the data for its shapes
-    tuned = backend_of(session.recipe) in CPU_BACKENDS or session.recipe.auto_shapes
+    # some kernels are tuned for no shape, and profiles of the data for its shapes
+    tuned = not has_profiles(backend_of(session.recipe)) or session.recipe.auto_shapes
     for _, encoded in () if tuned else session.eval_splits.values():
         doubts = note_distant_data(engine_profiles(session), encoded.lengths, session.config.batch_size)
         session.warnings += [line for line in doubts if line not in session.warnings]

@@ -434,6 +434,11 @@ def bisect_run(folder: Path) -> BisectResult:
         raise MissingDevice("bisecting runs engines, and CUDA shows no GPU here; run it on the engine's GPU")
     if isinstance(built, artifacts.Skipped):
         raise UserError(f"{folder} has no engine ({built.skipped}); build it first")
+    if built.backend == "cuda":
+        raise UserError(
+            f"{folder} has an engine of backend cuda, whose kernels write no tensors that bisect could mark; "
+            "its verification compares it block by block"
+        )
     path = artifacts.graph_path(session)
     sidecar = check_sidecar(folder / "engine" / built.file, path)
     gemms = artifacts.expected_gemms(session)

@@ -17,7 +17,7 @@ from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.runtime.engine import Engine
-from qdqbench.quantize.engine.runtime.runners import CpuEngine, open_engine, open_runner
+from qdqbench.quantize.engine.runtime.runners import CompiledEngine, open_engine, open_runner
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.inputs import pad_columns, select_inputs
@@ -140,7 +140,7 @@ def _answer(run: Predict, encoded: Encoded, case: InputCase, pad_id: int, n: int
 @contextmanager
 def engine_of(
     model: onnx.ModelProto, sidecar: Sidecar, expected_gemms: Iterable[str] = ()
-) -> Iterator[tuple[Engine | CpuEngine, EngineResult]]:
+) -> Iterator[tuple[Engine | CompiledEngine, EngineResult]]:
     """Build a cut graph as the deployed engine was built, which `sidecar` tells, and load it in the block.
 
     Args:

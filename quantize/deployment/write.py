@@ -50,6 +50,7 @@ BACKENDS: dict[BackendName, tuple[str, tuple[str, ...]]] = {
     "openvino": ("OpenVINO", ("openvino",)),
     "tensorrt": ("TensorRT", ("tensorrt", "torch")),
     "tensorrt_rtx": ("TensorRT-RTX", ("tensorrt-rtx-cu13", "torch")),
+    "cuda": ("CUDA kernels", ("qdqbench", "torch")),
 }
 TEXTS = "a text", "its second text"
 # by the name of a task's kind: the template of what makes an answer, and what its texts are
@@ -239,6 +240,7 @@ def _collect(
         "pooling": model_json["pooling"],
         "gpu": gpu_graph is not None,
         "gpu_model": MODEL if gpu_graph in (None, model) else GPU_MODEL,
+        "engines": gpu_graph is not None or any(runtime.backend == "cuda" for runtime in runtimes),
         "hub": hub,
         "kind": task.kind.name,
         "optimum": task.kind.model_class.replace("Auto", "ORT"),

@@ -17,8 +17,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.layers import parse_inspector_json, parse_log
 from qdqbench.quantize.engine.profiles import Profile, add_profiles
 from qdqbench.quantize.utils import files
@@ -191,6 +193,7 @@ INSTALL: dict[BackendName, str] = {
     "tensorrt": "pip install 'qdqbench[tensorrt]' on a machine with an NVIDIA GPU, or build there with "
     "trtexec: `qdqbench deploy RUN --out DIR` writes its script",
     "tensorrt_rtx": "pip install 'qdqbench[rtx]', which builds without a GPU too",
+    "cuda": "pip install 'qdqbench[hopper]'",
     "openvino": "pip install 'qdqbench[openvino]'",
     "onnxruntime": "pip install onnxruntime",
 }
@@ -219,6 +222,8 @@ class BuiltEngine:
 
 def _import(name: BackendName) -> Any | None:
     """Return the module, or None where it is not installed; any other import error becomes MissingDevice."""
+    if name == "cuda":
+        return SimpleNamespace(__version__=get_version())
     try:
         return importlib.import_module(name)
     except Exception as error:  # a broken install raises ImportError, OSError, RuntimeError, ...

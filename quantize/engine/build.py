@@ -14,6 +14,9 @@ from onnx import numpy_helper
 from qdqbench.quantize.engine import layers as tables
 from qdqbench.quantize.engine.backend import Backend, BuildProgress, BuiltEngine, build_engine, choose_backend
 from qdqbench.quantize.engine.cpu_runtimes import Compute, compile_model, name_products, warm_up
+from qdqbench.quantize.engine.cuda.compile import CAPABILITY
+from qdqbench.quantize.engine.cuda.file import build_file
+from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
@@ -29,7 +32,13 @@ from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int8
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.limits import CPU_BACKENDS, HEAD_SIZES_TEXT, INT8_ATTENTION_LENGTH, BackendChoice
+from qdqbench.quantize.utils.limits import (
+    CPU_BACKENDS,
+    HEAD_SIZES_TEXT,
+    INT8_ATTENTION_LENGTH,
+    BackendChoice,
+    has_profiles,
+)
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.results import EngineResult
 from qdqbench.quantize.utils.system.cpu import cpu_hazards, find_cpu
@@ -71,6 +80,8 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     if on_cpu:
         built = _build_for_cpu(onnx_path, chosen, profiles, compute)
         name_products(built.layers, model)
+    elif chosen.name == "cuda":
+        built = _build_kernels(model, chosen, profiles, compute_capability)
     else:
         joined = merge_qkv_gemms(model)
         built = build_engine(
@@ -119,7 +130,8 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     files.write_bytes(engine_path, built.data)
     layers = {"layers": [row.model_dump() for row in built.layers]}
     files.write_json(layers_path or engine_path.with_name("layers.json"), layers)
-    gpu, cpu = None if on_cpu else chosen.gpu, find_cpu() if on_cpu else None
+    gpu = chosen.gpu if has_profiles(chosen.name) else None
+    cpu = find_cpu() if on_cpu else None
     sidecar = Sidecar(
         qdqbench=metadata.version("qdqbench"),
         backend=built.backend,
@@ -161,6 +173,31 @@ def _build_for_cpu(
         ahead_of_time=False,
         seconds=time.perf_counter() - started,
         notes=cpu_hazards(find_cpu()),
+    )
+
+
+def _build_kernels(
+    model: onnx.ModelProto, chosen: Backend, profiles: Sequence[Profile], wanted: str | None
+) -> BuiltEngine:
+    if wanted not in (None, CAPABILITY):
+        raise UserError(
+            f"backend cuda builds for compute capability {CAPABILITY}, not {wanted}; take tensorrt_rtx"
+        )
+    if large := [each for each in profiles if each.max[0] * each.max[1] > MOST_TOKENS]:
+        raise UserError(
+            f"backend cuda takes {MOST_TOKENS} tokens at once, and engine.shapes {large[0]} has more; "
+            "lower its largest batch"
+        )
+    report_phase("compiling")
+    data, layers, seconds = build_file(model)
+    return BuiltEngine(
+        data=data,
+        layers=layers,
+        backend=chosen.name,
+        version=chosen.version,
+        compute_capability=[CAPABILITY],
+        ahead_of_time=True,
+        seconds=seconds,
     )
 
 

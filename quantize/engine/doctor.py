@@ -21,7 +21,9 @@ from packaging.specifiers import SpecifierSet
 from pydantic import Field
 
 from qdqbench.quantize.engine.backend import INSTALL, preferred_backend
+from qdqbench.quantize.engine.cuda.compile import CAPABILITY, get_version, load_nvrtc
 from qdqbench.quantize.engine.hazards import RTX_WITHOUT_GPU, find_hazards, is_older
+from qdqbench.quantize.utils.errors import MissingDevice
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.schema import Strict
 from qdqbench.quantize.utils.system.cpu import cpu_hazards, find_cpu
@@ -138,7 +140,7 @@ def look(*, offline: bool = False) -> Doctor:
         answers.put("not asked")
     else:
         threading.Thread(target=lambda: answers.put(_ask_hub()), daemon=True).start()
-    libraries = probe(["torch", *INSTALL])
+    libraries = probe(["torch", *(name for name in INSTALL if name != "cuda")]) | {"cuda": _find_nvrtc()}
     gpu, cpu, memory = find_gpu(), find_cpu(), psutil.virtual_memory()
     environment, packages = describe_environment(), installed()
     disk = shutil.disk_usage(Path.cwd()).free
@@ -187,6 +189,14 @@ def _ask_hub() -> str:
     return f"reached in {time.perf_counter() - start:.1f} s (status {status})"
 
 
+def _find_nvrtc() -> Library:
+    try:
+        load_nvrtc()
+    except MissingDevice:
+        return Library(version=None)
+    return Library(version=get_version())
+
+
 def state_of(name: BackendName, own: Library, torch: Library, gpu: Gpu | None) -> BackendState:
     if own.version is None:
         why = f"it does not import ({own.error}); reinstall it" if own.error else "it is not installed"
@@ -194,13 +204,16 @@ def state_of(name: BackendName, own: Library, torch: Library, gpu: Gpu | None) -
     if name in CPU_BACKENDS:
         return BackendState(runs=True, builds=True)
     if gpu is None:
-        ahead = name == "tensorrt_rtx" and not is_older(own.version, RTX_WITHOUT_GPU)
+        ahead = name == "cuda" or (name == "tensorrt_rtx" and not is_older(own.version, RTX_WITHOUT_GPU))
         other = f"tensorrt_rtx from {RTX_WITHOUT_GPU} on builds without one"
         builds = "it builds ahead of time only" if ahead else f"it builds no engine; {other}"
         return BackendState(runs=False, builds=ahead, why=f"CUDA shows no GPU here, and without one {builds}")
     refused = [text for text in find_hazards(name, own.version, gpu.compute_capability) if "refuses" in text]
+    if name == "cuda" and gpu.compute_capability != CAPABILITY:
+        why = f"it is for compute capability {CAPABILITY}, and the {gpu.name} has {gpu.compute_capability}"
+        refused = [f"{why}; take tensorrt_rtx or tensorrt"]
     if refused:
-        return BackendState(runs=False, builds=False, why=refused[0])
+        return BackendState(runs=False, builds=name == "cuda", why=refused[0])
     if not torch.devices:
         build = f"torch {torch.version} ({torch.detail})" if torch.version else "torch does not import"
         why = (

@@ -28,7 +28,8 @@ from qdqbench.quantize.utils.files import read_bounded
 from qdqbench.quantize.utils.names import count_of
 from qdqbench.quantize.utils.results import LayerRow
 
-ATTENTION = "attention"  # kind of a row that is a whole one, of a CPU runtime
+ATTENTION = "attention"  # kind of a row that is a whole one, of a CPU runtime or of backend cuda
+OWN_NORM = "norm"  # kind of a LayerNorm of backend cuda
 MAX_TABLE_BYTES = 16 << 20  # of a saved table; BERT-large with four profiles has 2 MiB
 MAX_TABLE_LAYERS = 20_000  # BERT-large with four profiles has 1,400 kernels
 MAX_MERGED = 64  # GEMMs in one kernel
@@ -277,7 +278,10 @@ _KINDS: dict[str, KernelKind] = {  # LayerType of engines that are not made by M
     **dict.fromkeys(("reformat", "shuffle", "cast", "slice", "concatenation", "gather"), "layout"),
     **dict.fromkeys(("quantize", "dequantize", "scale"), "quantize"),
     "softmax": "softmax",
-    **dict.fromkeys(("normalization", "layernormalization", "mvn"), "LayerNorm"),  # those of CPU runtimes too
+    "embed": "embeddings",
+    **dict.fromkeys(
+        (OWN_NORM, "normalization", "layernormalization", "mvn"), "LayerNorm"
+    ),  # those of CPU runtimes too
 }
 _MOVES = {"Tran", "Move", "Conc", "Repl", "Slic", "Gath"}
 _ALIASES = {"Half": "FP16", "Float": "FP32", "BFloat16": "BF16"}
@@ -429,7 +433,9 @@ def norm_precision(row: LayerRow) -> str:
     """Return the datatype of the statistics of LayerNorm or the sum of softmax; FP32 behind a Cast."""
     words = operations(row)
     start = next((i for i, word in enumerate(words) if word in ("Mean", "Maxr")), None)
-    floats = [name for name in row.inputs if name in ("Half", "Float", "BFloat16")]
+    # kernels of backend cuda keep the type of their weights, whatever they read
+    read = row.constants if row.kind == OWN_NORM else row.inputs
+    floats = [name for name in read if name in ("Half", "Float", "BFloat16")]
     if start is None:
         return "unknown" if not floats or "Etc" in words else _ALIASES[floats[0]]
     before = [word for word in words[:start] if word not in ("Resh", "Tran", "Move", "Slic")]
@@ -443,12 +449,12 @@ def norm_precision(row: LayerRow) -> str:
 def float_residuals(layers: Sequence[LayerRow], norms: Collection[str]) -> list[str]:
     """Return the normalizations, by ONNX name and sorted, whose kernels do not read the residual as INT8.
 
-    In a fused kernel the residual stands next to the result of the linear, so one INT8 input is enough. A
-    GEMM that normalizes what it makes has INT8 operands too, and needs another.
+    A row says what its residual is, or the residual is an input beside the result of the linear. So one INT8
+    input is enough; a GEMM that normalizes what it makes has INT8 operands too, and needs another.
     """
     proven: dict[str, dict[str, bool]] = {name: {} for name in norms}
     for row in layers:
-        int8 = row.inputs.count("Int8") > (row.kind == "gemm")
+        int8 = row.residual == "Int8" or row.inputs.count("Int8") > (row.kind == "gemm")
         for name in proven.keys() & set(row.onnx):
             copies = proven[name]
             copies[copy_of(row)] = copies.get(copy_of(row), False) or int8

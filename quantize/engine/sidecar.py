@@ -9,6 +9,7 @@ from qdqbench.quantize.engine.hazards import is_older
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.limits import has_profiles
 from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.system.cpu import find_cpu
 from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
@@ -78,7 +79,7 @@ def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
                 f"it is for compute capability {targets} and the {gpu.name} has {gpu.compute_capability}"
             )
             if sidecar.ahead_of_time:
-                again += " (with engine.compute_capability: null in the recipe)"
+                again += _for_another_gpu(sidecar)
         if sidecar.driver and gpu.driver and is_older(gpu.driver, sidecar.driver):
             built = f"it was built with driver {sidecar.driver}"
             messages.append(f"{built} and the older {gpu.driver} runs here")
@@ -100,6 +101,12 @@ def note_sidecar(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
     if not sidecar.ahead_of_time and sidecar.gpu != gpu.name:
         notes.append(f"the engine was tuned on {sidecar.gpu} and runs on {gpu.name}: latency is not the best")
     return notes
+
+
+def _for_another_gpu(sidecar: Sidecar) -> str:
+    if has_profiles(sidecar.backend):
+        return " (with engine.compute_capability: null in the recipe)"
+    return " (with backend tensorrt_rtx or tensorrt)"
 
 
 def _how_to_rebuild(engine_path: Path) -> str:

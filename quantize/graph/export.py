@@ -23,7 +23,7 @@ from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.types.kind import LOGITS
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.utils.limits import BackendName, takes_fp32_graph
 from qdqbench.quantize.utils.system.quiet import unprinted
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ FORMS: dict[BackendName, WeightForm] = {
     "tensorrt": "channel",  # it has per-channel epilogues
     # puts a scalar scale into the GEMM and fuses the Mul after it, which measured 1.5x faster
     "tensorrt_rtx": "factored",
+    "cuda": "channel",
     "openvino": "channel",
     "onnxruntime": "channel",
 }
@@ -56,8 +57,8 @@ class ExportSettings:
 
     @classmethod
     def of(cls, recipe: Recipe, backend: BackendName, compute: Compute | None = None) -> "ExportSettings":
-        """Return a recipe's settings for a backend; CPU runtimes choose their datatype for an FP32 graph."""
-        export, for_gpu = recipe.export, backend not in CPU_BACKENDS
+        """Return a recipe's settings for a backend; but for TensorRT the graph is in FP32."""
+        export, for_gpu = recipe.export, not takes_fp32_graph(backend)
         return cls(
             export.opset,
             compute or (recipe.precision.compute if for_gpu else "fp32"),

@@ -17,7 +17,7 @@ from qdqbench.quantize.tasks.rows import sorted_rows
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName, has_profiles, takes_fp32_graph
 from qdqbench.quantize.utils.results import EngineResult, LengthBucket, Lengths, Verification
 from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.system.cpu import find_cpu
@@ -37,7 +37,7 @@ def graph_path(session: Session) -> Path:
 
 
 def computes_fp16(recipe: Recipe, backend: str) -> bool:
-    return recipe.precision.compute == "fp16" and backend not in CPU_BACKENDS
+    return recipe.precision.compute == "fp16" and not takes_fp32_graph(backend)
 
 
 def backend_of(recipe: Recipe) -> BackendName:
@@ -63,7 +63,7 @@ def graph_bytes(session: Session) -> int:
     whole, int8 = sum(sizes.values()), sum(sizes.get(f"{name}.weight", 0) for name in session.plan.int8)
     total = (4 + 2) * whole  # the twins in FP32 and FP16
     if session.recipe.quantizes:
-        total += int8 + (4 if backend_of(session.recipe) in CPU_BACKENDS else 2) * (whole - int8)
+        total += int8 + (4 if takes_fp32_graph(backend_of(session.recipe)) else 2) * (whole - int8)
         total += int8 + 2 * (whole - int8) if proves_for_gpu(session.recipe) else 0
     return total
 
@@ -85,7 +85,7 @@ def engine_profiles(session: Session) -> list[Any]:
     if session.recipe.auto_shapes:
         return auto_profiles(session)
     profiles = recipe_profiles(session.recipe)
-    return [shapes.span_profiles(profiles)] if backend_of(session.recipe) in CPU_BACKENDS else profiles
+    return profiles if has_profiles(backend_of(session.recipe)) else [shapes.span_profiles(profiles)]
 
 
 def recipe_profiles(recipe: Recipe) -> list[shapes.Profile]:
@@ -100,9 +100,9 @@ def row_lengths(session: Session) -> Int64:
 def length_edges(session: Session) -> list[int] | None:
     """Return the lengths that the engine's batches are padded to; None: each to its own longest row.
 
-    A CPU's kernels take every length, so that padding buys nothing there.
+    Kernels without profiles take every length, so that padding buys nothing there.
     """
-    if not session.recipe.auto_shapes or backend_of(session.recipe) in CPU_BACKENDS:
+    if not session.recipe.auto_shapes or not has_profiles(backend_of(session.recipe)):
         return None
     return shapes.choose_edges(row_lengths(session), session.recipe.export.max_length)
 
@@ -145,7 +145,7 @@ def describe_lengths(session: Session) -> Lengths | None:
 
 
 def graph_for_tensorrt(session: Session, graph: Path) -> Path | None:
-    if backend_of(session.recipe) not in CPU_BACKENDS:
+    if not takes_fp32_graph(backend_of(session.recipe)):
         return graph
     beside = session.folder / GPU_INT8
     return beside if beside.is_file() else None

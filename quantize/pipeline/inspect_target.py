@@ -5,10 +5,11 @@ from functools import partial
 from pathlib import Path
 
 from qdqbench.quantize.engine import backend as trt
+from qdqbench.quantize.engine.cuda.file import list_rows, read_file
 from qdqbench.quantize.engine.inspection import read_graph
 from qdqbench.quantize.engine.layers import parse_inspector_json, read_table
 from qdqbench.quantize.engine.runtime.engine import Engine
-from qdqbench.quantize.engine.runtime.runners import CpuEngine
+from qdqbench.quantize.engine.runtime.runners import CompiledEngine
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar, sidecar_path
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex, find_residuals, module_of
 from qdqbench.quantize.graph.read import read_model
@@ -20,7 +21,7 @@ from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
-from qdqbench.quantize.utils.limits import CPU_BACKENDS
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, has_profiles
 from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.schema import read
 from qdqbench.quantize.utils.system.gpu import find_gpu
@@ -125,7 +126,8 @@ def measure_times(
     if not on_cpu and find_gpu() is None:
         raise MissingDevice("--profile gpu runs the engine, and CUDA shows no GPU here; give a saved profile")
 
-    load = partial(CpuEngine, profile=True) if on_cpu else Engine
+    profiles = target.sidecar is None or has_profiles(target.sidecar.backend)
+    load = Engine if profiles else partial(CompiledEngine, profile=True)
     with load(target.engine, target.onnx) as engine:
         opt = engine.profiles[0].opt
         shape = (batch or opt[0], length or opt[1])
@@ -188,8 +190,10 @@ def _engine_layers(path: Path, sidecar: Sidecar) -> list[LayerRow]:
             return read_table(place / "layers.json")
     if (folder / "layers.json").is_file() and len(list(folder.glob("*.engine"))) == 1:
         return read_table(folder / "layers.json")
+    if sidecar.backend == "cuda":
+        return list_rows(read_file(path).plan)
     if sidecar.backend in CPU_BACKENDS:
-        return CpuEngine(path).kernels()
+        return CompiledEngine(path).kernels()
     if find_gpu() is None:
         raise MissingDevice(
             f"{path} has no saved layer table ({own.name}), and reading it from the engine takes its "

@@ -2,10 +2,23 @@
 
 from typing import Literal
 
-BackendName = Literal["tensorrt", "tensorrt_rtx", "openvino", "onnxruntime"]
-BackendChoice = Literal["auto", "tensorrt", "tensorrt_rtx", "openvino", "onnxruntime"]
+BackendName = Literal["tensorrt", "tensorrt_rtx", "cuda", "openvino", "onnxruntime"]
+BackendChoice = Literal["auto", "tensorrt", "tensorrt_rtx", "cuda", "openvino", "onnxruntime"]
 CPU_BACKENDS: tuple[BackendName, ...] = ("openvino", "onnxruntime")  # the first that is installed is taken
-INT8_RESIDUALS: tuple[BackendName, ...] = ("tensorrt", "tensorrt_rtx")  # have a LayerNorm that reads INT8
+TENSORRT: tuple[BackendName, ...] = ("tensorrt", "tensorrt_rtx")
+INT8_RESIDUALS: tuple[BackendName, ...] = ("cuda", *TENSORRT)  # have kernels that read them
+
+
+def takes_fp32_graph(backend: str) -> bool:
+    """Return whether a backend takes a graph in FP32, not rewritten, and chooses the other datatypes."""
+    return backend not in TENSORRT
+
+
+def has_profiles(backend: str) -> bool:
+    """Return whether kernels are tuned for each profile; else one engine takes any shape as well."""
+    return backend in TENSORRT
+
+
 FP16_MAX = 65504.0  # largest finite number of FP16
 
 # of a fused INT8 attention in TensorRT and TensorRT-RTX: NVIDIA, "Multi-Head Attention Fusion"; the edges

@@ -255,13 +255,15 @@ class LayerRow(Strict):
     """Datatypes of the outputs."""
     kernel: str | None = None
     """Implementation, as CPU runtimes report it, such as `brgemm_avx512_i8`; else null."""
+    residual: str | None = None
+    """Datatype of the residual that a kernel of backend `cuda` adds, or that is in the sum it normalizes."""
 
 
 class EngineResult(Tabular):
     """The built engine and its INT8 layers (counts are ONNX MatMul/Gemm nodes, not kernels)."""
 
     backend: str
-    """Runtime: `tensorrt`, `tensorrt_rtx`, `openvino` or `onnxruntime`."""
+    """Runtime: `tensorrt`, `tensorrt_rtx`, `cuda`, `openvino` or `onnxruntime`."""
     version: str
     """Version of the builder."""
     compute_capability: list[str]

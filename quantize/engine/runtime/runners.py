@@ -10,7 +10,8 @@ from typing import cast
 import numpy as np
 import psutil
 
-from qdqbench.quantize.engine.cpu_runtimes import compile_model, warm_up
+from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, compile_model, warm_up
+from qdqbench.quantize.engine.cuda.runtime import load_kernels
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile, fit_batch
 from qdqbench.quantize.engine.runtime.engine import Arrays, BoundRun, Engine
 from qdqbench.quantize.engine.sidecar import check_sidecar, note_sidecar, read_sidecar
@@ -18,8 +19,9 @@ from qdqbench.quantize.models.inputs import pad_columns
 from qdqbench.quantize.tasks.types.kind import LOGITS, join_outputs
 from qdqbench.quantize.utils.arrays import Array, Float32, Int64
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.utils.limits import BackendName, has_profiles
 from qdqbench.quantize.utils.results import LayerRow
+from qdqbench.quantize.utils.system.gpu import find_gpu
 
 MAX_GRAPHS = 16
 
@@ -34,17 +36,39 @@ class CpuMemory:
         return f"memory {self.resident_bytes / 1e6:.1f} MB after loading; {file}"
 
 
-class CpuEngine(AbstractContextManager["CpuEngine"]):
-    """An engine that a CPU runtime compiled, loaded; it takes any shape of its profiles, as `Engine` does."""
+@dataclass(frozen=True)
+class GpuMemory:
+    engine_bytes: int  # the file
+    weights_bytes: int  # free memory of the GPU before loading minus after
+
+    def __str__(self) -> str:
+        file = f"file {self.engine_bytes / 1e6:.1f} MB"
+        return f"GPU memory {self.weights_bytes / 1e6:.1f} MB after loading; {file}"
+
+
+class CompiledEngine(AbstractContextManager["CompiledEngine"]):
+    """An engine without profiles of its own, loaded: of a CPU runtime, or of our kernels for a GPU.
+
+    It takes any shape, as `Engine` takes those of its profiles.
+    """
+
+    memory: CpuMemory | GpuMemory
 
     def __init__(self, path: Path, onnx_path: Path | None = None, *, profile: bool = False) -> None:
         sidecar = check_sidecar(path, onnx_path)
-        before = psutil.Process().memory_info().rss
         backend, compute = cast("BackendName", sidecar.backend), sidecar.compute or "fp32"
-        self._model = compile_model(backend, path.read_bytes(), blob=True, compute=compute, profile=profile)
-        used = max(0, psutil.Process().memory_info().rss - before)
-        self.memory = CpuMemory(sidecar.engine_bytes, used)
-        self.name, self.profiles, self.notes = path.name, sidecar.profiles, note_sidecar(sidecar, None)
+        self._model: CompiledModel
+        if backend == "cuda":
+            self._model, used = load_kernels(path)
+            self.memory = GpuMemory(sidecar.engine_bytes, used)
+        else:
+            before = psutil.Process().memory_info().rss
+            data = path.read_bytes()
+            self._model = compile_model(backend, data, blob=True, compute=compute, profile=profile)
+            used = max(0, psutil.Process().memory_info().rss - before)
+            self.memory = CpuMemory(sidecar.engine_bytes, used)
+        self.name, self.profiles = path.name, sidecar.profiles
+        self.notes = note_sidecar(sidecar, None if sidecar.cpu else find_gpu())
         self.inputs, self.outputs = self._model.inputs, self._model.outputs
 
     def run(self, feeds: Mapping[str, Array]) -> Arrays:
@@ -81,7 +105,9 @@ class EngineRunner(AbstractContextManager["EngineRunner"]):
 
     step = 1  # lengths are padded to multiples of it
 
-    def __init__(self, engine: Engine | CpuEngine, *, pad_id: int, outputs: Iterable[str] = LOGITS) -> None:
+    def __init__(
+        self, engine: Engine | CompiledEngine, *, pad_id: int, outputs: Iterable[str] = LOGITS
+    ) -> None:
         self.engine, self.pad_id, self._outputs = engine, pad_id, list(outputs)
         if lost := [name for name in self._outputs if name not in engine.outputs]:
             has = ", ".join(engine.outputs)
@@ -156,10 +182,10 @@ def pad_to_profile(
     return {name: np.pad(wide[name], missing, mode="edge") for name in inputs}
 
 
-def open_engine(path: Path, onnx_path: Path, *, runtime_cache: Path | None = None) -> Engine | CpuEngine:
-    if read_sidecar(path).backend in CPU_BACKENDS:
-        return CpuEngine(path, onnx_path)
-    return Engine(path, onnx_path, runtime_cache=runtime_cache)
+def open_engine(path: Path, onnx_path: Path, *, runtime_cache: Path | None = None) -> Engine | CompiledEngine:
+    if has_profiles(read_sidecar(path).backend):
+        return Engine(path, onnx_path, runtime_cache=runtime_cache)
+    return CompiledEngine(path, onnx_path)
 
 
 def open_runner(

@@ -18,7 +18,12 @@ from qdqbench.quantize.tasks.task import KINDS
 
 from ...support import fake_gpu
 
-MOST_LINES = {"run_onnxruntime.py": 15, "run_openvino.py": 15, "run_tensorrt.py": 30}  # that do something
+MOST_LINES = {
+    "run_onnxruntime.py": 15,
+    "run_openvino.py": 15,
+    "run_cuda.py": 15,
+    "run_tensorrt.py": 30,
+}  # that do something
 TOLD = {
     "inputs": ["input_ids", "attention_mask", "token_type_ids"],
     "outputs": {"logits": "float32"},
@@ -32,10 +37,10 @@ TOLD = {
 }
 
 
-def scripts(kind: str, gpu: bool = True) -> dict[str, str]:
+def scripts(kind: str, gpu: bool = True, engines: bool = True) -> dict[str, str]:
     """Every script of a kind of task."""
     context = describe_texts(KINDS[kind], KINDS[kind].text_columns[0])
-    context |= {"gpu": gpu, "backend": "tensorrt_rtx", "title": "TensorRT-RTX"}
+    context |= {"gpu": gpu, "engines": engines, "backend": "tensorrt_rtx", "title": "TensorRT-RTX"}
     return {name: render(name, context) for name in ("model.py", *MOST_LINES)}
 
 
@@ -55,12 +60,13 @@ def test_every_kind_of_task_has_an_answer():
 
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_scripts_are_small_and_lint_clean(kind, tmp_path):
-    for gpu in (True, False):
-        made = scripts(kind, gpu)
+    for gpu, engines in ((True, True), (False, True), (False, False)):
+        made = scripts(kind, gpu, engines)
         assert ("def fitted" in made["model.py"]) == gpu
+        assert ("def read_engine" in made["model.py"]) == engines
         for name, source in made.items():
             assert effective(source) <= MOST_LINES.get(name, 75 + 15 * KINDS[kind].windows), name
-            assert "qdqbench" not in source
+            assert ("qdqbench" in source) == (name == "run_cuda.py")  # whose runtime is the package
             (tmp_path / name).write_text(source)
         command = [Path(sys.executable).parent / "ruff", "--isolated"]
         checked = ["check", "--select=E,F,W,B,UP,SIM,RET,D1", "--target-version=py310"]

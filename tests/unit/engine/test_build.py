@@ -14,6 +14,7 @@ from qdqbench.quantize.engine import build as module
 from qdqbench.quantize.engine import sidecar
 from qdqbench.quantize.engine.backend import BuiltEngine, available_backends, build_engine, choose_backend
 from qdqbench.quantize.engine.build import build, list_gemms, require_int8
+from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.graph.index import prune, rename_tensors
@@ -333,7 +334,7 @@ def test_auto_takes_tensorrt_for_a_gpu_and_a_cpu_runtime_without(
     installed(**here)
     monkeypatch.setattr(trt, "find_gpu", lambda: Gpu("L4", "8.9", None) if device else None)
     assert (choose_backend("auto").name, choose_backend("auto").version) == (chosen, here[chosen])
-    assert available_backends() == here
+    assert available_backends() == here | {"cuda": get_version()}
 
 
 @pytest.mark.parametrize(
@@ -356,7 +357,7 @@ def test_a_backend_that_cannot_build_is_a_missing_device(installed, name, here, 
 def test_a_broken_install_is_reported_and_the_others_listed(installed):
     installed(tensorrt=OSError("libnvinfer.so.11: not found"), tensorrt_rtx="1.7")
     with pytest.warns(RuntimeWarning, match="tensorrt is installed but does not import"):
-        assert available_backends() == {"tensorrt_rtx": "1.7"}
+        assert available_backends() == {"tensorrt_rtx": "1.7", "cuda": get_version()}
 
 
 def test_an_import_that_ctrl_c_stopped_is_no_broken_install(installed):

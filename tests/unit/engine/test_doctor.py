@@ -59,6 +59,16 @@ def test_a_library_that_hangs_is_told(tmp_path, monkeypatch):
         ("tensorrt_rtx", Library(version="1.4.0"), CPU_ONLY, None, (False, False, "builds no engine")),
         ("tensorrt_rtx", Library(version="1.7.1"), CUDA, H100, (False, False, "refuses")),
         ("tensorrt_rtx", Library(version="1.6.1"), CUDA, H100, (True, True, None)),
+        ("cuda", ABSENT, CUDA, H100, (False, False, "pip install 'qdqbench[hopper]'")),
+        ("cuda", Library(version="0.1.0"), CPU_ONLY, None, (False, True, "ahead of time")),
+        (
+            "cuda",
+            Library(version="0.1.0"),
+            CUDA,
+            L4,
+            (False, True, "L4 has 8.9; take tensorrt_rtx"),
+        ),
+        ("cuda", Library(version="0.1.0"), CUDA, H100, (True, True, None)),
     ],
 )
 def test_what_a_backend_can_do(name, own, torch, gpu, can):
@@ -133,6 +143,6 @@ def test_the_command(monkeypatch, capsys, here):
         assert (code, err) == (3, f"qdqbench: {asked} cannot run here: it is not installed\n")
     missing.unmet = ["numpy is 1.0: pip install numpy"]
     assert run(monkeypatch, capsys, missing)[0] == 2
-    code, _, err = run(monkeypatch, capsys, here, "--backend", "cuda")
+    code, _, err = run(monkeypatch, capsys, here, "--backend", "metal")
     assert code == 1
     assert "is not one of" in err

@@ -1,0 +1,203 @@
+"""The kernels of a plan, compiled by NVRTC for compute capability 9.0: ahead of time, without a GPU."""
+
+import ctypes as c
+import hashlib
+import re
+import shutil
+import site
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from importlib import metadata
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Linear, Norm, Operation, Plan, Quantize
+from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
+
+TILES = (128, 128), (64, 128), (64, 64)  # M and N of a block's tile
+STAGES = {(128, 128): 6, (64, 128): 8, (64, 64): 12}
+MOST_CODES = 3  # that a kernel of norm.cu writes
+INSTALL_NVRTC = "pip install 'qdqbench[hopper]'"
+_NORM_PARTS = 3, 6, 8  # of 128 channels each
+_ACTIVATIONS = {None: "NONE", "gelu": "GELU", "gelu_tanh": "GELU_TANH"}
+_RESIDUALS = {None: "NO_RESIDUAL", "fp16": "HALVES", "int8": "RESIDUAL_CODES"}
+_OPTIONS = "--gpu-architecture=sm_90a", "--std=c++17"
+CAPABILITY = "9.0"
+ATTENTION_SIZES = (32, 64)  # of heads in INT8
+
+
+@cache
+def get_version() -> str:
+    """Return the version of the package and a hash of kernels and packer, which an engine is for."""
+    folder = Path(str(files(__package__)))
+    digest = hashlib.sha256()
+    for path in sorted([*folder.glob("*.py"), *folder.glob("kernels/*")]):
+        digest.update(path.read_bytes())
+    return f"{metadata.version('qdqbench')}-{digest.hexdigest()[:12]}"
+
+
+def gemm_name(operation: Linear, plan: Plan) -> str:
+    residual = None if operation.residual is None else plan.tensors[operation.residual].kind
+    output = plan.tensors[operation.output].kind
+    return f"{operation.activation or 'none'}_{residual or 'none'}_{output}"
+
+
+def needs_clamp(operation: Attention) -> bool:
+    """Return whether a probability of 1 could round to a code beyond 127."""
+    return (operation.probability_multiplier or 0) > 127.49
+
+
+def attention_name(operation: Attention, plan: Plan) -> str:
+    clamp = "_clamped" if needs_clamp(operation) else ""
+    return f"{operation.head_size}_{plan.tensors[operation.output].kind}{clamp}"
+
+
+def norm_name(operation: Embed | Norm, width: int) -> str:
+    parts = next((parts for parts in _NORM_PARTS if width <= 128 * parts), 0)  # 0: there is no kernel
+    return f"{parts}_{len(operation.codes)}"
+
+
+def compile_kernels(plan: Plan) -> dict[str, bytes]:
+    """Return the cubin of each source file that the plan needs. Raises UserError without NVRTC."""
+    lines: dict[str, set[str]] = {}
+    for operation in plan.operations:
+        _require_kernel(operation, plan)
+        for source, line in list_instances(operation, plan):
+            lines.setdefault(source, set()).add(line)
+    return {source: compile_source(source, sorted(made)) for source, made in sorted(lines.items())}
+
+
+def _require_kernel(operation: Operation, plan: Plan) -> None:
+    """Raise UserError where sizes are none that a kernel takes."""
+    name, wrong = operation.name, ""
+    widths = [plan.tensors[tensor].width for tensor in (*operation.reads, *operation.writes)]
+    match operation:
+        case Linear(weight="int8") if any(width % 16 for width in widths):
+            wrong = f"INT8 linears have multiples of 16 channels, not {' and '.join(map(str, widths))}"
+        case Attention(probability_multiplier=float()) if operation.head_size not in ATTENTION_SIZES:
+            sizes = " or ".join(map(str, ATTENTION_SIZES))
+            wrong = f"heads of INT8 attention have size {sizes}, not {operation.head_size}"
+        case Embed() | Norm() if widths[0] % 8 or widths[0] > 128 * _NORM_PARTS[-1]:
+            wrong = (
+                f"a LayerNorm has up to {128 * _NORM_PARTS[-1]} channels, a multiple of 8, not {widths[0]}"
+            )
+        case Embed() | Norm() if len(operation.codes) > MOST_CODES:
+            wrong = f"a LayerNorm writes codes of up to {MOST_CODES} quantizers, not {len(operation.codes)}"
+    if wrong:
+        raise UserError(f"backend cuda has no kernel for {name}: {wrong}; take tensorrt_rtx or tensorrt")
+
+
+def list_kernels(plan: Plan) -> set[str]:
+    """Return the names of all kernels that a plan may launch: GEMMs have one for each tile."""
+    named = (name for operation in plan.operations for name in _list_names(operation, plan))
+    return set(named)
+
+
+def _list_names(operation: Operation, plan: Plan) -> list[str]:
+    match operation:
+        case Linear(weight="int8"):
+            return [f"gemm_{m}_{n}_{gemm_name(operation, plan)}" for m, n in TILES]
+        case Attention(probability_multiplier=float()):
+            return [f"attention_{attention_name(operation, plan)}_{form}" for form in ("short", "long")]
+        case Embed() | Norm():
+            return [f"{operation.op}_{norm_name(operation, plan.tensors[operation.writes[0]].width)}"]
+        case Linear() | Attention() if plan.tensors[operation.output].kind == "int8":
+            return ["quantize"]
+        case Quantize():
+            return ["quantize"]
+    return []
+
+
+def find_symbols(cubin: bytes) -> set[str]:
+    """Return the kernels of a cubin: an ELF file has a section for the code of each."""
+    return {name.decode() for name in re.findall(rb"\0\.text\.(\w+)(?=\0)", cubin)}
+
+
+def list_instances(operation: Operation, plan: Plan) -> list[tuple[str, str]]:
+    """Return the source file of an operation, with the line that makes its kernels of the templates."""
+    match operation:
+        case Linear(weight="int8"):
+            residual = None if operation.residual is None else plan.tensors[operation.residual].kind
+            coded = plan.tensors[operation.output].kind == "int8"
+            flags = f"{_ACTIVATIONS[operation.activation]}, {_RESIDUALS[residual]}, {str(coded).lower()}"
+            return [("gemm", f"GEMM({gemm_name(operation, plan)}, {flags})")]
+        case Attention(probability_multiplier=float()):
+            coded = plan.tensors[operation.output].kind == "int8"
+            flags = f"{operation.head_size}, {str(coded).lower()}, {str(needs_clamp(operation)).lower()}"
+            return [("attention", f"ATTENTION({attention_name(operation, plan)}, {flags})")]
+        case Embed() | Norm():
+            name = norm_name(operation, plan.tensors[operation.writes[0]].width)
+            return [("norm", f"{operation.op.upper()}({name.replace('_', ', ')})")]
+    return [("norm", "")]  # codes of FP16 tensors
+
+
+def compile_source(name: str, instances: list[str]) -> bytes:
+    """Return the cubin of kernels/NAME.cu with such instances of its templates."""
+    folder = files(__package__) / "kernels"
+    text, header = ((folder / file).read_text() for file in (f"{name}.cu", "ptx.cuh"))
+    source = "\n".join([text, *instances]).encode()
+    nvrtc, program = load_nvrtc(), c.c_void_p()
+    headers, names = (c.c_char_p * 1)(header.encode()), (c.c_char_p * 1)(b"ptx.cuh")
+    _check(nvrtc.nvrtcCreateProgram(c.byref(program), source, f"{name}.cu".encode(), 1, headers, names))
+    options = (c.c_char_p * len(_OPTIONS))(*[option.encode() for option in _OPTIONS])
+    failed = nvrtc.nvrtcCompileProgram(program, len(_OPTIONS), options)
+    if failed:
+        raise QdqError(f"kernels/{name}.cu does not compile:\n{_read(program, 'ProgramLog').decode()}")
+    cubin = _read(program, "CUBIN")
+    _check(nvrtc.nvrtcDestroyProgram(c.byref(program)))
+    return cubin
+
+
+def _read(program: c.c_void_p, what: str) -> bytes:
+    size = c.c_size_t()
+    _check(getattr(load_nvrtc(), f"nvrtcGet{what}Size")(program, c.byref(size)))
+    text = c.create_string_buffer(size.value)
+    _check(getattr(load_nvrtc(), f"nvrtcGet{what}")(program, text))
+    return text.raw
+
+
+@cache
+def load_nvrtc() -> Any:
+    """Load NVRTC: of the package `nvidia-cuda-nvrtc`, which CUDA builds of torch bring, or of the system."""
+    found = _find_installed("lib/libnvrtc.so.1[23]")
+    for path in (*found, Path("libnvrtc.so.13"), Path("libnvrtc.so.12")):
+        try:
+            for part in path.parent.glob("libnvrtc-builtins.so.*"):
+                c.CDLL(str(part))  # NVRTC looks for it by name alone
+            return c.CDLL(str(path))
+        except OSError:
+            continue
+    raise MissingDevice(f"cuda compiles its kernels by NVRTC, which is not here; {INSTALL_NVRTC}")
+
+
+def _find_installed(pattern: str) -> list[Path]:
+    """Return files of NVIDIA's packages for Python."""
+    folders = [*site.getsitepackages(), site.getusersitepackages(), *sys.path]
+    return [path for folder in folders for path in Path(folder or ".").glob(f"nvidia/*/{pattern}")]
+
+
+def find_products(cubin: bytes) -> dict[str, set[str]]:
+    """Return the matrix instructions of each kernel, such as IGMMA; empty where nvdisasm is not installed."""
+    tools = [*map(str, _find_installed("bin/nvdisasm")), shutil.which("nvdisasm")]
+    if tools[0] is None:
+        return {}
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [tools[0], "-c", file.name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)  # noqa: S603
+    if done.returncode:
+        raise QdqError(f"nvdisasm cannot read a cubin: {done.stderr.strip()[:200]}")
+    kernels = re.split(r"^\.text\.(\w+):", done.stdout, flags=re.MULTILINE)[1:]
+    return {
+        name: set(re.findall(r"\b[A-Z]{1,2}MMA\b", code))
+        for name, code in zip(kernels[::2], kernels[1::2], strict=True)
+    }
+
+
+def _check(status: int) -> None:
+    if status:
+        raise QdqError(f"NVRTC failed with status {status}")

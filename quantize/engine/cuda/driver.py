@@ -1,0 +1,138 @@
+"""Kernels of a cubin, launched through the CUDA driver on memory and streams of torch."""
+
+import ctypes as c
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from qdqbench.quantize.utils.errors import QdqError
+
+_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_STATIC_BYTES = 48 * 1024  # of shared memory that a kernel gets without asking
+_UINT8, _SWIZZLE_128, _PROMOTE_256 = 0, 3, 3  # of CUtensorMap
+
+Pointer = c.c_void_p
+
+
+class TensorMap(c.Structure):
+    """A CUtensorMap: 128 bytes, aligned by 64 in the parameters of a kernel."""
+
+    _fields_ = (("bytes", c.c_char * 128),)
+
+
+class GemmArguments(c.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in ("scale", "bias", "factor", "residual", "out")),
+        *((name, c.c_int) for name in ("m", "n", "k")),
+    )
+
+
+class AttentionArguments(c.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in ("q", "k", "v", "start", "end", "factor", "out")),
+        ("most", c.c_int),
+        ("heads", c.c_int),
+        ("scale", c.c_float),
+        ("unit", c.c_float),
+        *((name, c.c_int) for name in ("tokens", "hidden", "pitch")),
+    )
+
+
+class NormArguments(c.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in ("gamma", "beta", "half")),
+        ("codes", Pointer * 3),
+        ("multiplier", Pointer * 3),
+        ("epsilon", c.c_float),
+        ("tokens", c.c_int),
+        ("hidden", c.c_int),
+    )
+
+
+class TableArguments(c.Structure):
+    _fields_ = tuple((name, Pointer) for name in ("ids", "positions", "types", "word", "position", "type"))
+
+
+class _Attribute(c.Structure):
+    _fields_ = (("id", c.c_int), ("pad", c.c_int), ("value", c.c_uint * 16))
+
+
+class _Launch(c.Structure):
+    _fields_ = (
+        ("grid", c.c_uint * 3),
+        ("block", c.c_uint * 3),
+        ("shared", c.c_uint),
+        ("stream", Pointer),
+        ("attributes", c.POINTER(_Attribute)),
+        ("count", c.c_uint),
+    )
+
+
+class Kernels:
+    """The kernels of cubins by name, on torch's current device."""
+
+    def __init__(self, cubins: Sequence[bytes]) -> None:
+        import torch
+
+        torch.cuda.current_stream().synchronize()  # makes the context that modules are loaded into
+        self._cubins, self._modules = cubins, []
+        for cubin in cubins:
+            module = Pointer()
+            _check(_driver().cuModuleLoadData(c.byref(module), cubin))
+            self._modules.append(module)
+        self._found: dict[str, tuple[Pointer, int]] = {}
+
+    def launch(
+        self, name: str, grid: tuple[int, int], block: int, arguments: Sequence[Any], shared: int = 0
+    ) -> None:
+        """Launch on the current stream. A kernel may start before the previous one ends, and waits itself."""
+        import torch
+
+        attribute = _Attribute(id=_SERIALIZATION)
+        attribute.value[0] = 1
+        launch = _Launch((*grid, 1), (block, 1, 1), shared, torch.cuda.current_stream().cuda_stream)
+        launch.attributes, launch.count = c.pointer(attribute), 1
+        pointers = (Pointer * len(arguments))(*[c.addressof(each) for each in arguments])
+        _check(_driver().cuLaunchKernelEx(c.byref(launch), self._function(name, shared), pointers, None))
+
+    def _function(self, name: str, shared: int) -> Pointer:
+        function, allowed = self._found.get(name) or (self._find(name), _STATIC_BYTES)
+        if shared > allowed:
+            _check(_driver().cuFuncSetAttribute(function, _SHARED_BYTES, shared))
+        self._found[name] = function, max(shared, allowed)
+        return function
+
+    def _find(self, name: str) -> Pointer:
+        function = Pointer()
+        for module in self._modules:
+            if _driver().cuModuleGetFunction(c.byref(function), module, name.encode()) == 0:
+                return function
+        raise QdqError(f"the engine has no kernel {name}; build it again")
+
+
+def map_tiles(matrix: Any, rows: int) -> TensorMap:
+    """Return the map of an INT8 [R, K] matrix by tiles of `rows` rows and 128 columns, swizzled by 128 bytes.
+
+    Rows and columns beyond the matrix read as 0.
+    """
+    raw = c.create_string_buffer(192)
+    aligned = c.addressof(raw) + 63 & ~63
+    size = (c.c_uint64 * 2)(matrix.shape[1], matrix.shape[0])
+    pitch, box, step = (c.c_uint64 * 1)(matrix.stride(0)), (c.c_uint32 * 2)(128, rows), (c.c_uint32 * 2)(1, 1)
+    where = Pointer(aligned), _UINT8, 2, Pointer(matrix.data_ptr())
+    kind = 0, _SWIZZLE_128, _PROMOTE_256, 0
+    _check(_driver().cuTensorMapEncodeTiled(*where, size, pitch, box, step, *kind))
+    return TensorMap.from_buffer_copy((c.c_char * 128).from_address(aligned))
+
+
+@cache
+def _driver() -> Any:
+    return c.CDLL("libcuda.so.1")
+
+
+def _check(status: int) -> None:
+    if status:
+        text = c.c_char_p()
+        _driver().cuGetErrorString(status, c.byref(text))
+        raise QdqError(f"the CUDA driver says: {(text.value or b'unknown error').decode()} ({status})")

@@ -1,0 +1,186 @@
+"""The plan in NumPy, with the arithmetic of the kernels: a reference for tests and parity on any machine.
+
+Integer sums are exact. An epilogue is one fused multiply-add in FP32; all else is FP32, and FP16 where a
+tensor is. Kernels add in another order, so codes next to a rounding border may differ by one.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from qdqbench.quantize.engine.cuda import check
+from qdqbench.quantize.engine.cuda.plan import (
+    Attention,
+    Embed,
+    Head,
+    Linear,
+    Norm,
+    Operation,
+    Plan,
+    Quantize,
+    Quantized,
+    StepKind,
+    View,
+)
+from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_tokens, spread
+from qdqbench.quantize.utils.arrays import Array, Float32, Int8, Int32
+
+_EXACT = 1024  # products of two codes whose sum FP32 holds exactly
+Arrays = Mapping[str, Array]
+
+
+def interpret(plan: Plan, arrays: Arrays, batch: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the answers of a batch int [B, L] by name; those of masked tokens are 0."""
+    tokens = pack_tokens(plan, arrays, batch)
+    values = {name: state.astype(check.HALF) for name, state in tokens.given.items()}
+    for operation in plan.operations:
+        values |= compute(operation, plan, arrays, values, tokens)
+    answers = ((each.name, values[each.name]) for each in plan.head.answers)
+    by_token = plan.head.pooling == "tokens"
+    found = {name: spread(value, tokens) if by_token else value for name, value in answers}
+    return found | {name: spread(_single(values[name]), tokens) for name in plan.states}
+
+
+def compute(
+    operation: Operation, plan: Plan, arrays: Arrays, values: Mapping[str, Array], tokens: Tokens
+) -> dict[str, Array]:
+    """Return the tensors that one operation makes of `values`, by name; those of the head are the answers."""
+    match operation:
+        case Embed():
+            parts = {"word": tokens.ids, "type": tokens.types, "position": tokens.positions}
+            tables = [arrays[f"embed.{part}"][ids].astype(np.float32) for part, ids in parts.items()]
+            return _forms(operation, arrays, _normalize(operation, arrays, tables[0] + tables[1] + tables[2]))
+        case Norm():
+            return _forms(operation, arrays, _normalize(operation, arrays, _single(values[operation.input])))
+        case Quantize():
+            return _forms(operation, arrays, _single(values[operation.input]))
+        case Linear():
+            return {operation.output: _linear(operation, plan, arrays, values)}
+        case Attention():
+            return {operation.output: _attention(operation, plan, arrays, values, tokens)}
+        case Head():
+            return _head(operation, arrays, values, tokens)
+
+
+def round_codes(x: Array) -> Int8:
+    return np.clip(np.rint(x), -128, 127).astype(np.int8)
+
+
+def dot(codes: Int8, weight: Int8) -> Int32:
+    """Return the exact product of codes [T, K] and [N, K]."""
+    total = np.zeros((len(codes), len(weight)), np.int32)
+    for start in range(0, codes.shape[1], _EXACT):
+        one, other = (each[:, start : start + _EXACT].astype(np.float32) for each in (codes, weight))
+        total += (one @ other.T).astype(np.int32)
+    return total
+
+
+def _single(array: Array) -> Float32:
+    return array.astype(np.float32)
+
+
+def _multiply_add(x: Array, scale: Array, bias: Array) -> Float32:
+    """Return x * scale + bias of FP32 numbers, rounded once."""
+    return (_single(x).astype(np.float64) * scale + bias).astype(np.float32)
+
+
+def _normalize(operation: Embed | Norm, arrays: Arrays, x: Float32) -> Float32:
+    centered = x - x.mean(axis=1, keepdims=True, dtype=np.float32)
+    variance = np.square(centered).mean(axis=1, keepdims=True, dtype=np.float32)
+    inverse = 1 / np.sqrt(variance + np.float32(operation.epsilon))
+    gamma, beta = (arrays[f"{operation.name}.{part}"] for part in ("gamma", "beta"))
+    return _single(_multiply_add(centered * inverse, gamma, beta))
+
+
+def _forms(operation: Quantized, arrays: Arrays, y: Float32) -> dict[str, Array]:
+    made: dict[str, Array] = {name: round_codes(y * arrays[f"{name}.multiplier"]) for name in operation.codes}
+    return made | ({} if operation.half is None else {operation.half: y.astype(check.HALF)})
+
+
+def _linear(operation: Linear, plan: Plan, arrays: Arrays, values: Mapping[str, Array]) -> Array:
+    name, read = operation.name, values[operation.input]
+    weight, bias = arrays[f"{name}.weight"], arrays[f"{name}.bias"]
+    if operation.weight == "int8":
+        x = _multiply_add(dot(read, weight), arrays[f"{name}.scale"], bias)
+    else:
+        x = _single((_single(read) @ _single(weight).T + _single(bias)).astype(check.HALF))
+    if operation.activation is not None:
+        x = _STEPS[operation.activation](x)
+    if operation.residual is not None:
+        residual = values[operation.residual]
+        int8 = residual.dtype == np.int8
+        x = _multiply_add(residual, arrays[f"{name}.residual"], x) if int8 else x + _single(residual)
+    if plan.tensors[operation.output].kind == "fp16":
+        return x.astype(check.HALF)
+    multiplier = arrays.get(f"{operation.output}.multiplier")
+    return round_codes(x if multiplier is None else x * multiplier)
+
+
+def _attention(
+    operation: Attention, plan: Plan, arrays: Arrays, values: Mapping[str, Array], tokens: Tokens
+) -> Array:
+    heads, size = operation.heads, operation.head_size
+    scale, inverse = np.float32(operation.score_scale), operation.probability_multiplier
+
+    def split(view: View) -> Float32:
+        columns = values[view.tensor][:, view.column : view.column + heads * size]
+        return _single(columns).reshape(len(columns), heads, size).transpose(1, 0, 2)
+
+    query, key, value = (split(view) for view in (operation.query, operation.key, operation.value))
+    made = np.empty((len(tokens.ids), heads * size), np.float32)
+    for start, stop in zip(tokens.starts, tokens.starts[1:], strict=False):
+        scores = query[:, start:stop] @ key[:, start:stop].transpose(0, 2, 1) * scale
+        weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+        total = weights.sum(axis=2, keepdims=True)
+        if inverse is None:  # as a fused attention: divided last
+            context = _single(weights.astype(check.HALF)) @ value[:, start:stop] / total
+        else:
+            context = _single(round_codes(weights / total * np.float32(inverse))) @ value[:, start:stop]
+        made[start:stop] = context.transpose(1, 0, 2).reshape(stop - start, -1)
+    if inverse is None:
+        made = _single(made.astype(check.HALF))
+    made *= arrays[f"{operation.name}.scale"]
+    return made.astype(check.HALF) if plan.tensors[operation.output].kind == "fp16" else round_codes(made)
+
+
+def _head(operation: Head, arrays: Arrays, values: Mapping[str, Array], tokens: Tokens) -> dict[str, Array]:
+    x = _single(values[operation.input])
+    first, stop = tokens.starts[:-1], tokens.starts[1:]
+    match operation.pooling:
+        case "first":
+            x = x[first]
+        case "last":
+            x = x[stop - 1]
+        case "mean":
+            x = _single(np.add.reduceat(x, first, axis=0) / (stop - first)[:, None])
+    for number, step in enumerate(operation.steps):
+        if step.kind == "dense":
+            x = x @ arrays[f"{operation.name}.{number}.weight"].T + arrays[f"{operation.name}.{number}.bias"]
+        else:
+            x = _STEPS[step.kind](x)
+    return {each.name: x if each.column is None else x[:, each.column] for each in operation.answers}
+
+
+def _gelu(x: Float32) -> Float32:
+    from scipy.special import erf
+
+    return _single(0.5 * x * (1 + erf(x * np.float32(np.sqrt(0.5)))))
+
+
+def _gelu_tanh(x: Float32) -> Float32:
+    inner = np.float32(np.sqrt(2 / np.pi)) * (x + np.float32(0.044715) * x * x * x)
+    return _single(0.5 * x * (1 + np.tanh(inner)))
+
+
+def _divide_by_length(x: Float32) -> Float32:
+    return _single(x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12))
+
+
+_STEPS: dict[StepKind, Callable[[Float32], Float32]] = {
+    "tanh": np.tanh,
+    "relu": lambda x: np.maximum(x, 0),
+    "sigmoid": lambda x: _single(1 / (1 + np.exp(-x))),
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "normalize": _divide_by_length,
+}

@@ -1,0 +1,570 @@
+"""From an exported graph to a plan: backwards from its outputs, each tensor with the kernel that makes it.
+
+The graph is in the form of the CPU runtimes: FP32, weights with a scale for each output channel, operator
+Gelu. A node that no pattern covers, or two would, is refused by its name.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from qdqbench.quantize.engine.cuda import plan
+from qdqbench.quantize.engine.cuda.cover import SHARED, TYPES, Cover, read_attribute, refuse
+from qdqbench.quantize.engine.cuda.plan import Operation, Plan, View
+from qdqbench.quantize.graph.index import use_of
+from qdqbench.quantize.models.attention import MASK_FILL
+from qdqbench.quantize.models.inputs import MASK, TOKENS
+from qdqbench.quantize.utils.arrays import Array
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.limits import FP16_MAX
+from qdqbench.quantize.utils.names import name_list
+
+_CODES = " codes"  # behind the owner of nodes that round its tensor
+# of [batch, length, heads, size]: heads before tokens, and with the last two axes swapped
+_SPLIT, _SPLIT_SWAPPED, _SWAPPED = [0, 2, 1, 3], [0, 2, 3, 1], [0, 1, 3, 2]
+_STEPS: dict[str, plan.StepKind] = {"Tanh": "tanh", "Relu": "relu", "Sigmoid": "sigmoid"}
+_ADDS = 2  # nested, of three tables
+_HEAD_SIZES = range(1, 1025)
+
+
+@dataclass(frozen=True)
+class Match:
+    """A plan and the numbers of the file, before they are packed for kernels.
+
+    Args:
+        constants: `LINEAR.weight` [N, K], `.weight_scale`, `.input_scale`, `.bias` and `.residual`;
+            `ATTENTION.factor`, the scales of softmax and v; `TENSOR.multiplier`, factors of smoothing over
+            the scale of a QuantizeLinear; tables and vectors of the rest as the plan names them.
+    """
+
+    plan: Plan
+    constants: dict[str, Array]
+
+
+@dataclass
+class _Wanted:
+    """Forms in which kernels read a tensor: FP16, and codes by factors and scale, with their names."""
+
+    half: bool = False
+    codes: dict[tuple[bytes, float], str] = field(default_factory=dict)
+    multipliers: dict[str, Array] = field(default_factory=dict)
+
+
+class _Read(NamedTuple):
+    """A tensor that a kernel reads: the graph's, or codes of it and their scale."""
+
+    name: str
+    source: str
+    scale: float = 1.0
+
+
+class _Step(NamedTuple):
+    """A step of a head, or a Cast (None) that changes nothing; `of_rows`: of one vector for each row."""
+
+    kind: plan.StepKind | None
+    read: str
+    weight: Array | None = None
+    bias: Array | None = None
+    of_rows: bool = False
+
+
+def match_graph(model: onnx.ModelProto) -> Match:
+    """Return the plan of a graph; UserError names the nodes that no kernel covers."""
+    try:
+        return _Matcher(model).match()
+    except RecursionError:
+        raise UserError("backend cuda takes no graph whose shapes are computed in so many steps") from None
+
+
+class _Matcher(Cover):
+    def __init__(self, model: onnx.ModelProto) -> None:
+        super().__init__(model)
+        self.wanted: dict[str, _Wanted] = {}
+        self.made: set[str] = set()  # tensors [batch, length, ...]
+        self.tensors: dict[str, plan.Tensor] = {}
+        self.constants: dict[str, Array] = {}
+        self.operations: list[tuple[str, Operation]] = []  # with their owners, the last one first
+
+    def match(self) -> Match:
+        outputs = [value.name for value in self.graph.output]
+        answers = outputs[: len(outputs) - len(self.given)]
+        self._head(answers)
+        states = tuple(self._half(name).name for name in outputs[len(answers) :])
+        while self.wanted:
+            self.owner = max(self.wanted, key=lambda name: self.order.get(name, -1))
+            self.made.add(self.owner)
+            self._produce(self.owner, self.wanted.pop(self.owner))
+        if left := [*(self.shaped[name] for name in self.shaped.keys() - self.made), *self.left()]:
+            refuse("no pattern of an encoder holds them", *left)
+        names = Counter(operation.name for _, operation in self.operations)
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise UserError(f"backend cuda needs node names that tell kernels apart, not {name_list(twice)}")
+        inputs, given = tuple(value.name for value in self.graph.input), tuple(self.given)
+        operations = tuple(self._with_nodes())
+        found = Plan(inputs=inputs, given=given, states=states, tensors=self.tensors, operations=operations)
+        return Match(found, self.constants)
+
+    def _with_nodes(self) -> Iterator[Operation]:
+        """Yield the operations in the order of computation, each with its nodes in that of the graph."""
+        apart = {owner for owner, operation in self.operations if isinstance(operation, plan.Quantize)}
+        owned = {SHARED}  # which the first operation covers
+        for owner, operation in reversed(self.operations):
+            alone = isinstance(operation, plan.Quantize)
+            owned |= {owner + _CODES} if alone else {owner} if owner in apart else {owner, owner + _CODES}
+            nodes = (node for node in self.graph.node if self.owners[node.output[0]] in owned)
+            yield operation.model_copy(update={"nodes": tuple(node.name or node.output[0] for node in nodes)})
+            owned = set()
+
+    def _produce(self, source: str, wanted: _Wanted) -> None:
+        kind = self.kind(source)
+        if source in self.given:
+            self._output(source, wanted, self.given[source][-1].dim_value, source, one=False)
+        elif kind == "LayerNormalization":
+            self._norm(source, wanted)
+        elif kind == "Reshape":
+            self._attention(source, wanted)
+        elif kind in ("Gelu", "Add", "MatMul"):
+            self._linear(source, wanted)
+        else:
+            refuse("it is no LayerNorm, attention or linear", self.index.producers.get(source, source))
+
+    # tensors between kernels
+
+    def _half(self, name: str) -> _Read:
+        self.wanted.setdefault(name, _Wanted()).half = True
+        return _Read(name, name)
+
+    def _codes(self, name: str, *moves: Callable[[str], str]) -> _Read:
+        """Return the codes that a DequantizeLinear reads; `moves` lead from their Q to the tensor before."""
+        dq = self.take(name, "DequantizeLinear", free=("axis",), shared=True)
+        covered = [q := self.take(dq.input[0], "QuantizeLinear", free=("axis",), shared=True)]
+        scale = self._scale(q, dq)
+        source = q.input[0]
+        for move in moves:
+            source = move(source)
+        factors: Array = np.ones((), np.float32)
+        if self.kind(source) == "Mul":  # smoothing
+            covered.append(mul := self.take(source, "Mul", shared=True))
+            source, factors = self.operands(mul, 0, 1)
+        if self.kind(source) == "Clip":
+            covered.append(clip := self.take(source, "Clip", shared=True))
+            if [float(self.constant(clip, position)) for position in (1, 2)] != [-FP16_MAX, FP16_MAX]:
+                refuse("its range is not that of FP16", clip)
+            source = clip.input[0]
+        for node in covered:  # by the kernel that writes the tensor
+            self.owners[node.output[0]] = source + _CODES
+        wanted = self.wanted.setdefault(source, _Wanted())
+        codes = wanted.codes.setdefault((factors.tobytes(), scale), dq.input[0])
+        wanted.multipliers[codes] = factors.astype(np.float64) / scale
+        return _Read(codes, source, scale)
+
+    def _scale(self, *nodes: onnx.NodeProto) -> float:
+        """Return the scale that a Q and its DQ share."""
+        for node in nodes:
+            scale, zero = self.constant(node, 1), self.constant(node, 2)
+            if scale.dtype != np.float32 or not scale > 0 or zero.dtype != np.int8 or zero:
+                refuse("it needs a positive float32 scale and the INT8 zero point 0", node)
+        scales = {float(self.constant(node, 1)) for node in nodes}
+        return scales.pop() if len(scales) == 1 else refuse("their scales differ", *nodes)
+
+    def _write(self, source: str, wanted: _Wanted, width: int) -> dict[str, Any]:
+        """Return the forms that kernels write of a tensor, as fields of its operation."""
+        for (_, scale), name in wanted.codes.items():
+            self.constants[f"{name}.multiplier"] = multiplier = wanted.multipliers[name]
+            if multiplier.shape not in ((), (width,)):
+                refuse(f"{multiplier.size} factors for {width} channels", name)
+            one = None if multiplier.ndim else scale
+            self.tensors[name] = plan.Tensor(kind="int8", width=width, scale=one)
+        if wanted.half:
+            self.tensors[source] = plan.Tensor(kind="fp16", width=width)
+        return {"half": source if wanted.half else None, "codes": tuple(wanted.codes.values())}
+
+    def _output(self, source: str, wanted: _Wanted, width: int, name: str, one: bool = True) -> str:
+        """Return the one tensor that a kernel writes; codes beside FP16, or of a sum, get their own."""
+        if one and not wanted.half and len(wanted.codes) == 1:
+            return str(self._write(source, wanted, width)["codes"][0])
+        wanted.half = True
+        if codes := self._write(source, wanted, width)["codes"]:
+            self._add(plan.Quantize(name=f"{name}.quantize", input=source, codes=codes))
+        return source
+
+    def _add(self, operation: Operation) -> None:
+        self.operations.append((self.owner, operation))
+
+    # embeddings and norms
+
+    def _norm(self, source: str, wanted: _Wanted) -> None:
+        node = self.take(source, "LayerNormalization", free=("epsilon",))
+        parts = self.index.producers[node.input[0]].input if self.kind(node.input[0]) == "Add" else ()
+        embeds = any(self.kind(part) == "Gather" for part in parts)
+        gathers = self._gathers(node.input[0]) if embeds else []
+        name = "embed" if gathers else use_of(node.name)
+        gamma, beta = (self.constant(node, position, 1) for position in (1, 2))
+        if gamma.shape != beta.shape:
+            refuse("gamma and beta differ in size", node)
+        self.constants |= {f"{name}.gamma": gamma, f"{name}.beta": beta}
+        forms = self._write(source, wanted, len(gamma)) | {"epsilon": read_attribute(node, "epsilon", 1e-5)}
+        if gathers:
+            self._add(plan.Embed(name=name, **forms, **self._tables(gathers, len(gamma))))
+        else:
+            self._add(plan.Norm(name=name, input=self._half(node.input[0]).name, **forms))
+
+    def _gathers(self, name: str, depth: int = 0) -> list[onnx.NodeProto]:
+        """Return the Gathers that an embedding adds."""
+        node = self.take(name, "Gather", *(["Add"] if depth < _ADDS else []))
+        parts = node.input if node.op_type == "Add" else ()
+        return [each for part in parts for each in self._gathers(part, depth + 1)] or [node]
+
+    def _tables(self, gathers: list[onnx.NodeProto], width: int) -> dict[str, Any]:
+        tables: dict[str, Array] = {}
+        padding, zeros = None, ""
+        for gather in gathers:
+            ids, part = gather.input[1], "type"
+            if ids == TOKENS:
+                part = "word"
+                self.made.add(gather.output[0])
+            elif self.kind(ids) in ("Slice", "Add"):
+                part, padding = "position", self._positions(ids)
+            elif ids != TYPES:
+                zeros = ids
+            table = self.constant(gather, 0, 2)
+            if part in tables or table.shape[1] != width or table.dtype != np.float32:
+                refuse(f"a second table of {part}s, or one of another width", gather)
+            tables[part] = table
+        if missing := {"word", "position"} - tables.keys():
+            refuse(f"no table of {' and '.join(sorted(missing))}s", *gathers)
+        if zeros:
+            self._zeros(zeros)
+        typed = not zeros and "type" in tables
+        tables.setdefault("type", np.zeros((1, width), np.float32))
+        self.constants |= {f"embed.{part}": table for part, table in tables.items()}
+        return {"padding": padding, "typed": typed}
+
+    def _positions(self, name: str) -> int | None:
+        """Return the id of padding that positions are counted past; None: they are places in the row."""
+        if self.kind(name) == "Slice":
+            node = self.take(name, "Slice")
+            table = self.constant(node, 0, 2)
+            ranges = [
+                self.vector(node, 1),
+                self.sizes(node.input[2]),
+                *(self.vector(node, i) for i in (3, 4)),
+            ]
+            if ranges != [[0], ["length"], [1], [1]] or (table != np.arange(table.shape[1])).any():
+                refuse("positions are no consecutive numbers from 0 on", node)
+            return None
+        self.made.add(name)
+        counted, padding = self.operands(self.take(name, "Add"))
+        product = self.take(self.take(counted, "Cast", to=TensorProto.INT64).input[0], "Mul")
+        count = self.take(product.input[0], "CumSum")
+        seen = self.take(product.input[1], "Cast", to=TensorProto.INT32)
+        equal = self.take(self.take(seen.input[0], "Not").input[0], "Equal")
+        ids, found = self.operands(equal)
+        if (
+            count.input[0] != seen.output[0]
+            or self.constant(count, 1) != 1
+            or ids != TOKENS
+            or found != padding
+        ):
+            refuse("it does not count the tokens past padding", count, equal)
+        return int(padding)
+
+    def _zeros(self, name: str) -> None:
+        """Cover type ids [batch, length] that are all 0, as RoBERTa's: a buffer, gathered and expanded."""
+        expand = self.take(name, "Expand")
+        gather = self.take(expand.input[0], "GatherElements", axis=1)
+        buffer = self.take(gather.input[0], "Expand")
+        shapes = self.sizes(expand.input[1]), self.sizes(buffer.input[1])
+        if shapes != (["batch", "length"], ["batch", 1]) or gather.input[1] not in self.made:
+            refuse("its type ids are not [batch, length]", expand, gather, buffer)
+        if self.constant(buffer, 0, 2).any():
+            refuse("expected type ids that are all 0", buffer)
+
+    # linears
+
+    def _product(self, name: str) -> onnx.NodeProto | None:
+        """Return the MatMul of a linear, behind its bias; None for another tensor."""
+        if self.kind(name) == "Add":
+            computed = [
+                part for part in self.index.producers[name].input if self.index.constant(part) is None
+            ]
+            name = computed[0] if len(computed) == 1 else ""
+        return self.index.producers[name] if self.kind(name) == "MatMul" else None
+
+    def _count_channels(self, name: str) -> int:
+        """Return the width of a linear that another kernel reads."""
+        matmul = self._product(name)
+        if matmul is None:
+            refuse("expected a linear", self.index.producers.get(name, name))
+        if (weight := self.index.constant(matmul.input[1])) is not None:
+            return int(weight.shape[-1])
+        turned = self.index.producers.get(matmul.input[1])
+        dq = self.index.producers.get(turned.input[0]) if turned is not None and turned.input else None
+        codes = self.index.constant(dq.input[0]) if dq is not None and dq.input else None
+        return (
+            len(codes) if codes is not None and codes.ndim else refuse("expected a weight", turned or matmul)
+        )
+
+    def _linear(self, source: str, wanted: _Wanted) -> None:
+        name, activation, residual = source, None, None
+        if self.kind(name) == "Gelu":
+            activation, name = self._gelu(name)
+        elif self.kind(name) == "Add" and self._product(name) is None:
+            add = self.take(name, "Add")
+            linears = [part for part in add.input if self._product(part) is not None]
+            if not linears or add.input[0] == add.input[1]:
+                parts = (self.index.producers.get(part, part) for part in add.input)
+                refuse("expected a linear and a residual", add, *parts)
+            name = max(linears, key=self.order.__getitem__)
+            residual = add.input[1 - [*add.input].index(name)]
+        bias = None
+        if self.kind(name) == "Add":
+            name, bias = self.operands(self.take(name, "Add"), 1)
+        matmul = self.take(name, "MatMul")
+        module = use_of(matmul.name)
+        weight, kind = self._weight(module, matmul)
+        width = len(weight)
+        bias = np.zeros(width, np.float32) if bias is None else bias
+        if bias.shape != (width,):
+            refuse(f"its bias has {bias.size} values for {width} channels", matmul)
+        self.constants |= {f"{module}.weight": weight, f"{module}.bias": bias}
+        read = self._codes(matmul.input[0]) if kind == "int8" else self._half(matmul.input[0])
+        self.constants[f"{module}.input_scale"] = np.array(read.scale)
+        added = None if residual is None else self._residual(module, residual)
+        output = self._output(source, wanted, width, module, one=residual is None)
+        form = {"weight": kind, "activation": activation, "residual": added}
+        self._add(plan.Linear(name=module, input=read.name, output=output, **form))  # type: ignore[arg-type]
+
+    def _gelu(self, name: str) -> tuple[plan.Activation, str]:
+        node = self.take(name, "Gelu", free=("approximate",))
+        form = read_attribute(node, "approximate", b"none")
+        return "gelu_tanh" if form == b"tanh" else "gelu", node.input[0]
+
+    def _weight(self, module: str, matmul: onnx.NodeProto) -> tuple[Array, Literal["int8", "fp16"]]:
+        """Return a weight [N, K] and its kind; the scale of an INT8 one goes to the constants."""
+        if self.index.constant(matmul.input[1]) is not None:
+            return self.constant(matmul, 1, 2).T, "fp16"
+        turned = self.take(matmul.input[1], "Transpose", perm=[1, 0])
+        dq = self.take(turned.input[0], "DequantizeLinear", free=("axis",))
+        codes, scale, zeros = self.constant(dq, 0, 2), self.constant(dq, 1, 0, 1), self.constant(dq, 2, 0, 1)
+        channels = scale.ndim == 0 or (read_attribute(dq, "axis", 1) == 0 and scale.shape == codes.shape[:1])
+        if (
+            codes.dtype != np.int8
+            or scale.dtype != np.float32
+            or not (scale > 0).all()
+            or zeros.any()
+            or not channels
+        ):
+            refuse("expected INT8 codes [N, K] with positive scales, one in all or one for each of N", dq)
+        self.constants[f"{module}.weight_scale"] = scale
+        return codes, "int8"
+
+    def _residual(self, module: str, name: str) -> str:
+        factors: Array = np.ones(())
+        if self.kind(name) == "Mul":
+            name, factors = self.operands(self.take(name, "Mul"), 0, 1)
+        elif self.kind(name) != "DequantizeLinear":
+            return self._half(name).name
+        codes = self._codes(name)
+        self.constants[f"{module}.residual"] = codes.scale * factors.astype(np.float64)
+        return codes.name
+
+    # attention
+
+    def _attention(self, source: str, wanted: _Wanted) -> None:
+        joined = self.take(source, "Reshape")
+        product = self.take(self.take(joined.input[0], "Transpose", perm=_SPLIT).input[0], "MatMul")
+        weights, value = product.input
+        int8, score_scale, factor = self.kind(weights) == "DequantizeLinear", 1.0, 1.0
+        if int8:
+            dq = self.take(weights, "DequantizeLinear")
+            q = self.take(dq.input[0], "QuantizeLinear")
+            factor, weights = self._scale(q, dq), q.input[0]
+        masked = self.take(self.take(weights, "Softmax").input[0], "Add")
+        scores, mask = sorted(masked.input, key=lambda part: self.kind(part) == "Where")
+        self._mask(mask)
+        if self.kind(scores) == "Mul":
+            scores, number = self.operands(self.take(scores, "Mul"))
+            score_scale = float(number)
+        dot = self.take(scores, "MatMul")
+        turned, perm = dot.input[1], _SPLIT_SWAPPED
+        if int8 or read_attribute(self.index.producers[turned], "perm", None) == _SWAPPED:
+            turned, perm = self.take(turned, "Transpose", perm=_SWAPPED).input[0], _SPLIT
+        shapes: list[Any] = []
+        split = [(dot.input[0], _SPLIT), (turned, perm), (value, _SPLIT)]
+        query, key, values = reads = [self._heads(tensor, int8, shapes, perm) for tensor, perm in split]
+        widths = [self._count_channels(read.source) for read in reads]
+        width, size = widths[0], shapes[0][-1]
+        if size not in _HEAD_SIZES or width % size or {*widths} != {width}:
+            refuse(f"q, k and v of {widths} channels are not for heads of {size}", dot, product)
+        whole, part = ["batch", "length"], {-1, width // size}
+        right = all(shape[:2] == whole and shape[2] in part and shape[3:] == [size] for shape in shapes)
+        if not right or self.sizes(joined.input[1]) not in ([*whole, -1], [*whole, width]):
+            refuse(f"no heads of {size}, split and joined: {shapes}", dot, joined)
+        name = use_of(product.name)
+        self.constants[f"{name}.factor"] = np.array(factor * values.scale)
+        views = {
+            key: View(tensor=read.name) for key, read in zip(("query", "key", "value"), reads, strict=True)
+        }
+        form = {
+            "heads": width // size,
+            "head_size": size,
+            "output": self._output(source, wanted, width, name),
+        }
+        form |= {"score_scale": score_scale * query.scale * key.scale}
+        form |= {"probability_multiplier": 1 / factor if int8 else None}
+        self._add(plan.Attention(name=name, **views, **form))  # type: ignore[arg-type]
+
+    def _heads(self, name: str, int8: bool, shapes: list[Any], perm: list[int]) -> _Read:
+        """Return the linear's output that a Transpose and a Reshape split into heads, or codes of it."""
+
+        def turn(tensor: str) -> str:
+            return str(self.take(tensor, "Transpose", perm=perm).input[0])
+
+        def split(tensor: str) -> str:
+            node = self.take(tensor, "Reshape")
+            shapes.append(self.sizes(node.input[1]))
+            return str(node.input[0])
+
+        return self._codes(name, turn, split) if int8 else self._half(split(turn(name)))
+
+    def _mask(self, name: str) -> None:
+        """Cover the mask, which gives masked keys the weight 0 exactly."""
+        where = self.take(name, "Where", shared=True)
+        zero, fill = (float(self.constant(where, position)) for position in (1, 2))
+        if zero != 0 or fill > MASK_FILL:
+            refuse(f"a mask of {zero:g} and {fill:g}, expected 0 and {MASK_FILL:g} or less", where)
+        tensor = where.input[0]
+        for axis in (2, 1):
+            node = self.take(tensor, "Unsqueeze", shared=True)
+            tensor = (
+                node.input[0]
+                if self.vector(node) == [axis]
+                else refuse("expected [batch, 1, 1, length]", node)
+            )
+        self._of_mask(tensor, TensorProto.BOOL)
+
+    def _of_mask(self, name: str, kind: int) -> None:
+        cast = self.take(name, "Cast", to=kind, shared=True)
+        if cast.input[0] != MASK:
+            refuse(f"expected {MASK}", cast)
+
+    # heads
+
+    def _head(self, outputs: list[str]) -> None:
+        self.owner = "head"
+        name, answers = self._answers(outputs)
+        steps: list[_Step] = []
+        pooling: plan.Pooling = "tokens"
+        while (step := self._step(name)) is not None:
+            steps.insert(0, step)
+            name = step.read
+        if self.kind(name) in ("Gather", "ReduceSum"):
+            pooling, name = self._pooled(name)
+        elif steps and any(step.of_rows for step in steps):
+            refuse("expected one token of each row", self.index.producers.get(name, name))
+        steps = [step for step in steps if step.kind is not None]
+        for number, step in enumerate(steps):
+            if step.weight is not None:
+                zeros = np.zeros(len(step.weight), np.float32)
+                self.constants[f"head.{number}.weight"] = step.weight
+                self.constants[f"head.{number}.bias"] = zeros if step.bias is None else step.bias
+        listed = tuple(plan.Step.model_validate({"kind": step.kind}) for step in steps)
+        read = self._half(name).name
+        self._add(plan.Head(name="head", input=read, pooling=pooling, steps=listed, answers=answers))
+
+    def _step(self, name: str) -> "_Step | None":  # noqa: PLR0911
+        """Cover the last step of a head; None: it has none before `name`."""
+        kind = self.kind(name)
+        if kind in _STEPS:
+            return _Step(_STEPS[kind], self.take(name, kind).input[0])
+        if kind == "Gelu":
+            return _Step(*self._gelu(name))
+        if kind == "Cast":
+            return _Step(None, self.take(name, "Cast", to=TensorProto.FLOAT).input[0])
+        if kind == "Div":
+            return _Step("normalize", self._normalized(name), of_rows=True)
+        if kind == "Gemm":
+            gemm = self.take(name, "Gemm", transB=1)
+            bias = self.constant(gemm, 2, 1) if len(gemm.input) > 2 else None
+            return _Step("dense", gemm.input[0], self.constant(gemm, 1, 2), bias, of_rows=True)
+        matmul = self._product(name)
+        if matmul is None or self.index.constant(matmul.input[1]) is None:
+            return None
+        name, bias = self.operands(self.take(name, "Add"), 1) if kind == "Add" else (name, None)
+        self.take(name, "MatMul")
+        return _Step("dense", matmul.input[0], self.constant(matmul, 1, 2).T, bias)
+
+    def _answers(self, outputs: list[str]) -> tuple[str, tuple[plan.Answer, ...]]:
+        """Return the tensor that the outputs are of, and each output."""
+        if len(outputs) == 1 and self.kind(outputs[0]) == "Concat":  # of a cut graph: the columns, joined
+            joined = self.take(outputs[0], "Concat", axis=-1)
+            parts = [self.take(part, "Unsqueeze") for part in joined.input]
+            if any(self.vector(part) != [-1] for part in parts):
+                refuse("expected columns", joined)
+            source, columns = self._answers([part.input[0] for part in parts])
+            if [each.column for each in columns] != [*range(len(columns))]:
+                refuse("expected all columns in their order", joined)
+            return source, (plan.Answer(name=outputs[0]),)
+        if len(outputs) == 1:
+            return outputs[0], (plan.Answer(name=outputs[0]),)
+        answers, sources = [], set()
+        for name in outputs:
+            squeeze = self.take(name, "Squeeze")
+            split = self.take(squeeze.input[0], "Split", axis=-1)
+            if self.vector(squeeze) != [2] or {*self.vector(split)} != {1}:
+                refuse("expected columns of 1", squeeze, split)
+            answers.append(plan.Answer(name=name, column=[*split.output].index(squeeze.input[0])))
+            sources.add(split.input[0])
+        return (sources.pop(), tuple(answers)) if len(sources) == 1 else refuse("no one tensor", *outputs)
+
+    def _normalized(self, name: str) -> str:
+        div = self.take(name, "Div")
+        norm = self.take(self._at_least(div.input[1]), "ReduceL2")
+        if norm.input[0] != div.input[0] or self.vector(norm) != [1]:
+            refuse("expected a vector over its own length", div, norm)
+        return str(div.input[0])
+
+    def _at_least(self, name: str) -> str:
+        """Return what a Clip keeps above a small number, so that nothing is divided by 0."""
+        clip = self.take(name, "Clip")
+        if not 0 < self.constant(clip, 1) <= 1e-6 or any(clip.input[2:]):
+            refuse("expected a small lower bound alone", clip)
+        return str(clip.input[0])
+
+    def _pooled(self, name: str) -> tuple[plan.Pooling, str]:
+        if self.kind(name) == "Gather":
+            gather = self.take(name, "Gather", axis=1)
+            return (
+                ("first", gather.input[0]) if self.constant(gather, 1) == 0 else refuse("expected 0", gather)
+            )
+        total = self.take(name, "ReduceSum", keepdims=0)
+        product = self.take(total.input[0], "Mul")
+        weights = self.take(product.input[1], "Unsqueeze")
+        if self.vector(total) != [1] or self.vector(weights) != [2]:
+            refuse("expected a sum over tokens", total, weights)
+        share = weights.input[0]
+        if self.kind(share) == "Div":
+            div = self.take(share, "Div")
+            count = self.take(self._at_least(div.input[1]), "ReduceSum")
+            pooling, kept = "mean", div.input[0]
+            right = self.vector(count) == [1] and count.input[0] == kept
+        else:
+            chosen = self.take(share, "Mul")
+            equal = self.take(self.take(chosen.input[1], "Cast", to=TensorProto.FLOAT).input[0], "Equal")
+            most, places = self.take(equal.input[1], "ReduceMax"), self.take(equal.input[0], "Mul")
+            numbers = self.take(places.input[0], "Range")
+            length = self.sizes(self.take(numbers.input[1], "Cast", to=TensorProto.FLOAT).input[0])
+            pooling, kept = "last", chosen.input[0]
+            right = self.vector(most) == [1] and most.input[0] == equal.input[0] and places.input[1] == kept
+            ends = [float(self.constant(numbers, position)) for position in (0, 2)]
+            right &= (ends, length) == ([0, 1], "length")
+        if not right:
+            refuse("expected the mean of the attended tokens, or the last of them", total)
+        self._of_mask(kept, TensorProto.FLOAT)
+        return pooling, str(product.input[0])  # type: ignore[return-value]

@@ -1,0 +1,101 @@
+"""From the numbers of a file to the arrays that kernels read.
+
+| array | type and shape | of |
+|---|---|---|
+| `embed.word`, `.position`, `.type` | FP16 [entries, H] | tables |
+| `NAME.gamma`, `.beta` | FP32 [H] | embed and norm |
+| `NAME.weight` | INT8 or FP16 [N, K] | linear; q, k and v of one input are one, N = 3 H |
+| `NAME.scale` | FP32 [N] | INT8 linear: scales of input and weight, over that of codes it writes itself |
+| `NAME.bias` | FP32 [N], FP16 behind FP16 weights | linear, over the same scale |
+| `NAME.residual` | FP32 [N] | linear that adds INT8 codes |
+| `NAME.scale` | FP32 [H] | attention: scales of softmax and v, over that of codes that it writes |
+| `TENSOR.multiplier` | FP32 [width] | codes of embed, norm, quantize, activations and FP16 linears |
+| `head.NUMBER.weight`, `.bias` | FP32 [N, K], [N] | dense steps |
+"""
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from qdqbench.quantize.engine.cuda import check
+from qdqbench.quantize.engine.cuda.match import Match
+from qdqbench.quantize.engine.cuda.plan import Attention, Linear, Operation, Plan, Tensor, View
+from qdqbench.quantize.utils.arrays import Array
+from qdqbench.quantize.utils.errors import UserError
+
+Numbers = dict[str, Array]
+
+
+def pack(match: Match) -> tuple[Plan, Numbers]:
+    """Return the plan with merged GEMMs, and its arrays by name."""
+    plan, numbers = merge_qkv(match.plan, dict(match.constants))
+    arrays: Numbers = {}
+    for operation in plan.operations:
+        numbers |= _fold(operation, plan, numbers)
+        listed = check.list_arrays(operation, plan, numbers)
+        arrays |= {name: _cast(name, numbers[name], kind, shape) for name, kind, shape in listed}
+    check.check_arrays(plan, arrays)
+    return plan, arrays
+
+
+def merge_qkv(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
+    """Make one linear of q, k and v that read one tensor, and whose outputs only their attention reads."""
+    linears = {each.output: each for each in plan.operations if isinstance(each, Linear)}
+    reads = Counter(name for each in plan.operations for name in each.reads)
+    tensors, replaced = dict(plan.tensors), dict[str, Operation | None]()
+    for attention in plan.operations:
+        if not isinstance(attention, Attention):
+            continue
+        outputs = attention.reads
+        parts = [linears[output] for output in outputs if output in linears and reads[output] == 1]
+        kinds = {(each.input, each.weight, each.activation, tensors[each.output].kind) for each in parts}
+        if len(parts) != 3 or len(kinds) != 1 or parts[0].activation or any(each.residual for each in parts):
+            continue
+        name, width = f"{attention.name}.qkv", tensors[outputs[0]].width
+        names = [each.name for each in parts]
+        joined = [("weight", names), ("weight_scale", names), ("bias", names), ("multiplier", outputs)]
+        for part, owners in joined:
+            found = [constants.pop(f"{owner}.{part}", None) for owner in owners]
+            shaped = ((each, (width, *each.shape[1:])) for each in found if each is not None)
+            if whole := [np.broadcast_to(each, shape) for each, shape in shaped]:
+                constants[f"{name}.{part}"] = np.concatenate(whole)
+        constants[f"{name}.input_scale"] = constants[f"{names[0]}.input_scale"]
+        tensors[name] = Tensor(kind=tensors[outputs[0]].kind, width=3 * width)
+        for output in outputs:
+            del tensors[output]
+        nodes = tuple(node for each in parts for node in each.nodes)
+        first = min(parts, key=plan.operations.index)
+        merged = {"name": name, "nodes": nodes, "output": name, "parts": outputs}
+        replaced |= dict.fromkeys(names) | {first.name: first.model_copy(update=merged)}
+        views = (View(tensor=name, column=number * width) for number in range(3))
+        fields = dict(zip(("query", "key", "value"), views, strict=True))
+        replaced[attention.name] = attention.model_copy(update=fields)
+    operations = (replaced.get(each.name, each) for each in plan.operations)
+    kept = tuple(each for each in operations if each is not None)
+    return plan.model_copy(update={"operations": kept, "tensors": tensors}), constants
+
+
+def _fold(operation: Operation, plan: Plan, numbers: Numbers) -> Numbers:
+    """Return the factors of an epilogue, with the scale of codes that it writes itself."""
+    if not isinstance(operation, Linear | Attention):
+        return {}
+    name, output = operation.name, operation.output
+    coded: Any = numbers[f"{output}.multiplier"] if plan.tensors[output].kind == "int8" else 1.0
+    if isinstance(operation, Attention):
+        return {f"{name}.scale": numbers[f"{name}.factor"] * coded}
+    if operation.weight == "fp16":
+        return {}
+    folded = coded if operation.activation is None else 1.0
+    scale = numbers[f"{name}.weight_scale"].astype(np.float64) * numbers[f"{name}.input_scale"]
+    return {f"{name}.scale": scale * folded, f"{name}.bias": numbers[f"{name}.bias"] * folded}
+
+
+def _cast(name: str, numbers: Array, kind: str, shape: check.Shape) -> Array:
+    """Return numbers in the type of an array; one number is that of all channels."""
+    with np.errstate(over="ignore"):
+        array = np.asarray(numbers).astype(kind)
+    if not np.isfinite(array).all():
+        raise UserError(f"backend cuda: {name} does not fit {kind}; take tensorrt_rtx or tensorrt")
+    spread = np.broadcast_to(array, [size or 1 for size in shape]) if array.ndim == 0 else array
+    return np.ascontiguousarray(spread)

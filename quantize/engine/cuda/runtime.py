@@ -1,0 +1,530 @@
+"""Run a plan on a Hopper GPU: token-packed buffers, and a CUDA graph for each bucket of tokens and rows."""
+
+import ctypes as c
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, Kernel, Signature
+from qdqbench.quantize.engine.cuda.compile import (
+    CAPABILITY,
+    STAGES,
+    TILES,
+    attention_name,
+    gemm_name,
+    norm_name,
+)
+from qdqbench.quantize.engine.cuda.driver import (
+    AttentionArguments,
+    GemmArguments,
+    Kernels,
+    NormArguments,
+    TableArguments,
+    map_tiles,
+)
+from qdqbench.quantize.engine.cuda.file import list_rows, read_file
+from qdqbench.quantize.engine.cuda.plan import (
+    Attention,
+    Embed,
+    Head,
+    Linear,
+    Norm,
+    Operation,
+    Plan,
+    Quantize,
+    Quantized,
+)
+from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_tokens, spread
+from qdqbench.quantize.utils.arrays import Array
+from qdqbench.quantize.utils.errors import MissingDevice, QdqError
+
+_ALIGN = 64  # tokens: an attention block's
+# us on one H200 of a block's first tile and of each further one, which the first hides in part: fixed, and
+# for each 128 of K
+_COSTS = {
+    (128, 128): (2.2, 0.33, -0.3, 0.42),
+    (64, 128): (2.2, 0.155, 0.7, 0.28),
+    (64, 64): (2.0, 0.106, 0.05, 0.16),
+}
+_NORM_BLOCKS = 4  # of a multiprocessor; a block takes four tokens at a time
+_KEYS = 128  # of a step of an attention block
+_MOST_KEYS = 3 * _KEYS  # that it holds in shared memory
+_WINDOW = 64  # tokens of an attention block
+_MOST_GRAPHS = 256
+_MARK = "plan: "  # before the name of an operation in a profile
+_Around = Callable[[Operation], AbstractContextManager[None]]
+
+
+def choose_bucket(tokens: int) -> int:
+    """Return the least bucket that holds so many tokens: 16 for each power of two, all multiples of 64."""
+    step = max(_ALIGN, (1 << (tokens - 1).bit_length()) // 32)
+    return -(-tokens // step) * step
+
+
+def choose_graph(tokens: Tokens) -> tuple[int, int, int, int]:
+    """Return what a graph is captured for: tokens, rows, the longest row, and keys of an attention block."""
+    lengths, count = np.diff(tokens.starts), len(tokens.ids)
+    rows, longest = (1 << int(each - 1).bit_length() for each in (len(lengths), lengths.max()))
+    first = np.arange(0, count, _WINDOW)
+    last = np.minimum(first + _WINDOW, count) - 1
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    reach = (tokens.starts[row[last] + 1] - tokens.starts[row[first]]).max()
+    return choose_bucket(count), rows, longest, min(-(-int(reach) // _KEYS) * _KEYS, _MOST_KEYS)
+
+
+def choose_heads(tokens: int, heads: int, reach: int, longest: int, multiprocessors: int) -> int:
+    """Return how many heads an attention block takes: several where loads, not sums, bound it."""
+    most = 4 if reach == _KEYS else 2 if longest <= _WINDOW else 1
+    blocks = -(-tokens // _WINDOW) * heads
+    return max(1, min(most, blocks // (6 * multiprocessors)))
+
+
+def choose_tile(m: int, n: int, k: int, multiprocessors: int) -> tuple[int, int]:
+    """Return the tile that is expected to be fastest."""
+
+    def cost(tile: tuple[int, int]) -> float:
+        waves = math.ceil(math.ceil(m / tile[0]) * math.ceil(n / tile[1]) / multiprocessors)
+        first, first_k, more, more_k = _COSTS[tile]
+        steps = k / 128
+        return first + first_k * steps + (waves - 1) * (more + more_k * steps)
+
+    return min(TILES, key=cost)
+
+
+def permute_rows(n: int, run: int) -> Array:
+    """Return the row of B that each row in memory holds, so that a thread owns `run` consecutive columns.
+
+    Rows come in groups of `4 * run`; those from `n` on are beyond B.
+    """
+    row = np.arange(-(-n // (4 * run)) * 4 * run)
+    group, at = row // (4 * run), row % (4 * run)
+    return group * 4 * run + run * (at % 8 // 2) + 2 * (at // 8) + at % 2
+
+
+@dataclass
+class _Rows:
+    """Inputs of a bucket on the GPU, int32: [T] each, but bounds [B + 1] of the rows."""
+
+    ids: Any
+    positions: Any
+    types: Any
+    start: Any
+    end: Any
+    bounds: Any
+    longest: int
+    reach: int
+    given: dict[str, Any] = field(default_factory=dict)  # FP16 [T, H] each
+
+
+def load_kernels(path: Path) -> tuple["CudaEngine", int]:
+    """Return the engine of a file on the current GPU, and the bytes that it takes there.
+
+    Raises:
+        UserError: a damaged file, or one of another version.
+        MissingDevice: no GPU that it is for, or a driver that cannot load its kernels.
+    """
+    import torch
+
+    file = read_file(path)
+    if not torch.cuda.is_available():
+        raise MissingDevice("backend cuda runs on torch's CUDA GPU, and there is none: see `qdqbench doctor`")
+    capability = ".".join(map(str, torch.cuda.get_device_capability()))
+    if capability != CAPABILITY:
+        raise MissingDevice(
+            f"backend cuda runs on compute capability {CAPABILITY}, and this GPU has {capability}; take "
+            "tensorrt_rtx or tensorrt"
+        )
+    free = torch.cuda.mem_get_info()[0]
+    try:
+        engine = CudaEngine(*file)
+    except QdqError as error:
+        raise MissingDevice(f"{path} cannot be loaded here ({error}); update the driver") from error
+    return engine, max(0, free - torch.cuda.mem_get_info()[0])
+
+
+class CudaEngine(CompiledModel):
+    """A plan with its arrays on the current GPU. Not safe for threads: buffers are shared."""
+
+    def __init__(self, plan: Plan, arrays: Mapping[str, Array], cubins: Mapping[str, bytes]) -> None:
+        import torch
+
+        self.plan, self.arrays = plan, arrays
+        self._kernels = Kernels([*cubins.values()])
+        self._multiprocessors = torch.cuda.get_device_properties().multi_processor_count
+        self._arrays = {name: torch.from_numpy(array).cuda() for name, array in self._prepared()}
+        self._last = {name: number for number, each in enumerate(plan.operations) for name in _reads(each)}
+        self._graphs: OrderedDict[tuple[int, int, int, int], tuple[Any, Any, dict[str, Any]]] = OrderedDict()
+        self._pool = torch.cuda.graph_pool_handle()
+        ids, states = np.dtype(np.int64), np.dtype(np.float32)
+        self.inputs = {
+            name: Signature(states, (None, None, plan.tensors[name].width))
+            if name in plan.given
+            else Signature(ids, (None, None))
+            for name in plan.inputs
+        }
+        self.outputs = [*(answer.name for answer in plan.head.answers), *plan.states]
+        self._lanes = [self.run]
+        self._ran: Tokens | None = None
+
+    def _prepared(self) -> Iterator[tuple[str, Array]]:
+        """Yield arrays as the kernels read them: rows of INT8 weights permuted, channels in groups of 64."""
+        permuted = {}
+        for each in self.plan.operations:
+            if isinstance(each, Linear) and each.weight == "int8":
+                permuted[f"{each.name}.weight"] = 16 if self.plan.tensors[each.output].kind == "int8" else 8
+        for name, host in self.arrays.items():
+            array = host
+            if name in permuted:
+                rows = permute_rows(len(array), permuted[name])
+                beyond = np.zeros((len(rows) - len(array), array.shape[1]), array.dtype)
+                array = np.concatenate([array, beyond])[rows]
+            if name.startswith(f"{self.plan.head.name}."):
+                array = array.astype(np.float16)
+            yield name, np.ascontiguousarray(array)
+
+    def run(self, batch: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the answers of int [B, L] inputs by name, FP32; those of masked tokens are 0."""
+        self._ran = tokens = pack_tokens(self.plan, self.arrays, batch)
+        return self._run_cut(tokens) if self.plan.given else self.unpack(tokens, self.answer(tokens))
+
+    def _run_cut(self, tokens: Tokens) -> dict[str, Array]:
+        """Return the answers and states of a cut graph, without a CUDA graph: it runs a few times only."""
+        kept: dict[str, Any] = {}
+        answers = self.unpack(tokens, self.forward(self.load(tokens), kept))
+        states = {name: kept[name][: len(tokens.ids)].float().cpu().numpy() for name in self.plan.states}
+        return answers | {name: spread(state, tokens) for name, state in states.items()}
+
+    def blob(self) -> bytes:
+        raise NotImplementedError("an engine file is written where it is built")
+
+    def kernels(self) -> list[Kernel]:
+        """Return the layer table with the times of the operations on the last batch, each alone."""
+        assert self._ran is not None
+        times = [sum(times.values()) for times in self.profile(self._ran)]
+        return [Kernel(row, ms) for row, ms in zip(list_rows(self.plan), times, strict=True)]
+
+    def profile(self, tokens: Tokens) -> list[dict[str, float]]:
+        """Return the kernels of each operation and their milliseconds, by torch.profiler."""
+        import torch
+        from torch.profiler import ProfilerActivity, profile, record_function
+
+        @contextmanager
+        def mark(operation: Operation) -> Iterator[None]:
+            with record_function(_MARK + operation.name):
+                yield
+                torch.cuda.synchronize()
+
+        rows = self.load(tokens)
+        self.forward(rows)  # loads kernels
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            self.forward(rows, around=mark)
+        spans: dict[str, Any] = {}
+        ran: list[Any] = []
+        for event in profiler.events():
+            marked = event.name.startswith(_MARK)
+            if event.device_type.name == "CUDA" and not marked:
+                ran.append(event)
+            elif marked and event.device_type.name == "CPU":
+                spans[event.name.removeprefix(_MARK)] = event.time_range
+        found: list[dict[str, float]] = []
+        for span in (spans[operation.name] for operation in self.plan.operations):
+            found.append({})
+            for event in (each for each in ran if span.start <= each.time_range.start <= span.end):
+                found[-1][event.name] = found[-1].get(event.name, 0.0) + event.time_range.elapsed_us() / 1000
+        return found
+
+    def answer(self, tokens: Tokens) -> dict[str, Any]:
+        """Return the answers of packed tokens on the GPU; the next call overwrites them."""
+        key = choose_graph(tokens)
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+        else:
+            while len(self._graphs) >= _MOST_GRAPHS:
+                self._graphs.popitem(last=False)
+            self._graphs[key] = self._capture(*key)
+        graph, staging, answers = self._graphs[key]
+        staging[1].synchronize()  # the last copy out of the host's buffer is over
+        fill(staging[0].numpy(), tokens, *key[:2])
+        staging[2].copy_(staging[0], non_blocking=True)
+        staging[1].record()
+        graph.replay()
+        return answers
+
+    def unpack(self, tokens: Tokens, answers: Mapping[str, Any]) -> dict[str, Array]:
+        by_token = self.plan.head.pooling == "tokens"
+        count = len(tokens.ids) if by_token else len(tokens.starts) - 1
+        host = {name: value[:count].cpu().numpy() for name, value in answers.items()}
+        return {name: spread(value, tokens) for name, value in host.items()} if by_token else host
+
+    def load(self, tokens: Tokens) -> _Rows:
+        """Return inputs on the GPU, for a run without a CUDA graph."""
+        import torch
+
+        bucket, rows, longest, reach = choose_graph(tokens)
+        host = np.zeros(5 * bucket + rows + 1, np.int32)
+        fill(host, tokens, bucket, rows)
+        given = {}
+        for name, state in tokens.given.items():
+            padded = np.zeros((bucket, state.shape[1]), np.float16)
+            padded[: len(state)] = state
+            given[name] = torch.from_numpy(padded).cuda()
+        return _split(torch.from_numpy(host).cuda(), bucket, longest, reach, given)
+
+    def _capture(self, tokens: int, rows: int, longest: int, reach: int) -> tuple[Any, Any, dict[str, Any]]:
+        import torch
+
+        host = torch.zeros(5 * tokens + rows + 1, dtype=torch.int32).pin_memory()
+        fill(host.numpy(), None, tokens, rows)
+        device = host.cuda()
+        inputs = _split(device, tokens, longest, reach)
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.forward(inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            answers = self.forward(inputs)
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return graph, (host, event, device), answers
+
+    def forward(
+        self, rows: _Rows, kept: dict[str, Any] | None = None, around: _Around = lambda _: nullcontext()
+    ) -> dict[str, Any]:
+        """Launch all operations; `kept` gets a copy of every tensor, for parity and bisect."""
+        values = dict(rows.given)
+        answers: dict[str, Any] = {}
+        for number, operation in enumerate(self.plan.operations):
+            with around(operation):
+                answers |= self._launch(operation, values, rows)
+            if kept is not None:
+                kept.update({name: value.clone() for name, value in values.items() if name not in kept})
+            for name in [name for name in values if self._last.get(name, -1) <= number]:
+                del values[name]
+        return answers
+
+    def _launch(self, operation: Operation, values: dict[str, Any], rows: _Rows) -> dict[str, Any]:
+        """Compute the tensors of an operation into `values`; return those of the head, the answers."""
+        match operation:
+            case Embed() | Norm():
+                self._norm(operation, values, rows)
+            case Quantize():
+                self._quantize(operation, values)
+            case Linear():
+                self._linear(operation, values)
+            case Attention():
+                self._attention(operation, values, rows)
+            case Head():
+                return self._head(operation, values, rows)
+        return {}
+
+    def _make(self, name: str, tokens: int) -> Any:
+        import torch
+
+        tensor = self.plan.tensors[name]
+        kind = torch.int8 if tensor.kind == "int8" else torch.float16
+        return torch.empty(tokens, tensor.width, dtype=kind, device="cuda")
+
+    def _norm(self, operation: Embed | Norm, values: dict[str, Any], rows: _Rows) -> None:
+        tokens, width = len(rows.ids), self.plan.tensors[self._any_output(operation)].width
+        name = operation.name
+        call = NormArguments(self._at(f"{name}.gamma"), self._at(f"{name}.beta"))
+        self._outputs(operation, values, tokens, call)
+        call.epsilon, call.tokens, call.hidden = operation.epsilon, tokens, width
+        if isinstance(operation, Embed):
+            ids = (rows.ids.data_ptr(), rows.positions.data_ptr(), rows.types.data_ptr())
+            first: Any = TableArguments(
+                *ids, *(self._at(f"{name}.{part}") for part in ("word", "position", "type"))
+            )
+        else:
+            first = c.c_void_p(values[operation.input].data_ptr())
+        grid = min(_NORM_BLOCKS * self._multiprocessors, -(-tokens // 4))
+        self._kernels.launch(f"{operation.op}_{norm_name(operation, width)}", (grid, 1), 128, [first, call])
+
+    def _outputs(
+        self, operation: Quantized, values: dict[str, Any], tokens: int, call: NormArguments
+    ) -> None:
+        if operation.half is not None:
+            values[operation.half] = self._make(operation.half, tokens)
+            call.half = values[operation.half].data_ptr()
+        for number, name in enumerate(operation.codes):
+            values[name] = self._make(name, tokens)
+            call.codes[number], call.multiplier[number] = (
+                values[name].data_ptr(),
+                self._at(f"{name}.multiplier"),
+            )
+
+    @staticmethod
+    def _any_output(operation: Quantized) -> str:
+        return operation.codes[0] if operation.half is None else operation.half
+
+    def _quantize(self, operation: Quantize, values: dict[str, Any]) -> None:
+        source = values[operation.input]
+        for name in operation.codes:
+            values[name] = self._codes(source, name)
+
+    def _codes(self, source: Any, name: str) -> Any:
+        made = self._make(name, len(source))
+        pointers = (source.data_ptr(), self._at(f"{name}.multiplier"), made.data_ptr())
+        arguments = [*map(c.c_void_p, pointers), *map(c.c_int, source.shape)]
+        self._kernels.launch("quantize", (-(-source.numel() // 1024), 1), 256, arguments)
+        return made
+
+    def _linear(self, operation: Linear, values: dict[str, Any]) -> None:
+        from torch.nn import functional
+
+        name, source = operation.name, values[operation.input]
+        residual = None if operation.residual is None else values[operation.residual]
+        if operation.weight == "int8":
+            made = values[operation.output] = self._make(operation.output, len(source))
+            weight = self._arrays[f"{name}.weight"]
+            m, n, k = len(source), made.shape[1], weight.shape[1]
+            tile = choose_tile(m, n, k, self._multiprocessors)
+            factor = f"{operation.output}.multiplier" if operation.residual is None else f"{name}.residual"
+            call = GemmArguments(
+                self._at(f"{name}.scale"),
+                self._at(f"{name}.bias"),
+                self._at(factor) if factor in self._arrays else None,
+                None if residual is None else residual.data_ptr(),
+                made.data_ptr(),
+            )
+            call.m, call.n, call.k = m, n, k
+            stages, grid = STAGES[tile], min(self._multiprocessors, -(-m // tile[0]) * -(-n // tile[1]))
+            shared = stages * (sum(tile) * 128 + 16) + 1024
+            kernel = f"gemm_{tile[0]}_{tile[1]}_{gemm_name(operation, self.plan)}"
+            arguments = [map_tiles(source, tile[0]), map_tiles(weight, tile[1]), call]
+            self._kernels.launch(kernel, (grid, 1), 384, arguments, shared)
+            return
+        x: Any = functional.linear(source, self._arrays[f"{name}.weight"], self._arrays[f"{name}.bias"])
+        if operation.activation is not None:
+            approximate = "tanh" if operation.activation == "gelu_tanh" else "none"
+            x = functional.gelu(x, approximate=approximate)
+        if residual is not None:
+            scale = self._arrays.get(f"{name}.residual")
+            x = (x.float() + (residual.float() if scale is None else residual.float() * scale)).half()
+        coded = self.plan.tensors[operation.output].kind == "int8"
+        values[operation.output] = self._codes(x, operation.output) if coded else x
+
+    def _attention(self, operation: Attention, values: dict[str, Any], rows: _Rows) -> None:
+        import torch
+
+        views = (operation.query, operation.key, operation.value)
+        sources = [values[view.tensor] for view in views]
+        heads, size = operation.heads, operation.head_size
+        tokens, hidden = len(rows.ids), heads * size
+        if operation.probability_multiplier is None:
+            q, k, v = (
+                source[:, view.column : view.column + hidden].view(tokens, heads, size)
+                for source, view in zip(sources, views, strict=True)
+            )
+            scale = {"scale": operation.score_scale}
+            bounds = (rows.bounds, rows.bounds, rows.longest, rows.longest)
+            context = torch.ops.aten._flash_attention_forward(q, k, v, *bounds, 0.0, False, False, **scale)[0]
+            context = context.reshape(tokens, hidden)
+            coded = self.plan.tensors[operation.output].kind == "int8"
+            values[operation.output] = self._codes_by(context, operation) if coded else context
+            return
+        made = values[operation.output] = self._make(operation.output, tokens)
+        call = AttentionArguments(
+            *(source.data_ptr() + view.column for source, view in zip(sources, views, strict=True)),
+            rows.start.data_ptr(),
+            rows.end.data_ptr(),
+            self._at(f"{operation.name}.scale"),
+            made.data_ptr(),
+        )
+        call.most, call.scale = rows.reach, operation.score_scale * math.log2(math.e)
+        call.heads = choose_heads(tokens, heads, rows.reach, rows.longest, self._multiprocessors)
+        call.unit = operation.probability_multiplier
+        call.tokens, call.hidden, call.pitch = tokens, hidden, sources[0].stride(0)
+        grid = -(-tokens // _WINDOW), -(-heads // call.heads)
+        shared = (_WINDOW + 2 * rows.reach + 4) * size * (2 if call.heads > 1 else 1)
+        kernel = (
+            f"attention_{attention_name(operation, self.plan)}_{'short' if rows.reach == _KEYS else 'long'}"
+        )
+        self._kernels.launch(kernel, grid, 128, [call], shared)
+
+    def _codes_by(self, context: Any, operation: Attention) -> Any:
+        made = self._make(operation.output, len(context))
+        pointers = (context.data_ptr(), self._at(f"{operation.name}.scale"), made.data_ptr())
+        arguments = [*map(c.c_void_p, pointers), *map(c.c_int, context.shape)]
+        self._kernels.launch("quantize", (-(-context.numel() // 1024), 1), 256, arguments)
+        return made
+
+    def _head(self, operation: Head, values: dict[str, Any], rows: _Rows) -> dict[str, Any]:
+        import torch
+        from torch.nn import functional
+
+        x = values[operation.input]
+        first, stop = rows.bounds[:-1].long(), rows.bounds[1:].long()
+        match operation.pooling:
+            case "first":
+                x = x[first.clamp(max=len(x) - 1)].float()
+            case "last":
+                x = x[(stop - 1).clamp(min=0)].float()
+            case "mean":
+                x = torch.segment_reduce(x.float(), "mean", offsets=rows.bounds.long(), axis=0)
+            case "tokens":
+                x = x.float()
+        for number, step in enumerate(operation.steps):
+            match step.kind:
+                case "dense":
+                    weight, bias = (
+                        self._arrays[f"{operation.name}.{number}.{part}"] for part in ("weight", "bias")
+                    )
+                    x = functional.linear(x.half(), weight, bias).float()
+                case "tanh" | "relu" | "sigmoid":
+                    x = getattr(torch, step.kind)(x)
+                case "gelu" | "gelu_tanh":
+                    x = functional.gelu(x, approximate="tanh" if step.kind == "gelu_tanh" else "none")
+                case "normalize":
+                    x = functional.normalize(x, dim=1)
+        return {each.name: x if each.column is None else x[:, each.column] for each in operation.answers}
+
+    def _at(self, name: str) -> int:
+        return int(self._arrays[name].data_ptr())
+
+
+def _split(device: Any, bucket: int, longest: int, reach: int, given: dict[str, Any] | None = None) -> _Rows:
+    """Return the parts of a buffer that `fill` filled."""
+    ids, positions, types, start, end = device[: 5 * bucket].view(5, bucket)
+    return _Rows(ids, positions, types, start, end, device[5 * bucket :], longest, reach, given or {})
+
+
+def fill(staging: Array, tokens: Tokens | None, bucket: int, rows: int) -> None:
+    """Write inputs into the host's buffer: five times [bucket], and bounds [rows + 1].
+
+    Spare tokens are rows of one token each, and spare rows are empty.
+    """
+    ids, positions, types, start, end = staging[: 5 * bucket].reshape(5, bucket)
+    bounds, count = staging[5 * bucket :], 0
+    if tokens is not None:
+        count, lengths = len(tokens.ids), np.diff(tokens.starts)
+        ids[:count], positions[:count], types[:count] = tokens.ids, tokens.positions, tokens.types
+        start[:count], end[:count] = (
+            np.repeat(tokens.starts[:-1], lengths),
+            np.repeat(tokens.starts[1:], lengths),
+        )
+        bounds[: len(tokens.starts)] = tokens.starts
+        bounds[len(tokens.starts) :] = count
+    for part in (ids, positions, types):
+        part[count:] = 0
+    start[count:] = np.arange(count, bucket)
+    end[count:] = np.arange(count + 1, bucket + 1)
+
+
+def _reads(operation: Any) -> Iterator[str]:
+    match operation:
+        case Attention():
+            yield from {operation.query.tensor, operation.key.tensor, operation.value.tensor}
+        case Linear():
+            yield from {operation.input, operation.residual} - {None}  # type: ignore[misc]
+        case Norm() | Quantize() | Head():
+            yield operation.input

@@ -1,0 +1,68 @@
+"""Token-packed inputs: the tokens of all rows in a line, without padding, and answers back in their rows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from qdqbench.quantize.engine.cuda.plan import Plan
+from qdqbench.quantize.models.inputs import MASK, TOKENS
+from qdqbench.quantize.utils.arrays import Array, Int32
+from qdqbench.quantize.utils.errors import UserError
+
+TYPES = "token_type_ids"
+MOST_TOKENS = 1 << 16  # of a batch: the largest bucket
+
+
+@dataclass(frozen=True)
+class Tokens:
+    ids: Int32  # [T]
+    positions: Int32  # [T]
+    types: Int32  # [T]
+    starts: Int32  # [B + 1]: row b has the tokens from starts[b] to starts[b + 1]
+    kept: Array  # bool [B, L]: tokens that are there
+    given: dict[str, Array]  # [T, H] each: states of a cut graph
+
+
+def pack_tokens(plan: Plan, arrays: Mapping[str, Array], batch: Mapping[str, Array]) -> Tokens:
+    """Return the attended tokens of inputs int [B, L]; UserError names the row that no kernel can run."""
+    shapes = {name: batch[name].shape[:2] for name in plan.inputs}
+    if len({*shapes.values()}) > 1 or batch[TOKENS].ndim != 2 or not batch[TOKENS].size:
+        raise UserError(f"inputs are {shapes}; give arrays [batch, length] of one shape, none of them empty")
+    ids, kept = batch[TOKENS], batch[MASK].astype(bool)
+    if kept.sum() > MOST_TOKENS:
+        raise UserError(
+            f"the batch has {kept.sum()} tokens, and an engine takes {MOST_TOKENS} at once; give fewer rows"
+        )
+    first = plan.head.pooling == "first"
+    empty = ~(kept[:, 0] if first else kept.any(axis=1))
+    if empty.any():
+        missing = f"no attended {'first ' if first else ''}token"
+        raise UserError(f"row {empty.argmax()} of the batch has {missing}; give every row one")
+    padding = plan.embed.padding
+    if padding is None:
+        positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
+    else:
+        there = ids != padding
+        positions = there.cumsum(axis=1) * there + padding
+    types = batch[TYPES] if plan.embed.typed else np.zeros_like(ids)
+    tables = {"token": "word"}
+    packed = {"token": ids[kept], "position": positions[kept], "type": types[kept]}
+    for part, values in packed.items():
+        entries = len(arrays[f"embed.{tables.get(part, part)}"])
+        wrong = (values < 0) | (values >= entries)
+        if wrong.any():
+            row = int(np.nonzero(kept)[0][wrong.argmax()])
+            raise UserError(
+                f"row {row} has the {part} {values[wrong.argmax()]}; the model has {entries} of them"
+            )
+    starts = np.concatenate([[0], kept.sum(axis=1).cumsum()])
+    ids, positions, types, starts = (each.astype(np.int32) for each in (*packed.values(), starts))
+    return Tokens(ids, positions, types, starts, kept, {name: batch[name][kept] for name in plan.given})
+
+
+def spread(answers: Array, tokens: Tokens) -> Array:
+    """Return answers of tokens [T, ...] in their rows [B, L, ...], 0 where there is none."""
+    spread_out = np.zeros((*tokens.kept.shape, *answers.shape[1:]), answers.dtype)
+    spread_out[tokens.kept] = answers
+    return spread_out

@@ -1,0 +1,226 @@
+"""Kernels of backend cuda on a Hopper GPU: each against the interpreter, and whole engines."""
+
+import re
+
+import numpy as np
+import onnx
+import pytest
+
+from qdqbench.eval.verification.blocks import stitch
+from qdqbench.quantize.engine.build import build
+from qdqbench.quantize.engine.cuda.compile import CAPABILITY, list_kernels, load_nvrtc
+from qdqbench.quantize.engine.cuda.interpret import compute, interpret
+from qdqbench.quantize.engine.cuda.match import match_graph
+from qdqbench.quantize.engine.cuda.pack import pack
+from qdqbench.quantize.engine.cuda.plan import Attention, Head, Linear
+from qdqbench.quantize.engine.cuda.runtime import CudaEngine, load_kernels
+from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, pack_tokens
+from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.engine.runtime.runners import open_engine, open_runner
+from qdqbench.quantize.models.families.known import family_named
+from qdqbench.quantize.utils.errors import MissingDevice, UserError
+from qdqbench.quantize.utils.system.gpu import find_gpu
+
+from ..integration.tiny import EVAL_ROWS, call, results
+from ..support.cuda_graphs import HEADS, batch_for, write_head, write_wide
+
+PROFILE = Profile((1, 1), (8, 64), (128, 512))
+CASES = [
+    *((recipe, size) for recipe in ("bert-int8-attention", "bert-int8-residual-fused") for size in (32, 64)),
+    ("bert-int8-linears", 64),
+    ("bert-int8-residual", 64),
+]
+SHARE, GELU_SHARE = 0.002, 0.01  # of codes that may differ by a step; the chip's tanh has an error of 2^-11
+DRAWS = 200
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needs_hopper() -> None:
+    gpu = find_gpu()
+    if gpu is None or gpu.compute_capability != CAPABILITY:
+        pytest.skip(f"kernels are for compute capability {CAPABILITY}")
+    try:
+        load_nvrtc()
+    except MissingDevice as error:
+        pytest.skip(str(error))
+
+
+def built(graph, folder):
+    build(graph, folder / "e", backend="cuda", profiles=[PROFILE], expected_gemms=[], expected_attention=0)
+    return folder / "e"
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def case(request, made_once, tmp_path_factory):
+    """A graph, its file, and the engine of it."""
+    name, size = request.param
+    path = made_once(f"cuda-wide-{name}-{size}", lambda folder: write_wide(folder, name, size)) / "model.onnx"
+    engine, _ = load_kernels(built(path, tmp_path_factory.mktemp("engine")))
+    return onnx.load(path), path, engine
+
+
+def compare(name: str, got, wanted, share: float = SHARE) -> None:
+    """Codes are equal but for rounding borders, FP16 and FP32 but for the order of sums."""
+    assert got.shape == wanted.shape, name
+    off = np.abs(got.astype(np.float64) - wanted)
+    if got.dtype == np.int8:
+        assert off.max(initial=0) <= 1, name
+        assert (off > 0).sum() <= max(3, share * off.size), name
+    else:
+        assert off.max(initial=0) <= 4e-3 * np.abs(wanted).max(), name
+
+
+def compare_kernels(engine: CudaEngine, batch) -> None:
+    """Feed the interpreter of each operation with what the kernels made before it."""
+    tokens = pack_tokens(engine.plan, engine.arrays, batch)
+    kept: dict = {}
+    answers = engine.forward(engine.load(tokens), kept)
+    count = len(tokens.ids)
+    values = {name: tensor[:count].cpu().numpy() for name, tensor in kept.items()}
+    by_row = engine.plan.head.pooling != "tokens"
+    rows = len(tokens.starts) - 1 if by_row else count
+    values |= {name: answer[:rows].cpu().numpy() for name, answer in answers.items()}
+    for operation in engine.plan.operations:
+        for name, wanted in compute(operation, engine.plan, engine.arrays, values, tokens).items():
+            activated = isinstance(operation, Linear) and operation.activation is not None
+            linear = isinstance(operation, Linear) and operation.weight == "int8" and not activated
+            if linear and wanted.dtype == np.int8:
+                assert (values[name] == wanted).all(), name  # sums of integers are exact
+            compare(f"{operation.name}: {name}", values[name], wanted, GELU_SHARE if activated else SHARE)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1,), (64,), (65, 63), (128,), (129, 1, 1), (384,), (385, 127), (512,), (9, 4, 16) * 60]
+)
+def test_every_kernel_makes_what_the_interpreter_makes(case, lengths):
+    graph, _, engine = case
+    compare_kernels(engine, batch_for(graph, lengths))
+
+
+def test_kernels_take_any_lengths_of_rows(case):
+    graph, _, engine = case
+    random = np.random.default_rng(0)
+    for draw in range(DRAWS // len(CASES) + 1):
+        most = int(random.choice([4, 40, 130, 512]))
+        lengths = random.integers(1, most + 1, int(random.integers(1, 40)))
+        compare_kernels(engine, batch_for(graph, tuple(map(int, lengths)), draw))
+
+
+def test_graphs_answer_as_single_launches_do_in_any_order(case):
+    graph, _, engine = case
+    random = np.random.default_rng(1)
+    batches = [batch_for(graph, tuple(map(int, random.integers(1, 130, 12))), seed) for seed in range(6)]
+    first = [engine.run(batch) for batch in batches]
+    for number in random.permutation(np.repeat(range(6), 3)):
+        for name, answer in engine.run(batches[number]).items():
+            assert (answer == first[number][name]).all()
+    for batch, answers in zip(batches, first, strict=True):
+        tokens = pack_tokens(engine.plan, engine.arrays, batch)
+        alone = engine.unpack(tokens, engine.forward(engine.load(tokens)))
+        wanted = interpret(engine.plan, engine.arrays, batch)
+        for name, answer in answers.items():
+            assert np.abs(answer - alone[name]).max() <= 1e-3 * np.abs(answer).max()
+            assert np.abs(answer - wanted[name]).max() <= 0.2 * np.abs(wanted[name]).max()
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_every_head_answers_as_the_interpreter(head, made_once):
+    """Heads of 16 have no INT8 attention, so the head alone is fed, by the interpreter."""
+    import torch
+
+    folder = made_once(f"cuda-{head}", lambda path: write_head(path, head))
+    graph = onnx.load(folder / "model.onnx")
+    plan, arrays = pack(match_graph(graph))
+    batch = batch_for(graph, (9, 4, 16))
+    tokens, values = pack_tokens(plan, arrays, batch), dict[str, np.ndarray]()
+    for operation in plan.operations:
+        values |= compute(operation, plan, arrays, values, tokens)
+    small = plan.model_copy(update={"operations": (plan.head,)})
+    engine = CudaEngine(small, arrays, {})
+    rows = engine.load(tokens)
+    state = torch.zeros(len(rows.ids), values[plan.head.input].shape[1], dtype=torch.float16, device="cuda")
+    state[: len(tokens.ids)] = torch.from_numpy(values[plan.head.input]).cuda()
+    rows.given[plan.head.input] = state
+    for name, answer in engine.forward(rows).items():
+        compare(name, answer[: len(values[name])].cpu().numpy(), values[name])
+
+
+def test_the_profiler_names_the_kernels_of_the_plan_and_no_others(case):
+    graph, _, engine = case
+    batch = batch_for(graph, (100, 30, 5))
+    engine.run(batch)
+    ran = engine.profile(pack_tokens(engine.plan, engine.arrays, batch))
+    ours = re.compile(r"(?:gemm|attention|norm|embed)_\w+|quantize")
+    known = list_kernels(engine.plan)
+    for operation, kernels in zip(engine.plan.operations, ran, strict=True):
+        names = [name for name in kernels if ours.fullmatch(name)]
+        int8 = isinstance(operation, Linear) and operation.weight == "int8"
+        int8 |= isinstance(operation, Attention) and operation.probability_multiplier is not None
+        assert {*names} <= known
+        if int8:
+            assert len(kernels) == len(names) == 1
+        if not isinstance(operation, Head | Linear | Attention):
+            assert [*kernels] == names
+        assert all(ms > 0 for ms in kernels.values())
+    rows = engine.kernels()
+    assert [row.row.onnx for row in rows] == [[*each.nodes] for each in engine.plan.operations]
+    assert all(row.ms > 0 for row in rows)
+
+
+def test_refused_inputs_run_nothing(case):
+    graph, _, engine = case
+    good = batch_for(graph, (9, 4))
+    before = engine.run(good)
+    for name, place, value, message in (
+        ("input_ids", (1, 0), 60, "row 1 has the token 60"),
+        ("input_ids", (1, 0), -1, "row 1 has the token -1"),
+        ("attention_mask", (1, slice(None)), 0, "row 1 of the batch has no attended"),
+        ("token_type_ids", (0, 0), 2, "row 0 has the type 2"),
+    ):
+        bad = {key: array.copy() for key, array in good.items()}
+        bad[name][place] = value
+        with pytest.raises(UserError, match=message):
+            engine.run(bad)
+    wide = np.ones((MOST_TOKENS // 512 + 1, 512), np.int64)
+    with pytest.raises(UserError, match="give fewer rows"):
+        engine.run(dict.fromkeys(good, wide))
+    assert all((engine.run(good)[name] == answer).all() for name, answer in before.items())
+
+
+def test_blocks_of_a_cut_graph_are_those_of_the_interpreter(case, tmp_path):
+    graph, _, _ = case
+    stitched = stitch(graph, family_named("bert"))
+    path = tmp_path / "cut.onnx"
+    path.write_bytes(stitched.model.SerializeToString())
+    with open_engine(built(path, tmp_path), path) as engine:
+        plan, arrays = engine._model.plan, engine._model.arrays
+        batch, random = batch_for(graph, (60, 4, 16)), np.random.default_rng(0)
+        width = plan.tensors[plan.given[0]].width
+        batch |= {name: random.normal(size=(3, 60, width)).astype(np.float32) for name in plan.given}
+        got, wanted = engine.run(batch), interpret(plan, arrays, batch)
+    for name in plan.states:
+        assert np.square(got[name] - wanted[name]).sum() <= 0.05**2 * np.square(wanted[name]).sum(), name
+
+
+def test_a_runner_answers_batches_of_any_shape(case, tmp_path):
+    graph, path, engine = case
+    with open_runner(built(path, tmp_path), path, pad_id=0) as runner:
+        for lengths in ((5,), (17, 3), (130, 1, 64)):
+            batch = batch_for(graph, lengths)
+            np.testing.assert_allclose(runner(batch), engine.run(batch)["logits"], rtol=1e-3, atol=1e-3)
+        times = runner.engine.kernel_times(batch, repeats=2)
+        assert times.keys() == {row.name for row in runner.engine.kernels()}
+        assert "GPU memory" in str(runner.engine.memory)
+
+
+def test_a_whole_run_is_proven_verified_and_evaluated(sst2, tmp_path, capsys):
+    done = call(
+        capsys, "run", "bert-int8-linears", *sst2.options, "--backend", "cuda", "--out", tmp_path / "run"
+    )
+    assert done.code in (0, 2), done.err  # a tiny model may lose too much accuracy
+    found = results(tmp_path / "run")
+    assert found["engine"]["backend"] == "cuda"
+    assert found["engine"]["int8_gemms"] == found["engine"]["expected_int8_gemms"] > 0
+    assert found["verification"]["blocks"]
+    assert not [row for row in found["verification"]["blocks"] if row["error"] > row["limit"]]
+    assert found["stages"]["engine"]["n"] == EVAL_ROWS

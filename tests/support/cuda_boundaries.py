@@ -1,0 +1,87 @@
+"""Tensors of an exported graph at the boundaries of kernels, and what one kernel makes of the graph's own."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from qdqbench.eval.metrics.runners import session_of
+from qdqbench.quantize.engine.cuda import check
+from qdqbench.quantize.engine.cuda.interpret import compute
+from qdqbench.quantize.engine.cuda.plan import Attention, Head, Linear, Plan
+from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_tokens
+
+Arrays = Mapping[str, Any]
+
+
+class Boundary(NamedTuple):
+    """A tensor by one kernel from ONNX Runtime's inputs, against ONNX Runtime's."""
+
+    operation: str  # kind of kernel
+    reads: str  # kind of its input
+    tensor: str
+    int8: bool
+    share: float  # of codes that differ
+    largest: float  # steps; of FP16 tensors relative to the largest value
+
+
+def run_tensors(graph: onnx.ModelProto, names: list[str], batch: Arrays) -> dict[str, Any]:
+    """Tensors of a graph by ONNX Runtime, without optimizations."""
+    seen = onnx.ModelProto()
+    seen.CopyFrom(graph)
+    del seen.graph.output[:]
+    kinds = {name: node.op_type for node in graph.graph.node for name in node.output}
+    for name in names:
+        kind = TensorProto.INT8 if kinds[name] == "QuantizeLinear" else TensorProto.FLOAT
+        seen.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
+    session = session_of(seen.SerializeToString(), "the test's graph")
+    return dict(zip(names, session.run(None, dict(batch)), strict=True))
+
+
+def packed_tensors(graph: onnx.ModelProto, plan: Plan, batch: Arrays, tokens: Tokens) -> dict[str, Any]:
+    """Every tensor of a plan [T, width], as the graph has it."""
+    merged = {each.output: each.parts for each in plan.operations if isinstance(each, Linear) and each.parts}
+    parts = {name: merged.get(name, (name,)) for name in plan.tensors}
+    found = run_tensors(graph, [part for each in parts.values() for part in each], batch)
+
+    def pack(array: Any) -> Any:
+        rows = array.transpose(0, 2, 1, 3) if array.ndim == 4 else array  # heads stand before tokens
+        return rows.reshape(*rows.shape[:2], -1)[tokens.kept]
+
+    whole = {name: np.concatenate([pack(found[part]) for part in each], 1) for name, each in parts.items()}
+    return {name: x if x.dtype == np.int8 else x.astype(check.HALF) for name, x in whole.items()}
+
+
+def run_outputs(graph: onnx.ModelProto, batch: Arrays) -> dict[str, Any]:
+    """The answers of a graph by ONNX Runtime, without optimizations."""
+    names = [value.name for value in graph.graph.output]
+    return dict(
+        zip(names, session_of(graph.SerializeToString(), "the graph").run(None, dict(batch)), strict=True)
+    )
+
+
+def _kind_read(operation: Any, plan: Plan) -> str:
+    """The kind of the tensor that an operation reads; tables are FP16."""
+    read = operation.query.tensor if isinstance(operation, Attention) else getattr(operation, "input", None)
+    return plan.tensors[read].kind if read else "fp16"
+
+
+def compare_boundaries(
+    graph: onnx.ModelProto, plan: Plan, arrays: Arrays, batch: Arrays
+) -> Iterator[Boundary]:
+    """Feed every kernel with the graph's own tensors."""
+    tokens = pack_tokens(plan, arrays, batch)
+    given = packed_tensors(graph, plan, batch, tokens)
+    answers = run_outputs(graph, batch)
+    by_token = plan.head.pooling == "tokens"
+    given |= {name: array[tokens.kept] if by_token else array for name, array in answers.items()}
+    for operation in plan.operations:
+        for name, made in compute(operation, plan, arrays, given, tokens).items():
+            assert (made.shape, made.dtype) == (given[name].shape, given[name].dtype), name
+            off = np.abs(made.astype(np.float64) - given[name])
+            int8 = made.dtype == np.int8
+            largest = off.max() / (1 if int8 else np.abs(given[name]).max() + 1e-9)
+            read = "fp32" if isinstance(operation, Head) else _kind_read(operation, plan)
+            yield Boundary(operation.op, read, name, int8, float((off > 0).mean()), float(largest))

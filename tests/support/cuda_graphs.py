@@ -1,0 +1,96 @@
+"""Tiny random models in the form that the CUDA backend takes: of every family, with every recipe and head."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from qdqbench.quantize.graph.export import ExportSettings, finish_graph, save, trace
+from qdqbench.quantize.models.load import load_model, prepare_model, use_tanh_gelu
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+from qdqbench.quantize.tasks.types.embedding import PairEmbedding
+from qdqbench.quantize.tasks.types.kind import LOGITS
+from qdqbench.quantize.tasks.types.questions import QUESTIONS
+from qdqbench.quantize.tasks.types.tokens import TOKENS
+
+from . import families, tiny_embedder
+from . import tiny_bert as tiny
+
+LIKE_ROBERTA = ("xlm-roberta", "camembert")
+RECIPES = {
+    model_type: [f"{model_type}-int8-{name}" for name in names]
+    for model_type, names in {
+        "bert": ("linears", "linears-per-tensor", "ffn", "attention", "residual", "residual-fused"),
+        "roberta": ("linears", "ffn", "attention", "residual", "residual-fused"),
+        "electra": ("linears", "ffn", "attention", "residual", "residual-fused"),
+        "albert": ("linears", "ffn", "attention"),
+        "distilbert": ("linears", "ffn", "attention", "residual", "residual-fused"),
+    }.items()
+} | {model_type: ["roberta-int8-residual-fused"] for model_type in LIKE_ROBERTA}
+CASES = [(model_type, recipe) for model_type, recipes in RECIPES.items() for recipe in recipes]
+CASES += [("bert", f"bert-int8-{name}-qat") for name in ("attention", "linears-per-tensor", "residual")]
+POOLINGS = {"mean": tiny_embedder.MEAN, "cls": tiny_embedder.CLS, "last": tiny_embedder.LAST}
+HEADS = ["tokens", "questions", "regression", *POOLINGS]
+
+
+def batch_for(graph: onnx.ModelProto, lengths: tuple[int, ...] = (9, 4, 16), seed: int = 0) -> tiny.Batch:
+    """Random tokens for the inputs of a graph; 0 and 1 stand where padding is alone."""
+    batch = tiny.padded_batch(lengths, seed)
+    batch["input_ids"] = np.where(batch["attention_mask"] > 0, batch["input_ids"], 1)
+    return {value.name: batch[value.name] for value in graph.graph.input}
+
+
+def export(model: Any, recipe: Recipe, outputs: Any = LOGITS) -> onnx.ModelProto:
+    """Quantize and export a model as the CPU runtimes get it."""
+    if recipe.export.gelu == "tanh":
+        use_tanh_gelu(model, "tiny")
+    quantized = tiny.calibrate_model(model, recipe)
+    settings = ExportSettings.of(recipe, "onnxruntime")
+    return finish_graph(trace(quantized.model, 20, outputs), quantized.plan, settings)
+
+
+def write_case(folder: Path, model_type: str, recipe: str) -> None:
+    """Export a classifier of a model type."""
+    graph = export(prepare_model(families.new_model(model_type)), load_recipe(recipe))
+    save(graph, folder / "model.onnx", recipe)
+
+
+def write_head(folder: Path, head: str, model_type: str = "bert") -> None:
+    """Export a model with another head, with the exact GELU."""
+    from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForTokenClassification
+
+    recipe = load_recipe(f"{model_type}-int8-attention")
+    recipe = recipe.model_copy(update={"export": recipe.export.model_copy(update={"gelu": "exact"})})
+    if head in POOLINGS:
+        dense = {"width": 8, "activation": "Tanh"} if head == "cls" else None
+        options: dict[str, Any] = {"normalize": head != "last", "dense": dense}
+        tiny_embedder.write_sentence_folder(folder / "model", POOLINGS[head], **options)
+        kind = PairEmbedding()
+        graph = export(load_model(str(folder / "model"), kind=kind), recipe, kind.outputs)
+    elif head == "regression":
+        graph = export(prepare_model(families.new_model(model_type, labels=1)), recipe)
+    else:
+        made, kind = {
+            "tokens": (AutoModelForTokenClassification, TOKENS),
+            "questions": (AutoModelForQuestionAnswering, QUESTIONS),
+        }[head]
+        config = AutoConfig.for_model(
+            model_type, vocab_size=60, num_labels=5 if head == "tokens" else 2, **families.SIZES[model_type]
+        )
+        graph = export(prepare_model(made.from_config(config).eval()), recipe, kind.outputs)
+    save(graph, folder / "model.onnx", recipe.name)
+
+
+def write_wide(folder: Path, recipe: str, head_size: int) -> None:
+    """Export a BERT with heads of a size that kernels take, and 48 more channels than a tile has."""
+    from unittest import mock
+
+    sizes = families.SIZES["bert"] | {
+        "hidden_size": 2 * head_size,
+        "intermediate_size": 2 * head_size + 48,
+        "max_position_embeddings": 512,
+    }
+    with mock.patch.dict(families.SIZES, bert=sizes):
+        model = prepare_model(families.new_model("bert"))
+    save(export(model, load_recipe(recipe)), folder / "model.onnx", recipe)

@@ -1,0 +1,304 @@
+"""Engine files: built without a GPU, what their layer tables prove, and damaged ones."""
+
+import functools
+import json
+import operator
+from importlib import metadata
+
+import numpy as np
+import onnx
+import pytest
+from safetensors.numpy import load, save
+
+from qdqbench.eval.verification.blocks import stitch
+from qdqbench.quantize.engine.build import build, list_gemms, require_int8
+from qdqbench.quantize.engine.cuda import check
+from qdqbench.quantize.engine.cuda import compile as kernels
+from qdqbench.quantize.engine.cuda import file as files
+from qdqbench.quantize.engine.cuda.file import build_file, list_rows, read_file
+from qdqbench.quantize.engine.cuda.interpret import interpret
+from qdqbench.quantize.engine.cuda.match import match_graph
+from qdqbench.quantize.engine.cuda.pack import pack
+from qdqbench.quantize.engine.cuda.plan import Attention
+from qdqbench.quantize.engine.layers import is_norm, norm_precision
+from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.engine.runtime.runners import CompiledEngine
+from qdqbench.quantize.engine.sidecar import check_sidecar
+from qdqbench.quantize.models.families.known import family_named
+from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
+from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
+
+from ....support.cuda_boundaries import run_outputs
+from ....support.cuda_graphs import RECIPES, batch_for, write_case, write_head, write_wide
+
+PROFILE = Profile((1, 1), (2, 16), (4, 128))
+
+
+@pytest.fixture(scope="module")
+def graph_of(made_once):
+    """The file of a graph with heads of 32: a BERT by its recipe."""
+
+    def path_of(recipe: str):
+        folder = made_once(f"cuda-wide-{recipe}", lambda path: write_wide(path, recipe, 32))
+        return folder / "model.onnx"
+
+    return path_of
+
+
+@pytest.fixture
+def without_nvrtc(monkeypatch):
+    """Cubins that hold the names of kernels alone."""
+
+    def compile_kernels(plan):
+        names = "".join(f"\0.text.{name}\0" for name in sorted(kernels.list_kernels(plan)))
+        return {"gemm": b"\x7fELF" + names.encode()}
+
+    monkeypatch.setattr(files, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(files, "find_products", lambda _: {})
+
+
+@pytest.fixture
+def engine(graph_of, without_nvrtc, tmp_path):
+    path = tmp_path / "model.engine"
+    path.write_bytes(build_file(onnx.load(graph_of("bert-int8-residual-fused")))[0])
+    return path
+
+
+def narrow_plan(made_once, recipe):
+    """The plan of the BERT with heads of 16 that other tests have made."""
+    folder = made_once(f"cuda-bert-{recipe}", lambda path: write_case(path, "bert", recipe))
+    return pack(match_graph(onnx.load(folder / "model.onnx")))[0]
+
+
+def test_kernels_of_shipped_recipes_compile_and_are_found(made_once):
+    try:
+        kernels.load_nvrtc()
+    except MissingDevice as error:
+        pytest.skip(str(error))
+    lines: dict[str, set[str]] = {}
+    names: set[str] = set()
+    for recipe in RECIPES["bert"]:
+        for head_size in kernels.ATTENTION_SIZES:
+            folder = made_once(
+                f"cuda-bert-{recipe}", lambda path, name=recipe: write_case(path, "bert", name)
+            )
+            plan, _ = pack(match_graph(onnx.load(folder / "model.onnx")))
+            operations = [
+                each.model_copy(update={"head_size": head_size}) if isinstance(each, Attention) else each
+                for each in plan.operations
+            ]
+            plan = plan.model_copy(update={"operations": tuple(operations)})
+            names |= kernels.list_kernels(plan)
+            for source, line in (pair for each in operations for pair in kernels.list_instances(each, plan)):
+                lines.setdefault(source, set()).add(line)
+    assert {*lines} == {"attention", "gemm", "norm"}
+    cubins = [kernels.compile_source(source, sorted(made)) for source, made in lines.items()]
+    there = [kernels.find_symbols(cubin) for cubin in cubins]
+    assert names <= set().union(*there)
+    assert sum(map(len, there)) == len(set().union(*there)) > 20
+
+
+def test_int8_products_are_in_the_machine_code(graph_of, monkeypatch):
+    try:
+        kernels.load_nvrtc()
+    except MissingDevice as error:
+        pytest.skip(str(error))
+    plan, _ = pack(match_graph(onnx.load(graph_of("bert-int8-attention"))))
+    found = [kernels.find_products(cubin) for cubin in kernels.compile_kernels(plan).values()]
+    if not any(found):
+        pytest.skip("needs nvdisasm: pip install 'qdqbench[hopper]'")
+    made = {name: products for each in found for name, products in each.items()}
+    assert made.keys() >= kernels.list_kernels(plan)
+    for name, products in made.items():
+        assert products == {"gemm": {"IGMMA"}, "attention": {"IMMA"}}.get(name.partition("_")[0], set())
+
+
+def test_a_kernel_that_multiplies_in_fp16_is_no_int8_kernel(graph_of, without_nvrtc, monkeypatch):
+    for products in ({"HGMMA"}, {"IGMMA", "HGMMA"}, set()):
+        monkeypatch.setattr(files, "find_products", lambda _, found=products: {"gemm_64_64": found})
+        with pytest.raises(QdqError, match=r"kernel gemm_64_64 multiplies by .*, and INT8 by IGMMA alone"):
+            build_file(onnx.load(graph_of("bert-int8-linears")))
+
+
+@pytest.mark.parametrize("recipe", RECIPES["bert"])
+def test_a_build_proves_what_the_recipe_wants(recipe, graph_of, without_nvrtc, tmp_path):
+    path = graph_of(recipe)
+    nodes = onnx.load(path).graph.node
+    int8 = {node.output[0] for node in nodes if node.op_type == "DequantizeLinear"}
+    turned = {node.output[0] for node in nodes if node.op_type == "Transpose" and node.input[0] in int8}
+    products = {node.name: node.input for node in nodes if node.op_type == "MatMul"}
+    expected = [name for name, read in products.items() if read[0] in int8 | turned or read[1] in turned]
+    attention = sum(name.endswith("self/MatMul") for name in expected)
+    assert expected
+    out = tmp_path / "model.engine"
+    result = build(
+        path,
+        out,
+        backend="cuda",
+        profiles=[PROFILE],
+        expected_gemms=expected,
+        expected_attention=attention,
+    )
+    require_int8(result)
+    assert (result.int8_gemms, result.not_int8) == (len(expected), [])
+    assert result.attention_int8 == attention == (2 if "linears" not in recipe and "ffn" not in recipe else 0)
+    assert result.int8_residuals == (4 if "residual" in recipe else 0)
+    assert (result.compute_capability, result.ahead_of_time) == ([kernels.CAPABILITY], True)
+    covered = [name for row in result.layers for name in row.onnx]
+    assert {*covered} == {node.name for node in nodes} >= {*list_gemms(path)}
+    assert {norm_precision(row) for row in filter(is_norm, result.layers)} == {"FP32"}
+    sidecar = check_sidecar(out, path)
+    assert (sidecar.backend, sidecar.version, sidecar.gpu) == ("cuda", kernels.get_version(), None)
+    everything = [*expected, *(name for name in products if name not in expected)]
+    if len(everything) > len(expected):
+        lost = build(
+            path, out, backend="cuda", profiles=[PROFILE], expected_gemms=everything, expected_attention=2
+        )
+        assert lost.not_int8 == sorted({*everything} - {*expected})
+
+
+def test_a_file_holds_the_plan_and_its_arrays(engine, graph_of):
+    plan, arrays = pack(match_graph(onnx.load(graph_of("bert-int8-residual-fused"))))
+    found = read_file(engine)
+    assert found.plan == plan
+    assert found.arrays.keys() == arrays.keys()
+    assert all((found.arrays[name] == array).all() for name, array in arrays.items())
+    assert [row.residual for row in list_rows(plan) if row.residual] == ["Int8"] * 8
+
+
+def test_a_damaged_file_or_one_of_another_version_is_refused(engine, tmp_path):
+    data, stored = engine.read_bytes(), load(engine.read_bytes())
+    told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    first = next(name for name in stored if name.endswith(".weight"))
+    plan = json.loads(told["plan"])
+
+    def written(change=None, arrays=stored):
+        return save(arrays, told | (change or {}))
+
+    def planned(**change):
+        return written({"plan": json.dumps(plan | change)})
+
+    assert told["qdqbench"] == metadata.version("qdqbench")
+    for broken, message in (
+        *((data[:size], "is no whole engine") for size in (0, 7, 100, len(data) // 2, len(data) - 1)),
+        (data + b"\0", "is no whole engine"),
+        (save(stored), "has version None"),
+        (written({"version": "0.0.1-abc"}), "has version 0.0.1-abc, and this one is"),
+        (written({"capability": "8.9"}), "has capability 8.9, and this one is 9.0"),
+        (written({"plan": "{"}), "is no whole engine"),
+        (written({"plan": " " * ((16 << 20) + 1)}), "a plan of more than"),
+        (planned(more=1), "is no whole engine"),
+        (planned(operations=[]), "ends without a head"),
+        (planned(operations=plan["operations"][1:]), "the plan reads"),
+        (written(arrays={name: a for name, a in stored.items() if name != first}), "its kernel reads"),
+        (written(arrays=stored | {first: stored[first].astype(np.int32)}), "its kernel reads"),
+        (written(arrays=stored | {"more": stored[first]}), "no kernel reads more"),
+        (written(arrays=stored | {"cubin.gemm": stored["cubin.gemm"][:-9]}), "no cubin holds the kernels"),
+    ):
+        path = tmp_path / "broken.engine"
+        path.write_bytes(broken)
+        with pytest.raises(QdqError, match=message):
+            read_file(path)
+
+
+def paths_of(value, path=()):
+    """Places of all values in a JSON document."""
+    nested = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in nested:
+        yield (*path, key)
+        yield from paths_of(part, (*path, key))
+
+
+def test_any_change_of_a_plan_is_read_or_refused(engine, tmp_path):
+    """Each value of the plan in turn is taken away, or is another: nothing but a sentence may come of it."""
+    data, stored = engine.read_bytes(), load(engine.read_bytes())
+    told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    plan, path, refused = json.loads(told["plan"]), tmp_path / "changed.engine", 0
+    places = [place for place in paths_of(plan) if "nodes" not in place]
+    for number, place in enumerate(places):
+        changed = json.loads(told["plan"])
+        owner = functools.reduce(operator.getitem, place[:-1], changed)
+        if number % 7:
+            owner[place[-1]] = (None, -1, 2048, "x", [], {})[number % 7 - 1]
+        else:
+            del owner[place[-1]]
+        path.write_bytes(save(stored, told | {"plan": json.dumps(changed)}))
+        try:
+            read_file(path)
+        except QdqError as error:
+            refused += "\n" not in str(error)
+    assert refused > 0.7 * len(places)
+
+
+def test_sizes_that_no_kernel_takes_are_refused(made_once):
+    narrow = made_once(
+        "cuda-bert-bert-int8-attention", lambda path: write_case(path, "bert", "bert-int8-attention")
+    )
+    plan, _ = pack(match_graph(onnx.load(narrow / "model.onnx")))
+    with pytest.raises(
+        UserError, match=r"heads of INT8 attention have size 32 or 64, not 16; take tensorrt_rtx"
+    ):
+        kernels.compile_kernels(plan)
+    for kind, width, message in (
+        ("linear", 40, "multiples of 16 channels"),
+        ("norm", 2048, "up to 1024 channels"),
+    ):
+        operation = next(each for each in plan.operations if each.op == kind)
+        name = operation.writes[0]
+        tensors = plan.tensors | {name: plan.tensors[name].model_copy(update={"width": width})}
+        tensors |= {read: plan.tensors[read].model_copy(update={"width": width}) for read in operation.reads}
+        wide = plan.model_copy(update={"operations": (operation,), "tensors": tensors})
+        with pytest.raises(UserError, match=message):
+            kernels.compile_kernels(wide)
+
+
+def test_a_build_without_nvrtc_or_for_another_gpu_is_refused(graph_of, tmp_path, monkeypatch):
+    given = {"profiles": [PROFILE], "expected_gemms": [], "expected_attention": 0, "backend": "cuda"}
+    path = graph_of("bert-int8-linears")
+    with pytest.raises(UserError, match=r"builds for compute capability 9\.0, not 8\.9; take tensorrt_rtx"):
+        build(path, tmp_path / "e", compute_capability="8.9", **given)
+
+    with pytest.raises(UserError, match=r"65536 tokens at once, and engine\.shapes .*129.* has more"):
+        build(path, tmp_path / "e", **given | {"profiles": [Profile((1, 1), (8, 64), (129, 512))]})
+
+    def missing(*_):
+        raise MissingDevice("no NVRTC")
+
+    monkeypatch.setattr(kernels, "load_nvrtc", missing)
+    with pytest.raises(MissingDevice, match="no NVRTC"):
+        build(path, tmp_path / "e", **given)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_an_engine_says_which_gpu_it_needs(graph_of, without_nvrtc, tmp_path, monkeypatch):
+    path, out = graph_of("bert-int8-linears"), tmp_path / "model.engine"
+    build(path, out, backend="cuda", profiles=[PROFILE], expected_gemms=[], expected_attention=0)
+    if find_gpu() is None:
+        with pytest.raises(MissingDevice, match="runs on torch's CUDA GPU, and there is none"):
+            CompiledEngine(out, path)
+    monkeypatch.setattr("qdqbench.quantize.engine.sidecar.find_gpu", lambda: Gpu("L4", "8.9", None))
+    with pytest.raises(
+        UserError, match=r"is for compute capability 9\.0 and the L4.*with backend tensorrt_rtx"
+    ):
+        check_sidecar(out, path)
+
+
+@pytest.mark.parametrize("case", ["bert-int8-attention", "bert-int8-residual-fused", "questions"])
+def test_a_cut_graph_takes_and_gives_states(case, graph_of, made_once, monkeypatch):
+    monkeypatch.setattr(check, "HALF", np.dtype(np.float32))  # FP16 would move codes next to rounding borders
+    path = graph_of(case) if case.startswith("bert") else None
+    if path is None:
+        path = made_once("cuda-questions", lambda folder: write_head(folder, "questions")) / "model.onnx"
+    stitched = stitch(onnx.load(path), family_named("bert"))
+    plan, arrays = pack(match_graph(stitched.model))
+    assert len(plan.given) == len(plan.states) == len(stitched.blocks) - 1
+    whole = onnx.load(path)
+    batch = batch_for(whole, (9, 4, 16))
+    random, width = np.random.default_rng(0), plan.tensors[plan.given[0]].width
+    batch |= {name: random.normal(size=(3, 16, width)).astype(np.float32) for name in plan.given}
+    wanted, found = run_outputs(stitched.model, batch), interpret(plan, arrays, batch)
+    assert found.keys() == wanted.keys()
+    kept = batch["attention_mask"].astype(bool)
+    for name, exact in wanted.items():
+        got, seen = (each[kept] if exact.ndim == 3 else each for each in (found[name], exact))
+        assert np.sqrt(np.square(got - seen).sum() / np.square(seen).sum()) < 0.005, name

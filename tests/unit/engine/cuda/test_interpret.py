@@ -1,0 +1,124 @@
+"""The arithmetic of the interpreter, and token-packed rows."""
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qdqbench.quantize.engine.cuda.interpret import dot, interpret, round_codes
+from qdqbench.quantize.engine.cuda.match import match_graph
+from qdqbench.quantize.engine.cuda.pack import pack
+from qdqbench.quantize.engine.cuda.tokens import pack_tokens, spread
+from qdqbench.quantize.utils.errors import UserError
+
+from ....support.cuda_graphs import batch_for, write_case, write_head
+
+GRAPHS = [("bert", "bert-int8-attention"), ("roberta", "roberta-int8-residual-fused"), ("tokens",), ("mean",)]
+
+
+@pytest.fixture(scope="module", params=GRAPHS, ids="-".join)
+def case(request, made_once):
+    """A graph, its plan and its arrays."""
+    write = write_case if len(request.param) == 2 else write_head
+    folder = made_once(f"cuda-{'-'.join(request.param)}", lambda path: write(path, *request.param))
+    graph = onnx.load(folder / "model.onnx")
+    return graph, *pack(match_graph(graph))
+
+
+def row_of(batch, row, padding=0):
+    """One row alone, with other padding."""
+    length = int(batch["attention_mask"][row].sum())
+    return {
+        name: np.pad(
+            array[row : row + 1, :length], ((0, 0), (0, padding)), constant_values=name == "input_ids"
+        )
+        for name, array in batch.items()
+    }
+
+
+def test_sums_of_codes_are_exact():
+    random = np.random.default_rng(0)
+    codes, weight = (random.integers(-128, 128, (shape, 3072)).astype(np.int8) for shape in (5, 7))
+    codes[0], weight[0] = -128, -128
+    assert (dot(codes, weight) == codes.astype(np.int64) @ weight.astype(np.int64).T).all()
+
+
+def test_codes_are_rounded_half_to_even_and_saturate():
+    x = np.array([0.5, 1.5, -0.5, -2.5, 127.4, 127.5, 1e9, -128.5, -128.6, -1e9], np.float32)
+    assert round_codes(x).tolist() == [0, 2, 0, -2, 127, 127, 127, -128, -128, -128]
+
+
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    seed=st.integers(0, 9),
+    padding=st.integers(0, 9),
+    data=st.data(),
+)
+def test_answers_of_a_row_do_not_depend_on_the_rows_beside_it(case, lengths, seed, padding, data):
+    graph, plan, arrays = case
+    batch = batch_for(graph, tuple(lengths), seed)
+    order = data.draw(st.permutations(range(len(lengths))))
+    found = interpret(plan, arrays, batch)
+    shuffled = interpret(plan, arrays, {name: array[order] for name, array in batch.items()})
+    for name, answers in found.items():
+        np.testing.assert_allclose(shuffled[name], answers[order], rtol=1e-5, atol=1e-6)
+        for row, length in enumerate(lengths):
+            alone = interpret(plan, arrays, row_of(batch, row, padding))[name]
+            if plan.head.pooling == "tokens":
+                assert not alone[:, length:].any()
+                assert not answers[row, length:].any()
+                alone, wanted = alone[:, :length], answers[row : row + 1, :length]
+            else:
+                wanted = answers[row : row + 1]
+            np.testing.assert_allclose(alone, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_are_packed_in_order_and_come_back(case):
+    graph, plan, arrays = case
+    batch = batch_for(graph, (3, 1, 5))
+    tokens = pack_tokens(plan, arrays, batch)
+    assert tokens.starts.tolist() == [0, 3, 4, 9]
+    assert {array.dtype for array in (tokens.ids, tokens.positions, tokens.types, tokens.starts)} == {
+        np.dtype(np.int32)
+    }
+    first = 0 if plan.embed.padding is None else plan.embed.padding + 1
+    assert (tokens.positions - first).tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4]
+    assert (spread(tokens.ids, tokens) == batch["input_ids"] * batch["attention_mask"]).all()
+
+
+def test_a_token_that_is_masked_inside_a_row_keeps_the_places_of_the_others(case):
+    graph, plan, arrays = case
+    batch = batch_for(graph, (5,))
+    batch["attention_mask"][0, 2] = 0
+    first = 0 if plan.embed.padding is None else plan.embed.padding + 1
+    assert (pack_tokens(plan, arrays, batch).positions - first).tolist() == [0, 1, 3, 4]
+
+
+def test_rows_that_cannot_be_run_are_refused_by_their_number(case):
+    graph, plan, arrays = case
+    for name, value, told in (
+        ("attention_mask", 0, "row 1 of the batch has no attended"),
+        ("input_ids", 60, "row 1 has the token 60; the model has 60"),
+        ("input_ids", -1, "row 1 has the token -1"),
+        ("token_type_ids", 2, "row 1 has the type 2; the model has 2"),
+    ):
+        batch = batch_for(graph, (3, 2))
+        if name in batch:
+            batch[name][1] = value
+            with pytest.raises(UserError, match=told):
+                pack_tokens(plan, arrays, batch)
+    with pytest.raises(UserError, match="row 1 has the position 1"):
+        pack_tokens(plan, arrays, batch_for(graph, (3, 131)))
+
+
+def test_a_row_whose_first_token_is_masked_is_refused_where_that_is_the_answer(case):
+    graph, plan, arrays = case
+    batch = batch_for(graph, (3, 2))
+    batch["attention_mask"][1, 0] = 0
+    if plan.head.pooling == "first":
+        with pytest.raises(UserError, match="row 1 of the batch has no attended first token"):
+            pack_tokens(plan, arrays, batch)
+    else:
+        assert interpret(plan, arrays, batch)

@@ -1,0 +1,210 @@
+"""Graphs that were changed: refused by the names of nodes, or computed as they are now."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from qdqbench.quantize.engine.cuda import check
+from qdqbench.quantize.engine.cuda.match import match_graph
+from qdqbench.quantize.engine.cuda.pack import pack
+from qdqbench.quantize.utils.errors import UserError
+
+from ....support.cuda_boundaries import compare_boundaries
+from ....support.cuda_graphs import batch_for, write_case, write_head
+from ....support.tiny_bert import copied
+
+GRAPHS = [("bert", "bert-int8-residual-fused"), ("roberta", "roberta-int8-attention"), ("mean",), ("last",)]
+
+
+@pytest.fixture(scope="module", params=GRAPHS, ids="-".join)
+def graph(request, made_once):
+    write = write_case if len(request.param) == 2 else write_head
+    folder = made_once(f"cuda-{'-'.join(request.param)}", lambda path: write(path, *request.param))
+    return onnx.load(folder / "model.onnx")
+
+
+def places(graph: onnx.ModelProto) -> Iterator[int]:
+    """Places of nodes to change: without the second layer, which is as the first, or those of the pooling."""
+    pools = any("/pooling/" in node.name for node in graph.graph.node)
+    for place, node in enumerate(graph.graph.node):
+        if node.op_type != "Identity" and ("/pooling/" in node.name if pools else "layer.1" not in node.name):
+            yield place
+
+
+def numbers(graph: onnx.ModelProto) -> Iterator[int]:
+    """Places of the constants that these nodes read, one for each kind of node and input."""
+    seen = set()
+    names = [tensor.name for tensor in graph.graph.initializer]
+    for place in places(graph):
+        node = graph.graph.node[place]
+        for position, name in enumerate(node.input):
+            kind = (node.op_type, position, node.name.rpartition("/")[0], node.name.rpartition("_")[0])
+            if name in names and kind not in seen:
+                seen.add(kind)
+                yield names.index(name)
+
+
+def with_node_behind(graph: onnx.ModelProto, place: int, kind: str) -> onnx.ModelProto:
+    """A copy with a node behind the first output of another."""
+    changed = copied(graph)
+    node = changed.graph.node[place]
+    output = node.output[0]
+    node.output[0] = f"{output}_before"
+    changed.graph.node.insert(place + 1, helper.make_node(kind, [node.output[0]], [output], name="added"))
+    return changed
+
+
+def without(graph: onnx.ModelProto, place: int) -> onnx.ModelProto:
+    """A copy whose nodes read the first input of a node instead of its output."""
+    changed = copied(graph)
+    node = changed.graph.node[place]
+    before, output = node.input[0], node.output[0]
+    del changed.graph.node[place]
+    for other in changed.graph.node:
+        for position, name in enumerate(other.input):
+            if name == output:
+                other.input[position] = before
+    return changed
+
+
+def is_refused_or_right(graph: onnx.ModelProto) -> bool:
+    """Whether a graph is refused; else each kernel makes what ONNX Runtime makes of the same tensors."""
+    try:
+        plan, arrays = pack(match_graph(graph))
+    except UserError:
+        return True
+    for found in compare_boundaries(graph, plan, arrays, batch_for(graph)):
+        assert found.largest <= (1 if found.int8 else 1e-4), found
+        assert found.share <= (0.005 if found.int8 else 1), found
+    return False
+
+
+@pytest.fixture(autouse=True)
+def _in_fp32(monkeypatch):
+    monkeypatch.setattr(check, "HALF", np.dtype(np.float32))
+
+
+@pytest.mark.parametrize("kind", ["Neg", "Identity", "Softmax"])
+def test_an_added_node_is_refused_by_its_name_or_that_of_a_neighbor(graph, kind):
+    for place in places(graph):
+        node = graph.graph.node[place]
+        readers = (other for other in graph.graph.node if node.output[0] in other.input)
+        named = {
+            "added",
+            node.name,
+            *node.output,
+            *(n for other in readers for n in (other.name, *other.output)),
+        }
+        with pytest.raises(UserError) as told:
+            match_graph(with_node_behind(graph, place, kind))
+        assert any(name in str(told.value) for name in named), (node.name, str(told.value))
+
+
+def test_a_node_that_nothing_reads_is_refused_by_its_name(graph):
+    changed = copied(graph)
+    changed.graph.node.append(helper.make_node("Neg", [graph.graph.node[-2].output[0]], ["x"], name="extra"))
+    with pytest.raises(UserError, match=r"no kernel for extra \(Neg\)"):
+        match_graph(changed)
+
+
+def test_a_graph_without_one_of_its_nodes_is_refused_or_computed_as_it_is(graph):
+    assert np.mean([is_refused_or_right(without(graph, place)) for place in places(graph)]) > 0.8
+
+
+def test_a_foreign_operator_is_refused(graph):
+    for place in places(graph):
+        changed = copied(graph)
+        changed.graph.node[place].domain = "com.microsoft"
+        with pytest.raises(UserError, match="backend cuda"):
+            match_graph(changed)
+
+
+def test_other_attributes_are_refused_or_computed_as_they_are(graph):
+    refused = []
+    for place in places(graph):
+        for number, item in enumerate(graph.graph.node[place].attribute):
+            changed = copied(graph)
+            found = changed.graph.node[place].attribute[number]
+            if item.type == onnx.AttributeProto.INT:
+                found.i += 1
+            elif item.type == onnx.AttributeProto.FLOAT:
+                found.f += 0.01
+            else:
+                found.ints[:] = [*reversed(item.ints)]
+            refused.append(is_refused_or_right(changed))
+    assert 0.3 < np.mean(refused) < 1 or len(refused) < 20
+
+
+def test_other_constants_are_refused_or_computed_as_they_are(graph):
+    refused = []
+    for number in numbers(graph):
+        stored = graph.graph.initializer[number]
+        array = numpy_helper.to_array(stored)
+        other = array * 1.5 + 0.01 if array.dtype == np.float32 else array + (array < 127)
+        changed = copied(graph)
+        changed.graph.initializer[number].CopyFrom(
+            numpy_helper.from_array(other.astype(array.dtype), stored.name)
+        )
+        refused.append(is_refused_or_right(changed))
+    assert any(refused)
+
+
+def test_constants_of_another_type_are_refused_by_the_node_that_reads_them(graph):
+    for number in numbers(graph):
+        stored = graph.graph.initializer[number]
+        if stored.data_type == TensorProto.FLOAT:
+            changed = copied(graph)
+            half = numpy_helper.to_array(stored).astype(np.float16)
+            changed.graph.initializer[number].CopyFrom(numpy_helper.from_array(half, stored.name))
+            with pytest.raises(UserError, match=r"no kernel for .* \(\w+\)"):
+                match_graph(changed)
+
+
+@pytest.mark.parametrize("fill", [-5000.0, 0.0])
+def test_a_mask_that_leaves_weight_is_refused(graph, fill):
+    changed = copied(graph)
+    (where,) = (each for each in changed.graph.node if each.op_type == "Where" and "embed" not in each.name)
+    changed.graph.initializer.append(numpy_helper.from_array(np.array(fill, np.float32), "fill"))
+    where.input[2] = "fill"
+    with pytest.raises(UserError, match=rf"{where.name} \(Where\): a mask of 0 and {fill:g}"):
+        match_graph(changed)
+
+
+def test_types_of_inputs_and_outputs_are_checked(graph):
+    for values in ("input", "output"):
+        changed = copied(graph)
+        value = getattr(changed.graph, values)[0]
+        value.type.tensor_type.elem_type = TensorProto.FLOAT16
+        with pytest.raises(UserError, match=f"int64 inputs and float32 outputs, unlike {value.name}"):
+            match_graph(changed)
+
+
+def test_other_versions_and_inputs_are_refused(graph):
+    changed = copied(graph)
+    changed.opset_import[0].version = 19
+    with pytest.raises(UserError, match="opset 20 or newer, not 19"):
+        match_graph(changed)
+    changed = copied(graph)
+    changed.graph.input.append(helper.make_tensor_value_info("pixels", TensorProto.INT64, ["batch"]))
+    with pytest.raises(UserError, match="takes no input pixels"):
+        match_graph(changed)
+
+
+def test_shapes_that_are_computed_without_end_are_refused(graph):
+    """Each step doubles the list, or nests one deeper."""
+    for inputs, steps in ((2, 100), (1, 5000)):
+        changed = copied(graph)
+        (reshape, *_) = (
+            each for each in changed.graph.node if each.op_type == "Reshape" and "attention" in each.name
+        )
+        name = reshape.input[1]
+        for step in range(steps):
+            node = helper.make_node("Concat", [name] * inputs, [f"{step}"], name=f"{step}", axis=0)
+            changed.graph.node.insert(0, node)
+            name = node.output[0]
+        reshape.input[1] = name
+        with pytest.raises(UserError, match="backend cuda"):
+            match_graph(changed)

@@ -1,0 +1,148 @@
+"""Plans of every family, recipe and head: all nodes covered, and the answers of ONNX Runtime."""
+
+from collections import Counter
+
+import numpy as np
+import onnx
+import pytest
+
+from qdqbench.quantize.engine.cuda import check
+from qdqbench.quantize.engine.cuda.interpret import interpret
+from qdqbench.quantize.engine.cuda.match import match_graph
+from qdqbench.quantize.engine.cuda.pack import pack
+from qdqbench.quantize.engine.cuda.plan import Attention, Linear, Plan, Quantize
+from qdqbench.quantize.utils.errors import UserError
+
+from ....support.cuda_boundaries import compare_boundaries, run_outputs
+from ....support.cuda_graphs import CASES, HEADS, batch_for, write_case, write_head
+
+LENGTHS = [(9, 4, 16), (1,), (128, 5)]
+NOT_COVERED = ["mpnet", "deberta-v2", "modernbert"]
+
+
+@pytest.fixture
+def graph_of(made_once):
+    """The graph of a model type and recipe, or of BERT with a head."""
+
+    def open_graph(*case: str) -> onnx.ModelProto:
+        write = write_case if len(case) == 2 else write_head
+        folder = made_once(f"cuda-{'-'.join(case)}", lambda path: write(path, *case))
+        return onnx.load(folder / "model.onnx")
+
+    return open_graph
+
+
+@pytest.fixture(params=[*CASES, *((head,) for head in HEADS)], ids="-".join)
+def graph(request, graph_of):
+    return graph_of(*request.param)
+
+
+def test_every_node_is_covered_once_in_order(graph):
+    plan, _ = pack(match_graph(graph))
+    covered = [name for operation in plan.operations for name in operation.nodes]
+    assert Counter(covered) == Counter(node.name for node in graph.graph.node)
+    assert Plan.model_validate_json(plan.model_dump_json()) == plan
+
+
+def test_answers_are_those_of_the_graph(graph, monkeypatch):
+    """In FP32 nothing but the order of sums differs; FP16 tensors move codes next to a rounding border."""
+    for half, tolerance in ((np.float32, 1e-4), (np.float16, 0.2)):
+        monkeypatch.setattr(check, "HALF", np.dtype(half))
+        plan, arrays = pack(match_graph(graph))
+        by_token = plan.head.pooling == "tokens"
+        for lengths in LENGTHS:
+            batch = batch_for(graph, lengths)
+            wanted, found = run_outputs(graph, batch), interpret(plan, arrays, batch)
+            assert found.keys() == wanted.keys()
+            for name, exact in wanted.items():
+                places = (*batch["attention_mask"].shape, *[1] * (exact.ndim - 2))
+                seen = exact * batch["attention_mask"].reshape(places) if by_token else exact
+                assert found[name].dtype == np.float32
+                np.testing.assert_allclose(found[name], seen, rtol=0, atol=tolerance * np.abs(seen).max())
+
+
+def test_a_kernel_fed_by_the_graph_makes_the_codes_of_the_graph(graph):
+    """But for rounding borders: INT8 kernels see them by FP32 sums alone, the others by FP16 as well."""
+    plan, arrays = pack(match_graph(graph))
+    widths = {name: tensor.width for name, tensor in plan.tensors.items()}
+    for found in compare_boundaries(graph, plan, arrays, batch_for(graph, (30, 9, 4, 16, 1))):
+        assert found.largest <= (1 if found.int8 else 2e-3), found
+        if found.int8:
+            reads_codes = found.reads == "int8"
+            assert found.share <= (3 / (60 * widths[found.tensor]) if reads_codes else 0.04), found
+
+
+def test_q_k_and_v_are_one_gemm_where_they_read_the_same_codes(graph_of):
+    plan, arrays = pack(match_graph(graph_of("bert", "bert-int8-residual-fused")))
+    linears = [each for each in plan.operations if isinstance(each, Linear)]
+    assert [len(each.parts) for each in linears] == [3, 0, 0, 0] * 2
+    first = next(each for each in plan.operations if isinstance(each, Attention))
+    assert {first.query.tensor, first.key.tensor, first.value.tensor} == {linears[0].output}
+    assert (first.query.column, first.key.column, first.value.column) == (0, 32, 64)
+    assert arrays[f"{linears[0].name}.weight"].shape == (96, 32)
+    residuals = [each.residual for each in linears if each.residual]
+    assert [plan.tensors[name].kind for name in residuals] == ["int8"] * 4
+
+
+def test_codes_beside_fp16_get_a_kernel_of_their_own_only_where_no_norm_writes_them(graph_of):
+    plan, _ = pack(match_graph(graph_of("electra", "electra-int8-attention")))
+    (quantize,) = (each for each in plan.operations if isinstance(each, Quantize))
+    assert quantize.input == "/electra/embeddings_project/Add_output_0"
+    assert [each.op for each in plan.operations[:4]] == ["embed", "linear", "quantize", "linear"]
+
+
+@pytest.mark.parametrize("model_type", NOT_COVERED)
+def test_a_family_that_is_not_covered_is_refused_by_its_nodes(model_type, graph_of):
+    with pytest.raises(UserError, match=r"no kernel for /[\w./]+ \(\w+\): .*; take tensorrt_rtx"):
+        match_graph(graph_of(model_type, f"{model_type}-int8-linears"))
+
+
+def test_arrays_of_other_shapes_or_types_are_refused_by_their_names(graph_of):
+    plan, arrays = pack(match_graph(graph_of("bert", "bert-int8-residual-fused")))
+    check.check_arrays(plan, arrays)
+    for name, array in arrays.items():
+        table = name.startswith("embed.") and array.ndim == 2  # a smaller one is another model's
+        others = (
+            array.astype(np.float64),
+            array[None],
+            array[:0],
+            array[..., :-1],
+            *([] if table else [array[:-1]]),
+        )
+        for other in others:
+            with pytest.raises(UserError, match="and its kernel reads"):
+                check.check_arrays(plan, arrays | {name: other})
+        with pytest.raises(UserError, match="is None, and its kernel reads"):
+            check.check_arrays(plan, {key: value for key, value in arrays.items() if key != name})
+    with pytest.raises(UserError, match="no kernel reads more"):
+        check.check_arrays(plan, arrays | {"more": array})
+
+
+def test_plans_whose_tensors_do_not_fit_are_refused(graph_of):
+    plan, arrays = pack(match_graph(graph_of("bert", "bert-int8-residual-fused")))
+    refused = 0
+    for number, operation in enumerate(plan.operations[:-1]):
+        without = (*plan.operations[:number], *plan.operations[number + 1 :])
+        with pytest.raises(UserError, match=r"the plan reads .* before"):
+            check.check_arrays(plan.model_copy(update={"operations": without}), arrays)
+        for name in {*operation.reads, *operation.writes}:
+            tensor = plan.tensors[name]
+            for change in (
+                {"width": tensor.width // 2},
+                {"kind": {"int8": "fp16", "fp16": "int8"}[tensor.kind]},
+            ):
+                tensors = plan.tensors | {name: tensor.model_copy(update=change)}
+                with pytest.raises(UserError, match="build"):
+                    check.check_arrays(plan.model_copy(update={"tensors": tensors}), arrays)
+                refused += 1
+    assert refused > 40
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("embed.word", 1e5), ("bert.encoder.layer.0.output.dense.bias", 1e39)]
+)
+def test_numbers_that_do_not_fit_are_refused_by_their_names(name, value, graph_of):
+    found = match_graph(graph_of("bert", "bert-int8-residual-fused"))
+    found.constants[name] = np.full_like(found.constants[name], value, np.float64)
+    with pytest.raises(UserError, match=f"{name} does not fit float"):
+        pack(found)

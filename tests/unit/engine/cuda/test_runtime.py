@@ -1,0 +1,121 @@
+"""What the runtime decides on the host: buckets, graphs, tiles, buffers, and the order of weights."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qdqbench.quantize.engine.cuda.compile import TILES
+from qdqbench.quantize.engine.cuda.plan import Answer, Embed, Head, Plan, Tensor
+from qdqbench.quantize.engine.cuda.runtime import (
+    choose_bucket,
+    choose_graph,
+    choose_heads,
+    choose_tile,
+    fill,
+    permute_rows,
+)
+from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, pack_tokens
+from qdqbench.quantize.utils.errors import UserError
+
+PLAN = Plan(
+    inputs=("input_ids", "attention_mask"),
+    tensors={"x": Tensor(kind="fp16", width=8)},
+    operations=(
+        Embed(name="embed", epsilon=1e-12, typed=False, half="x"),
+        Head(name="head", input="x", pooling="tokens", steps=(), answers=(Answer(name="y"),)),
+    ),
+)
+ENTRIES = {"word": 9, "position": 600, "type": 1}
+TABLES = {f"embed.{part}": np.zeros((entries, 8)) for part, entries in ENTRIES.items()}
+LENGTHS = st.lists(st.integers(1, 512), min_size=1, max_size=60)
+
+
+def packed(lengths):
+    """Tokens of rows, whose ids count from 1 on in each."""
+    mask = np.arange(max(lengths)) < np.array(lengths)[:, None]
+    ids = np.where(mask, np.arange(max(lengths)) % 8 + 1, 0)
+    return pack_tokens(PLAN, TABLES, {"input_ids": ids, "attention_mask": mask.astype(np.int64)})
+
+
+@given(st.integers(1, MOST_TOKENS))
+def test_a_bucket_holds_its_tokens_and_wastes_few(tokens):
+    bucket = choose_bucket(tokens)
+    assert tokens <= bucket <= MOST_TOKENS
+    assert bucket % 64 == 0
+    assert bucket - tokens < max(64, tokens / 16 + 1)
+    assert choose_bucket(bucket) == bucket
+
+
+@given(LENGTHS)
+def test_a_graph_is_for_all_that_its_tokens_need(lengths):
+    tokens = packed(lengths)
+    bucket, rows, longest, reach = choose_graph(tokens)
+    assert bucket >= sum(lengths)
+    assert (len(lengths) <= rows < 2 * len(lengths), max(lengths) <= longest < 2 * max(lengths)) == (
+        True,
+        True,
+    )
+    row = np.repeat(np.arange(len(lengths)), lengths)
+    reached = max(
+        tokens.starts[row[min(first + 64, len(row)) - 1] + 1] - tokens.starts[row[first]]
+        for first in range(0, len(row), 64)
+    )
+    assert reach in (128, 256, 384)
+    assert reach - 128 < min(reached, 384) <= reach
+
+
+@given(LENGTHS, st.integers(-9, 9))
+def test_a_filled_buffer_holds_the_rows_and_spare_ones(lengths, old):
+    tokens = packed(lengths)
+    bucket, rows, *_ = choose_graph(tokens)
+    staging = np.full(5 * bucket + rows + 1, old, np.int32)  # of the batch before
+    fill(staging, tokens, bucket, rows)
+    ids, positions, types, start, end = staging[: 5 * bucket].reshape(5, bucket)
+    bounds, count = staging[5 * bucket :], sum(lengths)
+    for row, length in enumerate(lengths):
+        place = slice(bounds[row], bounds[row + 1])
+        assert (ids[place] == np.arange(length) % 8 + 1).all()
+        assert (positions[place] == np.arange(length)).all()
+        assert {*start[place]} == {bounds[row]}
+        assert {*end[place]} == {bounds[row + 1]}
+    assert {*bounds[len(lengths) :]} == {count}
+    spare = np.arange(count, bucket)
+    assert (start[count:] == spare).all()
+    assert (end[count:] == spare + 1).all()
+    assert not ids[count:].any()
+    assert not positions[count:].any()
+    assert not types.any()
+
+
+@given(st.integers(1, 40).map(lambda n: 16 * n), st.sampled_from([8, 16]))
+def test_a_thread_owns_consecutive_columns(n, run):
+    """Lane t of four gets columns 2 t and 2 t + 1 of each 8 in a group: they are `run` in a line."""
+    rows = permute_rows(n, run)
+    group = 4 * run
+    assert len(rows) % group == 0 <= len(rows) - n < group
+    assert (np.sort(rows) == np.arange(len(rows))).all()
+    for first in range(0, len(rows), group):
+        lanes = rows[first : first + group].reshape(run // 2, 4, 2).transpose(1, 0, 2).reshape(4, run)
+        assert (lanes == first + np.arange(group).reshape(4, run)).all()
+
+
+@given(st.integers(1, MOST_TOKENS), st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 200))
+def test_choices_are_kernels_that_there_are(m, n, k, multiprocessors):
+    assert choose_tile(m, n, k, multiprocessors) in TILES
+    for reach, longest in ((128, 64), (128, 128), (256, 64), (384, 512)):
+        assert 1 <= choose_heads(m, 12, reach, longest, multiprocessors) <= (4 if reach == 128 else 2)
+
+
+def test_batches_that_no_bucket_holds_or_of_other_shapes_are_refused():
+    ones = np.ones((129, 512), np.int64)
+    with pytest.raises(
+        UserError, match="has 66048 tokens, and an engine takes 65536 at once; give fewer rows"
+    ):
+        pack_tokens(PLAN, TABLES, {"input_ids": ones, "attention_mask": ones})
+    for mask in (ones[:1], ones[:, :1], ones[0]):
+        with pytest.raises(UserError, match="of one shape"):
+            pack_tokens(PLAN, TABLES, {"input_ids": ones, "attention_mask": mask})
+    for empty in (ones[:0], ones[:, :0], ones[0]):
+        with pytest.raises(UserError, match="none of them empty"):
+            pack_tokens(PLAN, TABLES, {"input_ids": empty, "attention_mask": empty})
