@@ -1,11 +1,11 @@
-"""What native INT8 kernels of Hopper give at the GEMMs of BERT: CUTLASS, Triton, and what PyTorch has.
+"""What native INT8 kernels of Hopper give at the GEMMs of BERT: ours, CUTLASS, Triton, cuBLASLt and PyTorch.
 
     python tests/tools/native_gemm/bench.py --cutlass cutlass --out native_gemm.json
 
 `--cutlass` (or CUTLASS_DIR) is a checkout of NVIDIA/cutlass, whose headers nvcc compiles; without one only
 Triton and PyTorch are measured, and the result says so. Each contestant is a CUDA graph of 12 launches with
 weights of their own, as in a model. Kernels of ours are checked against PyTorch's integers first; all are
-timed in turns, in a shuffled order.
+timed in turns, in a shuffled order. The best of each kind then runs for half a second without a pause (hot).
 """
 
 import argparse
@@ -29,6 +29,8 @@ LINEARS = ("q, k and v", "attention output", "feed-forward 1", "feed-forward 2")
 MODELS = {"bert-base": (768, 3072, 12), "bert-large": (1024, 4096, 24)}  # hidden, feed-forward, layers
 LAUNCHES = 12  # of a graph
 BURST_MS = 6.0
+HOT_MS = 500.0
+KINDS = ("own", "cutlass", "triton", "cublaslt", "int_mm", "fp16")
 FIRST_ROUNDS, ROUNDS, FINALISTS = 2, 7, 3
 
 
@@ -37,7 +39,7 @@ class Lane:
     """A contestant at one size."""
 
     name: str
-    kind: str  # cutlass, triton, int_mm or fp16
+    kind: str  # one of KINDS
     replay: Callable[[], None]
     us: list[float]  # of one launch, by round
 
@@ -55,19 +57,21 @@ def summed(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for model, tokens in dict.fromkeys((cell["model"], cell["tokens"]) for cell in cells):
         mine = [cell for cell in cells if (cell["model"], cell["tokens"]) == (model, tokens)]
         row: dict[str, Any] = {"model": model, "tokens": tokens}
-        for kind in ("cutlass", "triton", "int_mm", "fp16"):
+        for kind in KINDS:
             best = [cell["best"].get(kind) for cell in mine]
             whole = len(mine) == len(LINEARS) and all(best)
-            row[f"{kind}_ms"] = sum(one["us"] for one in best) * MODELS[model][2] / 1e3 if whole else None
+            for what, key in (("us", "ms"), ("hot_us", "hot_ms")):
+                total = sum(one[what] for one in best) * MODELS[model][2] / 1e3 if whole else None
+                row[f"{kind}_{key}"] = total
         rows.append(row)
     return rows
 
 
 def table(cells: list[dict[str, Any]]) -> str:
     """Markdown: TOPS of each GEMM, then the sums."""
-    kinds = ("cutlass", "triton", "int_mm", "fp16")
+    kinds = KINDS
     lines = ["| model | tokens | linear | N | K | " + " | ".join(kinds) + " | fastest CUTLASS kernel |"]
-    lines += ["|---" * 10 + "|"]
+    lines += ["|---" * 12 + "|"]
     for cell in cells:
         tops = [f"{best['tops']:.0f}" if (best := cell["best"].get(kind)) else "" for kind in kinds]
         name = cell["best"].get("cutlass", {}).get("name", "").removeprefix("CUTLASS ")
@@ -76,7 +80,7 @@ def table(cells: list[dict[str, Any]]) -> str:
     lines += [
         "",
         "| model | tokens | " + " | ".join(f"{kind}, ms" for kind in kinds) + " |",
-        "|---" * 6 + "|",
+        "|---" * 8 + "|",
     ]
     for row in summed(cells):
         ms = [f"{row[f'{kind}_ms']:.3f}" if row[f"{kind}_ms"] else "" for kind in kinds]
@@ -84,10 +88,12 @@ def table(cells: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measure(cell: dict[str, Any], tiles: list[Any], triton_gemm: Any) -> None:
+def measure(cell: dict[str, Any], tiles: list[Any], triton_gemm: Any, own: Any, cublas: Any) -> None:
     """Time every contestant at one size; fills in what ran, what did not, and the best of each kind."""
     import torch
     from contestants import Operands, TorchFp16, torch_int8
+
+    from qdqbench.quantize.engine.cuda.compile import TILES
 
     made = Operands.random(cell["tokens"], cell["n"], cell["k"], cell["epilogue"], LAUNCHES)
     swizzles = (1, 8) if cell["tokens"] >= 4096 else (1,)
@@ -103,6 +109,11 @@ def measure(cell: dict[str, Any], tiles: list[Any], triton_gemm: Any) -> None:
                 triton_gemm.launch(config, made.epilogue, a, b, c, made.scale, made.bias, made.next_scale, d)
 
         runs.append((f"Triton {config}", "triton", run))
+    runs += [(f"{m}x{n}x128", "own", partial(own.run, (m, n), made)) for m, n in TILES]
+    offered = enumerate(cublas.algorithms(made))
+    runs += [
+        (f"cuBLASLt INT8 {number}", "cublaslt", partial(cublas.run, each, made)) for number, each in offered
+    ]
     runs += [
         ("torch._int_mm", "int_mm", lambda: torch_int8(made)),
         ("cuBLASLt FP16", "fp16", TorchFp16(made).run),
@@ -114,7 +125,8 @@ def measure(cell: dict[str, Any], tiles: list[Any], triton_gemm: Any) -> None:
                 output.fill_(99)
             call()
             torch.cuda.synchronize()
-            wrong = made.wrong() if kind in {"cutlass", "triton"} else ""
+            wrong = made.wrong() if kind in {"own", "cutlass", "triton"} else ""
+            wrong = cublas.wrong(made) if kind == "cublaslt" else wrong
         except Exception as error:
             wrong = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         if wrong:
@@ -128,7 +140,7 @@ def measure(cell: dict[str, Any], tiles: list[Any], triton_gemm: Any) -> None:
         lanes.append(Lane(name, kind, graph.replay, []))
     rounds(lanes, FIRST_ROUNDS)
     best: list[Lane] = []
-    for kind in ("cutlass", "triton", "int_mm", "fp16"):
+    for kind in KINDS:
         mine = [lane for lane in lanes if lane.kind == kind]
         best += sorted(mine, key=lambda lane: median(lane.us))[:FINALISTS]
     for lane in lanes:
@@ -145,7 +157,8 @@ def measure(cell: dict[str, Any], tiles: list[Any], triton_gemm: Any) -> None:
             "least_us": min(lane.us),
             "most_us": max(lane.us),
         }
-        cell["best"].setdefault(lane.kind, found)
+        if lane.kind not in cell["best"]:
+            cell["best"][lane.kind] = found | {"hot_us": hot(lane, us)}
 
 
 def rounds(lanes: list[Lane], count: int) -> None:
@@ -167,6 +180,22 @@ def rounds(lanes: list[Lane], count: int) -> None:
             end.record()
             end.synchronize()
             lane.us.append(start.elapsed_time(end) * 1e3 / times / LAUNCHES)
+
+
+def hot(lane: Lane, us: float) -> float:
+    """Microseconds of a launch over HOT_MS without a pause, the first half apart."""
+    import torch
+
+    times = max(1, int(HOT_MS * 1e3 / 2 / us / LAUNCHES))
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(times):
+        lane.replay()
+    start.record()
+    for _ in range(times):
+        lane.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / times / LAUNCHES
 
 
 def about(cutlass: Path | None, failed: list[str], seed: int) -> dict[str, Any]:
@@ -211,7 +240,7 @@ def main() -> int:
     cutlass = Path(options.cutlass) if options.cutlass else None
     if cutlass and not (cutlass / "include/cutlass/version.h").is_file():
         sys.exit(f"{cutlass} has no include/cutlass: give a checkout of https://github.com/NVIDIA/cutlass")
-    from contestants import Cutlass, compile_tiles
+    from contestants import CublasLt, Cutlass, Own, compile_tiles
 
     started = time.time()
     libraries, failed = compile_tiles(cutlass, options.build, options.jobs) if cutlass else ({}, [])
@@ -229,13 +258,14 @@ def main() -> int:
     random.seed(options.seed)
     torch.manual_seed(options.seed)
     facts = about(cutlass, failed, options.seed)
+    own, cublas = Own(), CublasLt()
     tiles, cells = [Cutlass(tile, path) for tile, path in libraries.items()], []
     for model in options.model or MODELS:
         for tokens in options.tokens or (128, 1024, 4096, 16384):
             for linear, n, k, epilogue in sizes(model):
                 cell = {"model": model, "tokens": tokens, "linear": linear, "n": n, "k": k}
                 cells.append(cell | {"epilogue": epilogue, "best": {}, "screened_us": {}, "refused": {}})
-                measure(cells[-1], tiles, triton_gemm)
+                measure(cells[-1], tiles, triton_gemm, own, cublas)
                 found = {kind: round(best["tops"]) for kind, best in cells[-1]["best"].items()}
                 print(f"{time.time() - started:5.0f} s {model} {tokens} {linear}: {found}", flush=True)
                 result = {"about": facts, "cells": cells, "sums": summed(cells)}

@@ -1,4 +1,4 @@
-"""What multiplies matrices here: CUTLASS kernels of gemm.cu, the Triton kernel, and what PyTorch has."""
+"""What multiplies matrices: our kernels, CUTLASS's of gemm.cu, the Triton kernel, cuBLASLt and PyTorch."""
 
 import ctypes
 import hashlib
@@ -10,6 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from qdqbench.quantize.engine.cuda.compile import STAGES, compile_source
+from qdqbench.quantize.engine.cuda.driver import GemmArguments, Kernels, map_tiles
+from qdqbench.quantize.engine.cuda.runtime import permute_rows
 
 SOURCE = Path(__file__).parent / "gemm.cu"
 FLAGS = "-std=c++17 -O3 -DNDEBUG --expt-relaxed-constexpr -gencode=arch=compute_90a,code=sm_90a "
@@ -178,6 +182,111 @@ def compile_tiles(cutlass: Path, folder: Path, jobs: int) -> tuple[dict[Tile, Pa
     with ThreadPoolExecutor(jobs) as pool:
         found = list(pool.map(one, TILES))
     return {tile: path for tile, path in found if path}, failed
+
+
+EPILOGUES = {  # ours: name, template arguments, consecutive columns of a thread
+    HALF: ("none_none_fp16", "NONE, NO_RESIDUAL, false", 8),
+    CODES: ("none_none_int8", "NONE, NO_RESIDUAL, true", 16),
+    GELU: ("gelu_tanh_none_int8", "GELU_TANH, NO_RESIDUAL, true", 16),
+    RESIDUAL: ("none_fp16_fp16", "NONE, HALVES, false", 8),
+}
+
+
+class Own:
+    """The kernels of the backend `cuda`, compiled by NVRTC."""
+
+    def __init__(self) -> None:
+        instances = [f"GEMM({name}, {flags})" for name, flags, _ in EPILOGUES.values()]
+        self._kernels = Kernels([compile_source("gemm", instances)])
+        self._count = torch.cuda.get_device_properties(0).multi_processor_count
+        self._permuted: dict[int, torch.Tensor] = {}  # weights by their address
+
+    def run(self, tile: tuple[int, int], made: Operands) -> None:
+        """One launch for each weight, with rows permuted as the packer does."""
+        name, _, columns = EPILOGUES[made.epilogue]
+        if made.weights[0].data_ptr() not in self._permuted:
+            order = torch.from_numpy(permute_rows(made.n, columns)).cuda()
+            self._permuted = {each.data_ptr(): each[order].contiguous() for each in made.weights}
+            self._factor = torch.full((made.n,), made.next_scale, device="cuda")
+        blocks = -(-made.tokens // tile[0]) * -(-made.n // tile[1])
+        for a, b, c, d in made.launches():
+            pointers = (made.scale, made.bias, self._factor, c, d)
+            call = GemmArguments(*(each.data_ptr() for each in pointers))
+            call.m, call.n, call.k = made.tokens, made.n, made.k
+            arguments = [map_tiles(a, tile[0]), map_tiles(self._permuted[b.data_ptr()], tile[1]), call]
+            shared = STAGES[tile] * (sum(tile) * 128 + 16) + 1024
+            kernel = f"gemm_{tile[0]}_{tile[1]}_{name}"
+            self._kernels.launch(kernel, (min(self._count, blocks), 1), 384, arguments, shared)
+
+
+class _Heuristic(ctypes.Structure):  # cublasLtMatmulHeuristicResult_t
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+class CublasLt:
+    """cuBLASLt's INT8 GEMM with INT32 sums, by its heuristics, with a workspace, without an epilogue."""
+
+    _INT8, _INT32, _COMPUTE, _TRANSPOSED, _WORKSPACE_LIMIT = 3, 10, 72, 3, 1
+
+    def __init__(self) -> None:
+        self._library, self._handle = ctypes.CDLL("libcublasLt.so.13"), ctypes.c_void_p()
+        self._check("Create", ctypes.byref(self._handle))
+        self._space = torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
+
+    def _check(self, name: str, *arguments: object) -> None:
+        if status := getattr(self._library, f"cublasLt{name}")(*arguments):
+            raise RuntimeError(f"cublasLt{name} failed with status {status}")
+
+    def algorithms(self, made: Operands, most: int = 8) -> list[_Heuristic]:
+        """Return what the heuristics offer for D^T = B . A^T, in columns as cuBLAS counts."""
+        pointer, word, by = ctypes.c_void_p, ctypes.c_uint64, ctypes.byref
+        self._operation, choice = pointer(), pointer()
+        self._check("MatmulDescCreate", by(self._operation), self._COMPUTE, self._INT32)
+        transposed = ctypes.c_int32(1)
+        self._check("MatmulDescSetAttribute", self._operation, self._TRANSPOSED, by(transposed), word(4))
+        sizes = (
+            (made.k, made.n, self._INT8),
+            (made.k, made.tokens, self._INT8),
+            (made.n, made.tokens, self._INT32),
+        )
+        self._layouts = []
+        for rows, columns, kind in sizes:
+            layout = pointer()
+            self._check("MatrixLayoutCreate", by(layout), kind, word(rows), word(columns), word(rows))
+            self._layouts.append(layout)
+        self._check("MatmulPreferenceCreate", by(choice))
+        limit = word(WORKSPACE)
+        self._check("MatmulPreferenceSetAttribute", choice, self._WORKSPACE_LIMIT, by(limit), word(8))
+        found, count = (_Heuristic * most)(), ctypes.c_int()
+        b, a, d = self._layouts
+        ask = (self._handle, self._operation, b, a, d, d, choice, most, found, by(count))
+        self._check("MatmulAlgoGetHeuristic", *ask)
+        self._sums = [torch.empty(made.tokens, made.n, dtype=torch.int32, device="cuda") for _ in range(3)]
+        return found[: count.value]
+
+    def run(self, algorithm: _Heuristic, made: Operands) -> None:
+        one, zero, pointer = ctypes.c_int32(1), ctypes.c_int32(0), ctypes.c_void_p
+        stream = pointer(torch.cuda.current_stream().cuda_stream)
+        b_layout, a_layout, d_layout = self._layouts
+        for number, (a, b, _, _) in enumerate(made.launches()):
+            d = pointer(self._sums[number % 3].data_ptr())
+            self._check(
+                "Matmul", self._handle, self._operation, ctypes.byref(one), pointer(b.data_ptr()), b_layout,
+                pointer(a.data_ptr()), a_layout, ctypes.byref(zero), d, d_layout, d, d_layout,
+                ctypes.byref(algorithm.algorithm), pointer(self._space.data_ptr()),
+                ctypes.c_size_t(WORKSPACE), stream,
+            )  # fmt: skip
+
+    def wrong(self, made: Operands) -> str:
+        a, b, _, _ = list(made.launches())[-1]
+        same = torch.equal(self._sums[(len(made.weights) - 1) % 3], torch._int_mm(a, b.t()))
+        return "" if same else "sums differ from PyTorch's"
 
 
 def torch_int8(made: Operands) -> None:
