@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench._options import CheckOptions, PoolingOptions
+from qdqbench._progress import draw_samples, shown
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant.quantizers import name_outputs
 from qdqbench.quantize.calibration.record import CalibrationRecord
@@ -27,7 +28,6 @@ from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE, count_of
 from qdqbench.quantize.utils.options import parse_options, take_options
-from qdqbench.quantize.utils.progress import silent
 from qdqbench.quantize.utils.shown import Shown
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def quantize(
     recipe: str | Path | Recipe = DEFAULT_RECIPE,
     *,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
-    progress: Callable[[int], None] = silent,
+    progress: Callable[[int], None] | bool | None = None,
 ) -> Quantized:
     """Calibrate a model in memory (PTQ): quantizers where the recipe says, scales from the samples.
 
@@ -117,7 +117,8 @@ def quantize(
         tokenizer: of texts (default: that of the model's folder or hub id).
         recipe: shipped name, YAML file, or what `load_recipe` gave; of its calibration section split,
             samples and seed are not used.
-        progress: called with the number of samples of each batch.
+        progress: True for a bar (default in notebooks), or a function that is called with the number of
+            samples of each batch.
 
     Raises:
         UserError: an architecture, samples or a recipe that do not fit.
@@ -146,7 +147,8 @@ def quantize(
         encoded = tokenizer([*samples], truncation=True, max_length=cut)
         samples = [{"input_ids": ids} for ids in encoded["input_ids"]]
     batches = _Batches(_list_samples(samples), chosen.calibration.batch_size, longest)
-    record = ptq.calibrate(twin, plan, batches, chosen.calibration, progress)
+    with shown(progress, draw_samples) as show:
+        record = ptq.calibrate(twin, plan, batches, chosen.calibration, show)
     record.data["source"] = "samples in memory"
     return Quantized(twin, chosen, plan, record)
 
