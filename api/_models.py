@@ -1,40 +1,66 @@
 """A model in memory and the files made of it: calibrate, export, check."""
 
 import copy
+import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from qdqbench._options import CheckOptions, PoolingOptions
-from qdqbench._progress import draw_samples, shown
-from qdqbench.quantize.calibration import ptq
+from qdqbench._options import CheckOptions, PoolingOptions, RunOptions
+from qdqbench._progress import draw_samples, draw_stages, shown
+from qdqbench.quantize.calibration import ptq, smoothing
 from qdqbench.quantize.calibration.fakequant.quantizers import name_outputs
-from qdqbench.quantize.calibration.record import CalibrationRecord
+from qdqbench.quantize.calibration.record import (
+    CalibrationRecord,
+    ChannelSplit,
+    read_record,
+    trained_record,
+    write_record,
+)
 from qdqbench.quantize.engine.backend import gpu_backend
 from qdqbench.quantize.graph.check.check import CheckReport, check_file
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.load import load_model, load_tokenizer, prepare_model, use_tanh_gelu
+from qdqbench.quantize.models.identity import has_pooling
+from qdqbench.quantize.models.load import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    prepare_model,
+    use_tanh_gelu,
+)
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.pipeline.inspect_target import find_checked_graph, recipe_modules
-from qdqbench.quantize.pipeline.session import require_fit
+from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder
+from qdqbench.quantize.pipeline.session import Session, require_fit
 from qdqbench.quantize.recipe.plan import Plan, resolve
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
 from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
+from qdqbench.quantize.tasks.task import kind_of
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.embedding import PAIRS
-from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE, count_of
 from qdqbench.quantize.utils.options import parse_options, take_options
+from qdqbench.quantize.utils.results import Results
 from qdqbench.quantize.utils.shown import Shown
+from qdqbench.quantize.utils.system.quiet import quiet
 
 if TYPE_CHECKING:
     import pandas
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Samples = Iterable[Mapping[str, Any]]
+
+
+SCALES, RECIPE = "calibration.json", "recipe.yaml"  # in a folder that `save_pretrained` wrote
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,6 +71,8 @@ class Quantized(Shown):
     recipe: Recipe
     plan: Plan
     record: CalibrationRecord
+    original: "PreTrainedModel"  # in FP32, as it was given
+    tokenizer: "PreTrainedTokenizerBase | None" = None
 
     def to_frame(self) -> "pandas.DataFrame":
         """One row a quantizer: where it is, and its amax."""
@@ -64,6 +92,147 @@ class Quantized(Shown):
     def export(self, path: str | Path) -> "Exported":
         """Write it as ONNX, as `export` does."""
         return export(self, path)
+
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write a folder that transformers loads as FP32, and `qdqbench.load` with its scales, bit for bit.
+
+        Weights that were trained since are saved as they are now.
+
+        Raises:
+            UserError: the folder holds other files.
+            CheckFailed: the folder would not give the model again, as after a change of its layers.
+        """
+        folder = Path(folder)
+        there = (
+            {path.name for path in folder.iterdir()}
+            if folder.is_dir()
+            else {*[folder.name] * folder.exists()}
+        )
+        if there and not {SCALES, RECIPE, "config.json"} <= there:
+            raise UserError(f"{folder} holds something else; give a new folder, or one that was saved before")
+        plain, record = self._unquantized()
+        files.require_writable(folder)
+        with quiet("transformers"):
+            plain.save_pretrained(folder)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(folder)
+        write_record(folder / SCALES, record)
+        files.write_text(folder / RECIPE, dump_recipe(self.recipe))
+        return folder
+
+    def _unquantized(self) -> "tuple[PreTrainedModel, CalibrationRecord]":
+        """Return the model without quantizers, and the record that puts them there again."""
+        import torch
+
+        plain: Any = prepare_model(cast("Any", copy.deepcopy(self.original)).cpu())
+        smoothing.keep_equal(self.model, self.record.splits)()  # after the last step of a training
+        own = {name: value.cpu() for name, value in self.model.state_dict().items()}
+
+        def gives_own(record: CalibrationRecord) -> bool:
+            rebuilt = _restore(plain, self.recipe, record).model.state_dict()
+            return own.keys() == rebuilt.keys() and all(torch.equal(own[name], rebuilt[name]) for name in own)
+
+        if gives_own(self.record):
+            return plain, self.record
+        record, family = trained_record(self.model, self.record), self.plan.family
+        weights = smoothing.remove_factors(self.model, record.smoothing)
+        weights = smoothing.remove_copies(weights, record.splits, family)
+        shapes = {name: weights[name].shape if name in weights else None for name in plain.state_dict()}
+        fits = shapes == {name: value.shape for name, value in plain.state_dict().items()}
+        if fits:
+            plain.load_state_dict({name: weights[name] for name in shapes})
+        if not fits or not gives_own(record):
+            raise CheckFailed("layers of the model were changed since it was quantized; quantize it again")
+        return plain, record
+
+    def evaluate(
+        self,
+        task: str,
+        data: Any = "hub",
+        *,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        progress: Any = None,
+        **options: Any,
+    ) -> Results:
+        """Measure its accuracy on a task, and that of its weights in FP32: `stages` of the results.
+
+        Args:
+            task: as of `run`.
+            data: as of `run`; rows in memory too.
+            tokenizer: of a model that came without one.
+            progress: as of `run`.
+            options: others of `run`, such as text_column or limit.
+
+        Raises:
+            UserError: input that cannot be used.
+        """
+        from qdqbench.eval.runs.collect import collect
+        from qdqbench.eval.runs.run import follow, run_to
+
+        with (
+            tempfile.TemporaryDirectory(prefix="qdqbench-evaluate-") as folder,
+            self._session(Path(folder) / "run", task, data, tokenizer, options) as session,
+            shown(progress, draw_stages) as show,
+        ):
+            costs = {}
+            for stage in ("baseline", "fake_quant"):
+                costs |= run_to(session, stage, follow(session, show, stage))
+            return collect(session, costs, "fake_quant")
+
+    def deploy(
+        self,
+        folder: str | Path,
+        task: str,
+        data: Any = "hub",
+        *,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        progress: Any = None,
+        **options: Any,
+    ) -> Results:
+        """Take it through a run with the scales that it has: engine, evaluation, report.
+
+        `FOLDER/deploy` loads in other libraries and has scripts that need no qdqbench. FP32, to which INT8 is
+        compared, has the weights of this model.
+
+        Args:
+            folder: run directory to write.
+            task: as of `run`.
+            data: as of `run`; rows in memory too.
+            tokenizer: of a model that came without one.
+            progress: as of `run`.
+            options: others of `run`, such as overwrite, backend or limit.
+
+        Raises:
+            UserError: input that cannot be used, or a folder that holds something else.
+        """
+        from qdqbench.eval.runs.run import follow, run_until
+
+        with (
+            self._session(Path(folder), task, data, tokenizer, options) as session,
+            shown(progress, draw_stages) as show,
+        ):
+            return run_until(session, None, follow(session, show))
+
+    @contextmanager
+    def _session(
+        self, out: Path, task: str, data: Any, tokenizer: Any, options: dict[str, Any]
+    ) -> Iterator[Session]:
+        """Yield a run of this model, which is saved in its folder."""
+        tokenizer = tokenizer or self.tokenizer
+        if tokenizer is None:
+            raise UserError("the model came without a tokenizer; give tokenizer=")
+        with tempfile.TemporaryDirectory(prefix="qdqbench-model-") as temporary:
+            saved = replace(self, tokenizer=tokenizer).save_pretrained(Path(temporary) / "model")
+            asked = parse_options(RunOptions, {"model": saved, "task": task, "data": data, **options})
+            config = asked.config(asked.adapt(self.recipe.ptq), "qdqbench.Quantized")
+            config = config.model_copy(update={"calibrated": True})
+            session = Session(config, out)
+            identity = identity_of("run", session)
+            with owned_folder(out, identity, overwrite=asked.overwrite, ready=session.require_inputs):
+                own = out / "model"
+                shutil.rmtree(own, ignore_errors=True)
+                shutil.move(saved, own)
+                yield Session(config.model_copy(update={"model": str(own)}), out)
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,7 +296,7 @@ def quantize(
     chosen = recipe
     if isinstance(model, str | Path):
         tokenizer = tokenizer or (load_tokenizer(str(model)) if _are_texts(samples) else None)
-        model = load_model(str(model))
+        model = _load(str(model))
     if not hasattr(model, "config"):
         raise UserError(f"a {type(model).__name__} is no transformers model; give one, its folder or hub id")
     if not isinstance(chosen, Recipe):
@@ -135,10 +304,7 @@ def quantize(
     if not chosen.quantizes:
         raise UserError(f"recipe {chosen.name} quantizes nothing; give one with INT8 rules")
     require_fit(chosen, type(model).__name__, model.config)
-    twin = prepare_model(copy.deepcopy(model))
-    if chosen.export.gelu == "tanh":
-        use_tanh_gelu(twin, type(model).__name__)
-    plan = resolve(chosen, module_table(twin), twin.base_model_prefix)
+    twin, plan = _prepare(model, chosen)
     longest = plan.family.positions(twin.config)
     if _are_texts(samples):
         if tokenizer is None:
@@ -146,11 +312,65 @@ def quantize(
         cut = min(longest, chosen.export.max_length)
         encoded = tokenizer([*samples], truncation=True, max_length=cut)
         samples = [{"input_ids": ids} for ids in encoded["input_ids"]]
-    batches = _Batches(_list_samples(samples), chosen.calibration.batch_size, longest)
+    sizes = longest, model.get_input_embeddings().num_embeddings
+    batches = _Batches(_list_samples(samples), chosen.calibration.batch_size, *sizes)
     with shown(progress, draw_samples) as show:
         record = ptq.calibrate(twin, plan, batches, chosen.calibration, show)
-    record.data["source"] = "samples in memory"
-    return Quantized(twin, chosen, plan, record)
+    record.data |= {"source": "samples in memory", "split": "memory"}
+    _tie_copies(twin, record)
+    return Quantized(twin, chosen, plan, record, model, tokenizer)
+
+
+def load(folder: str | Path) -> Quantized:
+    """Load what `Quantized.save_pretrained` wrote.
+
+    Args:
+        folder: that was saved.
+
+    Raises:
+        UserError: no such folder.
+    """
+    folder = Path(folder)
+    if not (folder / SCALES).is_file() or not (folder / RECIPE).is_file():
+        raise UserError(
+            f"{folder} holds no quantized model (no {SCALES} and {RECIPE}); save_pretrained writes one"
+        )
+    recipe, record = load_recipe(str(folder / RECIPE)), read_record(folder / SCALES)
+    tokenizer = load_tokenizer(str(folder)) if (folder / "tokenizer_config.json").is_file() else None
+    return replace(_restore(_load(str(folder)), recipe, record), tokenizer=tokenizer)
+
+
+def _load(name: str) -> "PreTrainedModel":
+    """Load a model with the head that it has."""
+    own = next(iter(load_config(name).architectures or ()), "")
+    return load_model(name, kind=PAIRS if has_pooling(name) else kind_of(own) or CLASSIFICATION)
+
+
+def _prepare(model: "PreTrainedModel", recipe: Recipe) -> "tuple[PreTrainedModel, Plan]":
+    """Return a copy of a model as the recipe computes it, and what becomes INT8 of it."""
+    twin = prepare_model(copy.deepcopy(model))
+    if recipe.export.gelu == "tanh":
+        use_tanh_gelu(twin, type(model).__name__)
+    return twin, resolve(recipe, module_table(twin), twin.base_model_prefix)
+
+
+def _restore(model: "PreTrainedModel", recipe: Recipe, record: CalibrationRecord) -> Quantized:
+    twin, plan = _prepare(model, recipe)
+    ptq.restore(twin, plan, record)
+    _tie_copies(twin, record)
+    return Quantized(twin, recipe, plan, record, model)
+
+
+def _tie_copies(model: "PreTrainedModel", record: CalibrationRecord) -> None:
+    """Let copies of outlier channels follow their originals in any training, such as that of a Trainer."""
+    if record.splits:
+        hook = partial(_tie, splits=record.splits)
+        cast("Any", model).register_forward_pre_hook(hook)
+
+
+def _tie(model: "PreTrainedModel", *_: Any, splits: dict[str, ChannelSplit]) -> None:
+    if model.training:
+        smoothing.keep_equal(model, splits)()
 
 
 def export(quantized: Quantized, path: str | Path) -> Exported:
@@ -167,6 +387,7 @@ def export(quantized: Quantized, path: str | Path) -> Exported:
         CheckFailed: a weight was not quantized, a constant does not fit FP16, or the graph is not valid.
     """
     recipe, notes = quantized.recipe, list[str]()
+    smoothing.keep_equal(quantized.model, quantized.record.splits)()  # after the last step of a training
     asked = recipe.engine.backend
     settings = ExportSettings.of(recipe, gpu_backend() if asked == "auto" else asked)
     traced = trace(quantized.model, recipe.export.opset, name_outputs(quantized.model))
@@ -217,18 +438,19 @@ class _Batches:
     samples: Samples
     batch_size: int
     longest: int  # tokens of a sample
+    vocabulary: int  # its ids are below
 
     def __post_init__(self) -> None:
         if iter(self.samples) is self.samples:
             raise UserError("calibration goes over its samples more than once; give a list, not an iterator")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        rows = (row for given in self.samples for row in _rows(given, self.longest))
+        rows = (row for given in self.samples for row in _rows(given, self.longest, self.vocabulary))
         for _, batch in equal_length_batches(rows, self.batch_size, pad_id=0):  # of one length: no padding
             yield batch
 
 
-def _rows(given: Mapping[str, Any], longest: int) -> Iterator[Sample]:
+def _rows(given: Mapping[str, Any], longest: int, vocabulary: int) -> Iterator[Sample]:
     """Yield the samples of an item without padding; `UserError` names what does not fit."""
     if not isinstance(given, Mapping):
         raise UserError(f"a calibration sample is a {type(given).__name__}; give a dict with input_ids")
@@ -241,6 +463,11 @@ def _rows(given: Mapping[str, Any], longest: int) -> Iterator[Sample]:
         shapes = ", ".join(str(list(array.shape)) for array in (ids, mask, types))
         names = "input_ids, attention_mask and token_type_ids"
         raise UserError(f"{names} of a calibration sample have shapes {shapes}; give one shape")
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary:
+        raise UserError(
+            f"input_ids of a calibration sample go from {ids.min()} to {ids.max()}, but the model has ids "
+            f"from 0 to {vocabulary - 1}; use the tokenizer of this model"
+        )
     for row, kept in enumerate(mask.astype(bool)):
         if kept.sum() > longest:
             raise UserError(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from qdqbench.quantize.utils.results import LogRow
 
 REDRAWN_S = 0.25
+WITHOUT_TOTAL = "{desc} [{elapsed}{postfix}]"
 
 
 class Bars:
@@ -28,7 +29,7 @@ class Bars:
 
     def begin(self, text: str, total: float | None = None) -> None:
         self.close()
-        self._bar = self._new(desc=text, total=total)
+        self._bar = self._new(desc=text, total=total, bar_format=None if total else WITHOUT_TOTAL)
 
     def rename(self, text: str) -> None:
         if self._bar is not None:
@@ -38,6 +39,7 @@ class Bars:
     def move(self, done: float, total: float | None = None) -> None:
         if self._bar is not None:
             self._bar.n, self._bar.total = done, total
+            self._bar.bar_format = None
             self._draw()
 
     def hear(self, phase: str, done: float = 0, total: float = 0) -> None:

@@ -1,6 +1,8 @@
 """Models in memory: samples in any form, the model unharmed, the same scales as a run's."""
 
 import copy
+import json
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -8,13 +10,13 @@ import onnxruntime
 import pandas
 import pytest
 import torch
-from transformers import AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
 
 import qdqbench
 from qdqbench.quantize.models.load import load_model
 
-from ...integration.tiny import write_model
-from ...support.tiny_bert import calibrate, calibration_batches, recipe_with
+from ...integration.tiny import write_data, write_model
+from ...support.tiny_bert import assert_same_state, calibrate, calibration_batches, recipe_with
 
 
 def recipe():
@@ -97,8 +99,51 @@ def test_a_notebook_shows_one_line_and_a_small_table(made, tmp_path):
     assert qdqbench.__version__
 
 
+def test_what_is_saved_loads_again_here_and_in_transformers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = write_model(tmp_path / "sst2", "sst2")
+    made = qdqbench.quantize(folder, ["good and bad", "the best of all"], "int8-attention")
+    found = qdqbench.load(made.save_pretrained("saved"))
+    assert found.record == made.record
+    assert found.recipe == made.recipe
+    assert_same_state(made.model, found.model)
+    assert_same_state(made.original, AutoModelForSequenceClassification.from_pretrained("saved"))
+    assert found.tokenizer("good").input_ids == made.tokenizer("good").input_ids
+    assert found.save_pretrained("saved").is_dir()  # again
+    with pytest.raises(qdqbench.UserError, match="sst2 holds no quantized model"):
+        qdqbench.load(folder)
+    with pytest.raises(qdqbench.UserError, match="sst2 holds something else"):
+        made.save_pretrained(folder)
+    made.model.classifier = torch.nn.Identity()
+    with pytest.raises(qdqbench.CheckFailed, match="layers of the model were changed"):
+        made.save_pretrained("saved")
+    write_data(tmp_path / "data", "sst2")
+    rows = pandas.read_parquet(tmp_path / "data" / "sst2" / "validation.parquet")
+    told = {"data": {"train": rows[:8], "validation": rows}, "limit": 48}
+    results = found.evaluate("sst2", **told)
+    assert {name: stage.n for name, stage in results.stages.items()} == {"fp32": 48, "fake_quant": 48}
+    assert results.stages["fake_quant"].vs_fp32.n == 48
+    assert results.data["calibration"]["samples"] == 2
+    with pytest.raises(qdqbench.UserError, match="give tokenizer="):
+        qdqbench.quantize(found.original, {"input_ids": [[2, 5, 3]]}).evaluate("sst2", **told)
+
+
+@pytest.mark.long
+def test_a_model_in_memory_is_deployed_with_its_scales(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qdqbench.eval.runs.run.bench_quickly", lambda session: "")
+    folder = write_model(tmp_path / "sst2", "sst2")
+    made = qdqbench.quantize(folder, ["good and bad", "the best of all"])
+    write_data(tmp_path / "data", "sst2")
+    made.deploy("run", "sst2", tmp_path / "data", limit=32, backend="onnxruntime")
+    assert json.loads(Path("run/calibration.json").read_text()) == made.record.model_dump(mode="json")
+    assert Path("run/deploy/run_onnxruntime.py").is_file()
+    assert all(stage.reused for stage in qdqbench.resume("run").timings.values())
+
+
 def test_a_trainer_trains_what_is_quantized(model, tmp_path):
-    in_fp32 = recipe_with("bert-int8-linears", engine={"backend": "onnxruntime"})
+    split = {"outlier_channel_splitting": 32}
+    in_fp32 = recipe_with("bert-int8-linears", engine={"backend": "onnxruntime"}, calibration=split)
     made = qdqbench.quantize(model, calibration_batches(), in_fp32)
     batch = calibration_batches()[0]
     rows = [
@@ -116,6 +161,7 @@ def test_a_trainer_trains_what_is_quantized(model, tmp_path):
         inputs = {name: torch.from_numpy(values) for name, values in batch.items()}
         expected = made.model.eval()(**inputs).logits.numpy()
     np.testing.assert_allclose(logits, expected, atol=0.05)
+    assert_same_state(qdqbench.load(made.save_pretrained(tmp_path / "saved")).model, made.model)
 
 
 def test_an_export_holds_to_the_recipe(made, tmp_path):
@@ -135,6 +181,7 @@ def test_an_export_holds_to_the_recipe(made, tmp_path):
         ([{"input_ids": [1, 2], "attention_mask": [1]}], "have shapes"),
         (iter([{"input_ids": [1, 2]}]), "more than once; give a list"),
         ([], "no samples"),
+        ([{"input_ids": [7, 70]}], "go from 7 to 70, but the model has ids from 0 to 59; use the tokenizer"),
         ([{"input_ids": [7] * 129}], "has 129 tokens, but the model has 128 positions"),
     ],
 )
