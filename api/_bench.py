@@ -33,7 +33,7 @@ from qdqbench.quantize.recipe.schema import Recipe, dump_recipe
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import write_text
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
-from qdqbench.quantize.utils.options import take_options
+from qdqbench.quantize.utils.options import path_of, take_options
 from qdqbench.quantize.utils.progress import silent
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
@@ -68,7 +68,7 @@ def bench(  # noqa: PLR0913
         UserError: arguments that do not fit together, or a target that cannot be used.
         MissingDevice: the GPU or the runtime that is asked for is not there; before anything is exported.
     """
-    path = None if target is None else Path(target)
+    path = None if target is None else path_of(target, "target")
     _check_target(path, options)
     pooling = options.find_pooling()
     if path:

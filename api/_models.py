@@ -3,17 +3,16 @@
 import copy
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
 from qdqbench._options import CheckOptions, PoolingOptions, RunOptions
 from qdqbench._progress import draw_samples, draw_stages, shown
+from qdqbench._samples import Batches, Samples, find_texts, list_samples
 from qdqbench.quantize.calibration import ptq, smoothing
 from qdqbench.quantize.calibration.fakequant.quantizers import name_outputs
 from qdqbench.quantize.calibration.record import (
@@ -41,14 +40,13 @@ from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder
 from qdqbench.quantize.pipeline.session import Session, require_fit
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
-from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
 from qdqbench.quantize.tasks.task import kind_of
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE, count_of
-from qdqbench.quantize.utils.options import parse_options, take_options
+from qdqbench.quantize.utils.options import parse_options, path_of, take_options
 from qdqbench.quantize.utils.results import Results
 from qdqbench.quantize.utils.shown import Shown
 from qdqbench.quantize.utils.system.quiet import quiet
@@ -56,8 +54,6 @@ from qdqbench.quantize.utils.system.quiet import quiet
 if TYPE_CHECKING:
     import pandas
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-Samples = Iterable[Mapping[str, Any]]
 
 
 SCALES, RECIPE = "calibration.json", "recipe.yaml"  # in a folder that `save_pretrained` wrote
@@ -102,7 +98,7 @@ class Quantized(Shown):
             UserError: the folder holds other files.
             CheckFailed: the folder would not give the model again, as after a change of its layers.
         """
-        folder = Path(folder)
+        folder = path_of(folder, "folder")
         there = (
             {path.name for path in folder.iterdir()}
             if folder.is_dir()
@@ -208,7 +204,7 @@ class Quantized(Shown):
         from qdqbench.eval.runs.run import follow, run_until
 
         with (
-            self._session(Path(folder), task, data, tokenizer, options) as session,
+            self._session(path_of(folder, "folder"), task, data, tokenizer, options) as session,
             shown(progress, draw_stages) as show,
         ):
             return run_until(session, None, follow(session, show))
@@ -218,9 +214,11 @@ class Quantized(Shown):
         self, out: Path, task: str, data: Any, tokenizer: Any, options: dict[str, Any]
     ) -> Iterator[Session]:
         """Yield a run of this model, which is saved in its folder."""
-        tokenizer = tokenizer or self.tokenizer
+        tokenizer = _tokenizer_of(tokenizer) or self.tokenizer
         if tokenizer is None:
             raise UserError("the model came without a tokenizer; give tokenizer=")
+        if not task or {"model", "revision", "out", "until"} & {*options}:
+            raise UserError("give a task, and no model, revision, out or until in the options")
         with tempfile.TemporaryDirectory(prefix="qdqbench-model-") as temporary:
             saved = replace(self, tokenizer=tokenizer).save_pretrained(Path(temporary) / "model")
             asked = parse_options(RunOptions, {"model": saved, "task": task, "data": data, **options})
@@ -241,6 +239,10 @@ class Exported(Shown):
 
     path: Path
     notes: list[str]
+
+    def __fspath__(self) -> str:
+        """Return its path, for whatever takes one."""
+        return str(self.path)
 
     def facts(self) -> dict[str, Any]:
         """Return what is shown of it."""
@@ -293,12 +295,19 @@ def quantize(
         UserError: an architecture, samples or a recipe that do not fit.
         CheckFailed: weights or an amax that are not finite, positive and plausible; names every layer.
     """
-    chosen = recipe
+    chosen, texts, tokenizer = recipe, find_texts(samples), _tokenizer_of(tokenizer)
     if isinstance(model, str | Path):
-        tokenizer = tokenizer or (load_tokenizer(str(model)) if _are_texts(samples) else None)
+        with suppress(*[] if texts else [UserError]):  # tokens need none
+            tokenizer = tokenizer or load_tokenizer(str(model))
         model = _load(str(model))
     if not hasattr(model, "config"):
         raise UserError(f"a {type(model).__name__} is no transformers model; give one, its folder or hub id")
+    if getattr(model, "base_model", None) is model:
+        raise UserError(
+            f"a {type(model).__name__} has no head; load it as a classifier, or with load_embedder()"
+        )
+    if any(name.endswith("_quantizer") for name, _ in model.named_modules()):
+        raise UserError("the model has quantizers already; give the original")
     if not isinstance(chosen, Recipe):
         chosen = load_recipe(str(chosen), lambda: family_of(model.config))
     if not chosen.quantizes:
@@ -306,17 +315,20 @@ def quantize(
     require_fit(chosen, type(model).__name__, model.config)
     twin, plan = _prepare(model, chosen)
     longest = plan.family.positions(twin.config)
-    if _are_texts(samples):
+    if texts:
         if tokenizer is None:
             raise UserError("the calibration samples are texts; give their tokenizer too: tokenizer=...")
         cut = min(longest, chosen.export.max_length)
-        encoded = tokenizer([*samples], truncation=True, max_length=cut)
+        encoded = tokenizer(texts, truncation=True, max_length=cut)
         samples = [{"input_ids": ids} for ids in encoded["input_ids"]]
-    sizes = longest, model.get_input_embeddings().num_embeddings
-    batches = _Batches(_list_samples(samples), chosen.calibration.batch_size, *sizes)
+    sizes = {"input_ids": model.get_input_embeddings().num_embeddings}
+    if "token_type_ids" in plan.family.inputs:
+        sizes["token_type_ids"] = model.config.type_vocab_size
+    settings = chosen.calibration.model_copy(update={"split": "memory"})
+    batches = Batches(list_samples(samples), settings.batch_size, longest, sizes)
     with shown(progress, draw_samples) as show:
-        record = ptq.calibrate(twin, plan, batches, chosen.calibration, show)
-    record.data |= {"source": "samples in memory", "split": "memory"}
+        record = ptq.calibrate(twin, plan, batches, settings, show)
+    record.data |= {"source": "samples in memory", "split": settings.split}
     _tie_copies(twin, record)
     return Quantized(twin, chosen, plan, record, model, tokenizer)
 
@@ -330,7 +342,7 @@ def load(folder: str | Path) -> Quantized:
     Raises:
         UserError: no such folder.
     """
-    folder = Path(folder)
+    folder = path_of(folder, "folder")
     if not (folder / SCALES).is_file() or not (folder / RECIPE).is_file():
         raise UserError(
             f"{folder} holds no quantized model (no {SCALES} and {RECIPE}); save_pretrained writes one"
@@ -386,13 +398,18 @@ def export(quantized: Quantized, path: str | Path) -> Exported:
         UserError: the exporter fails.
         CheckFailed: a weight was not quantized, a constant does not fit FP16, or the graph is not valid.
     """
+    path = path_of(path, "path")
+    if not isinstance(quantized, Quantized):
+        raise UserError(f"a {type(quantized).__name__} is not quantized; give what quantize() gave")
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; give the file to write, such as {path / 'model.onnx'}")
     recipe, notes = quantized.recipe, list[str]()
     smoothing.keep_equal(quantized.model, quantized.record.splits)()  # after the last step of a training
     asked = recipe.engine.backend
     settings = ExportSettings.of(recipe, gpu_backend() if asked == "auto" else asked)
     traced = trace(quantized.model, recipe.export.opset, name_outputs(quantized.model))
-    write_graph(traced, quantized.plan, settings, Path(path), notes)
-    return Exported(Path(path), notes)
+    write_graph(traced, quantized.plan, settings, path, notes)
+    return Exported(path, notes)
 
 
 @take_options
@@ -405,79 +422,14 @@ def check(target: str | Path, options: CheckOptions = CheckOptions()) -> CheckRe
     Raises:
         UserError: an unreadable file, a run without a graph, a recipe that does not fit, an unknown code.
     """
-    path, own = find_checked_graph(Path(target))
+    path, own = find_checked_graph(path_of(target, "target"))
     recipe = options.recipe or own
     expected = recipe_modules(path, recipe) if recipe else None
     return check_file(path, expected_quantized=expected, allow=options.allow or ())
 
 
-def _are_texts(samples: Any) -> bool:
-    return isinstance(samples, Sequence) and len(samples) > 0 and isinstance(samples[0], str)
-
-
-def _list_samples(samples: Any) -> Samples:
-    """Return samples as items: of one batch that one, of a data frame its rows."""
-    if isinstance(samples, Mapping):
-        if "input_ids" not in samples:
-            raise UserError(
-                f"a {type(samples).__name__} of {', '.join(map(str, samples)) or 'nothing'} holds no "
-                "input_ids; give one of its splits, or a batch with them"
-            )
-        return [samples]
-    if hasattr(samples, "to_dict") and hasattr(samples, "columns"):
-        return [*samples.to_dict("records")]
-    if isinstance(samples, str) or not isinstance(samples, Iterable):
-        raise UserError(f"a {type(samples).__name__} is no calibration data; give a list of samples or texts")
-    return samples
-
-
-@dataclass(frozen=True)
-class _Batches:
-    """Samples as batches of equal length, made again on each pass."""
-
-    samples: Samples
-    batch_size: int
-    longest: int  # tokens of a sample
-    vocabulary: int  # its ids are below
-
-    def __post_init__(self) -> None:
-        if iter(self.samples) is self.samples:
-            raise UserError("calibration goes over its samples more than once; give a list, not an iterator")
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        rows = (row for given in self.samples for row in _rows(given, self.longest, self.vocabulary))
-        for _, batch in equal_length_batches(rows, self.batch_size, pad_id=0):  # of one length: no padding
-            yield batch
-
-
-def _rows(given: Mapping[str, Any], longest: int, vocabulary: int) -> Iterator[Sample]:
-    """Yield the samples of an item without padding; `UserError` names what does not fit."""
-    if not isinstance(given, Mapping):
-        raise UserError(f"a calibration sample is a {type(given).__name__}; give a dict with input_ids")
-    if "input_ids" not in given:
-        raise UserError(f"a calibration sample has {', '.join(given) or 'nothing'}, but no input_ids")
-    ids = _array(given["input_ids"])
-    mask = _array(given.get("attention_mask", np.ones_like(ids)))
-    types = _array(given.get("token_type_ids", np.zeros_like(ids)))
-    if not ids.shape == mask.shape == types.shape:
-        shapes = ", ".join(str(list(array.shape)) for array in (ids, mask, types))
-        names = "input_ids, attention_mask and token_type_ids"
-        raise UserError(f"{names} of a calibration sample have shapes {shapes}; give one shape")
-    if ids.size and not 0 <= ids.min() <= ids.max() < vocabulary:
-        raise UserError(
-            f"input_ids of a calibration sample go from {ids.min()} to {ids.max()}, but the model has ids "
-            f"from 0 to {vocabulary - 1}; use the tokenizer of this model"
-        )
-    for row, kept in enumerate(mask.astype(bool)):
-        if kept.sum() > longest:
-            raise UserError(
-                f"a calibration sample has {kept.sum()} tokens, but the model has {longest} positions; cut it"
-            )
-        if kept.any():
-            yield Sample(row, ids[row][kept], types[row][kept], False)
-
-
-def _array(values: Any) -> Any:
-    """Int64 [B, L] of lists, arrays or tensors on any device, [L] too."""
-    found = np.asarray(values.cpu() if hasattr(values, "cpu") else values, dtype=np.int64)
-    return np.atleast_2d(found)
+def _tokenizer_of(given: Any) -> Any:
+    tokenizer = load_tokenizer(str(given)) if isinstance(given, str | Path) else given
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise UserError(f"a {type(given).__name__} is no tokenizer; give one, its folder or hub id")
+    return tokenizer

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from qdqbench._options import RecipeOptions, RunOptions
 from qdqbench._progress import draw_stages, shown
 from qdqbench.eval.runs.run import StageProgress, follow, require_inputs, run_until
 from qdqbench.quantize.engine.backend import choose_backend
+from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.pipeline.artifacts import backend_of
 from qdqbench.quantize.pipeline.ownership import identity_of, open_session, owned_folder, run_folder
 from qdqbench.quantize.pipeline.session import RunConfig, Session
@@ -16,7 +18,7 @@ from qdqbench.quantize.recipe.schema import load_recipe as load_named
 from qdqbench.quantize.utils.errors import MissingDevice
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
-from qdqbench.quantize.utils.options import take_options
+from qdqbench.quantize.utils.options import path_of, take_options
 from qdqbench.quantize.utils.progress import silent
 from qdqbench.quantize.utils.results import Results
 from qdqbench.quantize.utils.system.gpu import find_gpu
@@ -24,18 +26,20 @@ from qdqbench.quantize.utils.system.gpu import find_gpu
 Progress = Callable[[StageProgress], None] | bool | None
 
 
-def load_recipe(recipe: str | Path | Recipe, model: str | Path | None = None) -> Recipe:
+def load_recipe(recipe: str | Path | Recipe, model: Any = None) -> Recipe:
     """Return a recipe by its shipped name, for the family of a model, or from a YAML file, or as it is given.
 
     Args:
         recipe: shipped name, YAML file, or a recipe.
-        model: folder or hub id; its family completes a name such as int8-linears.
+        model: folder, hub id or model; its family completes a name such as int8-linears.
 
     Raises:
         UserError: no such recipe or file, or it does not validate.
     """
     if isinstance(recipe, Recipe):
         return recipe
+    if hasattr(model, "config"):
+        return load_named(str(recipe), lambda: family_of(model.config))
     return load_named(str(recipe)) if model is None else find_recipe(str(recipe), str(model))
 
 
@@ -103,7 +107,7 @@ def resume(folder: str | Path, until: str | None = None, progress: Progress = No
         UserError: no run directory, or no such stage.
         MissingDevice: it ended with the engine, and nothing here can build it.
     """
-    with open_session(folder) as session, shown(progress, draw_stages) as show:
+    with open_session(path_of(folder, "folder")) as session, shown(progress, draw_stages) as show:
         return _run(session, until, show)
 
 
@@ -131,7 +135,7 @@ def build(folder: str | Path, progress: Progress = None) -> Results:
     Raises:
         MissingDevice: nothing here can build it.
     """
-    with open_session(folder) as session, shown(progress, draw_stages) as show:
+    with open_session(path_of(folder, "folder")) as session, shown(progress, draw_stages) as show:
         here = find_gpu() or backend_of(session.recipe) in CPU_BACKENDS
         return _run(session, "verify" if here else "build", show)
 

@@ -20,6 +20,8 @@ def save_rows(data: Any, place: Path) -> str:
     Return the path. The name has the hash of the contents, so equal rows are one file. Of two splits `train`
     and another, that is `validation`, whatever its name.
     """
+    if isinstance(data, Mapping) and any(isinstance(each, str | Path) for each in data.values()):
+        raise UserError("a dict of splits holds rows, no paths; give a folder with train.csv and so on")
     given = isinstance(data, Mapping) and data and all(map(_is_table, data.values()))
     splits = dict(data) if given else {}
     if {*splits} - {EVALUATED} and TRAIN in splits and len(splits) == 2:

@@ -6,9 +6,10 @@ import inspect
 import os
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from pydantic import BeforeValidator, ValidationError, field_validator
+from pydantic import BeforeValidator, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from qdqbench.quantize.utils.errors import UserError
@@ -25,8 +26,19 @@ class Options(Frozen):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _accept_paths(cls, value: Any) -> Any:
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
+    def _accept_paths(cls, value: Any, info: ValidationInfo) -> Any:
+        """Take a path as text, and one value as a list of one."""
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        kinds = get_args(cls.model_fields[str(info.field_name)].annotation)
+        listed = any(get_origin(kind) is list for kind in kinds)
+        return [value] if listed and isinstance(value, str | int | float) else value
+
+
+def path_of(value: Any, name: str) -> Path:
+    """Return an argument that is a path; a `UserError` says what it is else."""
+    if isinstance(value, str | os.PathLike) and os.fspath(value):
+        return Path(value)
+    raise UserError(f"{name}={str(value)[:LONGEST]!r} of type {type(value).__name__} is no path; give one")
 
 
 def parse_duration(text: str | float | None) -> float | None:
@@ -51,7 +63,11 @@ def parse_options(schema: type[Schema], values: dict[str, Any], *, typed: bool =
         for item in error.errors():
             name, value = str(item["loc"][0]), " ".join(str(item["input"])[:LONGEST].split())
             shown = f"--{name.replace('_', '-')} {value}" if typed else f"{name}={value}"
-            text = item["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            text = (
+                "no such argument"
+                if item["type"] == "extra_forbidden"
+                else item["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            )
             sentences.append(f"{shown}: {text}")
         raise UserError("; ".join(sentences)) from error
 

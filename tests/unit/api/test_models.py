@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -197,3 +198,70 @@ def test_what_does_not_fit_is_refused(model):
     other.config.model_type = "bart"
     with pytest.raises(qdqbench.UserError, match="'bart'; supported here"):
         qdqbench.quantize(other, calibration_batches(), recipe())
+
+
+IDS = [{"input_ids": [2, 7, 3]}]
+WRONG = [  # what a user may try: of the API, a model and a quantized one
+    (lambda q, model, made: q.quantize(None, IDS), "a NoneType is no transformers model"),
+    (lambda q, model, made: q.quantize(model.base_model, IDS), "a BertModel has no head"),
+    (lambda q, model, made: q.quantize(made.model, IDS), "has quantizers already; give the original"),
+    (lambda q, model, made: q.quantize(made, IDS), "a Quantized is no transformers model"),
+    (lambda q, model, made: q.quantize(model, None), "a NoneType is no calibration data"),
+    (lambda q, model, made: q.quantize(model, "a text"), "a str is no calibration data"),
+    (lambda q, model, made: q.quantize(model, [[7, 8]]), "a calibration sample is a list"),
+    (lambda q, model, made: q.quantize(model, np.array([[7]])), "a calibration sample is a ndarray"),
+    (lambda q, model, made: q.quantize(model, [{"input_ids": None}]), "but no input_ids"),
+    (lambda q, model, made: q.quantize(model, [{"input_ids": "abc"}]), "no whole numbers"),
+    (lambda q, model, made: q.quantize(model, [{"input_ids": [1.5]}]), "no whole numbers"),
+    (lambda q, model, made: q.quantize(model, [{"input_ids": [[7], [7, 8]]}]), "pad them"),
+    (lambda q, model, made: q.quantize(model, [IDS[0] | {"token_type_ids": [0, 5, 0]}]), "from 0 to 5"),
+    (lambda q, model, made: q.quantize(model, [{"input_ids": []}]), "no samples of split 'memory'"),
+    (lambda q, model, made: q.quantize(model, ["a", None], tokenizer=made), "None among the calibration"),
+    (lambda q, model, made: q.quantize(model, ["a"], tokenizer=7), "a int is no tokenizer"),
+    (
+        lambda q, model, made: q.quantize(model, pandas.DataFrame({"text": ["a"]})),
+        "has text, but no input_ids",
+    ),
+    (lambda q, model, made: q.quantize(model, IDS, 3), "no recipe or file is called '3'"),
+    (lambda q, model, made: q.quantize(model, IDS, "roberta-int8-ffn"), "is for model family 'roberta'"),
+    (lambda q, model, made: q.quantize(model, IDS, progress="x"), "progress='x' is no function"),
+    (lambda q, model, made: q.export(model, "x.onnx"), "a BertForSequenceClassification is not quantized"),
+    (lambda q, model, made: q.export(made, "."), ". is a folder; give the file to write"),
+    (lambda q, model, made: made.export(None), "path='None' of type NoneType is no path"),
+    (lambda q, model, made: made.save_pretrained(None), "is no path"),
+    (lambda q, model, made: made.evaluate("sst2", limt=3, tokenizer=FAKE), "limt=3: no such argument"),
+    (lambda q, model, made: made.evaluate(None, tokenizer=FAKE), "give a task"),
+    (lambda q, model, made: made.evaluate("sst2", model="x", tokenizer=FAKE), "no model, revision"),
+    (lambda q, model, made: made.deploy(None, "sst2"), "is no path"),
+    (lambda q, model, made: q.check(None), "is no path"),
+    (lambda q, model, made: q.load(3), "folder='3' of type int is no path"),
+    (lambda q, model, made: q.load_recipe(None), "no recipe or file is called 'None'"),
+    (lambda q, model, made: q.resume(made), "of type Quantized is no path"),
+    (lambda q, model, made: q.evaluate(None), "is no path"),
+    (lambda q, model, made: q.build(""), "is no path"),
+    (lambda q, model, made: q.bench(3), "is no path"),
+    (lambda q, model, made: q.bench(model=model), "should be a valid string"),
+    (lambda q, model, made: q.run("int8-linears", model, "sst2"), "is in memory; save it"),
+    (lambda q, model, made: q.run(data={"train": "a.csv"}), "holds rows, no paths"),
+    (lambda q, model, made: q.run(text_column="a", limit="all"), "^limit=all: should be a valid integer"),
+    (lambda q, model, made: q.run(set="calibration.samples"), "^set=calibration.samples: should be"),
+    (lambda q, model, made: q.qat("int8-linears", seed=-1), "seed=-1: should be"),
+    (lambda q, model, made: q.finetune(learning_rate="fast"), "learning_rate=fast: should be"),
+    (lambda q, model, made: q.auto(budget=[]), r"budget=\[\]: no duration"),
+    (lambda q, model, made: q.auto(recipe="int8-nothing"), "no recipe or file is called 'int8-nothing'"),
+]
+FAKE = SimpleNamespace(save_pretrained=lambda folder: None)
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_a_wrong_call_is_one_sentence(number, model, made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call, message = WRONG[number]
+    with pytest.raises(qdqbench.UserError, match=message):
+        call(qdqbench, model, made)
+
+
+@pytest.mark.parametrize("call", [qdqbench.run, qdqbench.quantize, qdqbench.export, qdqbench.finetune])
+def test_an_unknown_argument_is_named_with_its_function(call):
+    with pytest.raises(TypeError, match=r"^\w+\(\) .*'recpie'"):
+        call(recpie="x")
