@@ -47,7 +47,7 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE, count_of
 from qdqbench.quantize.utils.options import parse_options, path_of, take_options
-from qdqbench.quantize.utils.results import Results
+from qdqbench.quantize.utils.results import Results, Timing
 from qdqbench.quantize.utils.shown import Shown
 from qdqbench.quantize.utils.system.quiet import quiet
 
@@ -170,7 +170,7 @@ class Quantized(Shown):
             self._session(Path(folder) / "run", task, data, tokenizer, options) as session,
             shown(progress, draw_stages) as show,
         ):
-            costs = {}
+            costs: dict[str, Timing] = {}
             for stage in ("baseline", "fake_quant"):
                 costs |= run_to(session, stage, follow(session, show, stage))
             return collect(session, costs, "fake_quant")
@@ -321,7 +321,8 @@ def quantize(
         cut = min(longest, chosen.export.max_length)
         encoded = tokenizer(texts, truncation=True, max_length=cut)
         samples = [{"input_ids": ids} for ids in encoded["input_ids"]]
-    sizes = {"input_ids": model.get_input_embeddings().num_embeddings}
+    embeddings: Any = model.get_input_embeddings()
+    sizes = {"input_ids": int(embeddings.num_embeddings)}
     if "token_type_ids" in plan.family.inputs:
         sizes["token_type_ids"] = model.config.type_vocab_size
     settings = chosen.calibration.model_copy(update={"split": "memory"})

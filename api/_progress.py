@@ -21,7 +21,7 @@ class Bars:
     """One bar after the other; what is done inside of a step stands behind it."""
 
     def __init__(self) -> None:
-        from tqdm.auto import tqdm
+        from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
         self._new: Any = tqdm
         self._bar: Any = None

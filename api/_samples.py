@@ -97,7 +97,7 @@ def _array(given: Mapping[str, Any], name: str, default: Any) -> Any:
         found = np.atleast_2d(np.asarray(values.cpu() if hasattr(values, "cpu") else values))
         whole = found.astype(np.int64)
     except (TypeError, ValueError):
-        whole = found = np.empty(0)
+        found = whole = np.empty(0, dtype=np.int64)
     if whole.ndim != 2 or (whole != found).any():
         raise UserError(
             f"{name} of a calibration sample are no whole numbers [L] or [B, L]; pad them, or give rows"
