@@ -10,6 +10,7 @@ from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
 from qdqbench.quantize.utils.errors import UserError
 
 Samples = Iterable[Mapping[str, Any]]
+INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 def find_texts(samples: Any) -> list[str]:
@@ -30,7 +31,10 @@ def list_samples(samples: Any) -> Samples:
                 f"a {type(samples).__name__} of {', '.join(map(str, samples)) or 'nothing'} holds no "
                 "input_ids; give one of its splits, or a batch with them"
             )
-        return [samples]
+        if not isinstance(next(iter(samples["input_ids"]), None), list | tuple):
+            return [samples]
+        given = {name: samples[name] for name in INPUTS if samples.get(name) is not None}
+        return [dict(zip(given, row, strict=True)) for row in zip(*given.values(), strict=True)]  # not padded
     if hasattr(samples, "to_dict") and hasattr(samples, "columns"):
         return [*samples.to_dict("records")]
     if isinstance(samples, str) or not isinstance(samples, Iterable):

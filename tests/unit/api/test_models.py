@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +15,14 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
 
 import qdqbench
+from qdqbench.eval.bench.results import read_bench
 from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.utils.results import read_results
 
 from ...integration.tiny import write_data, write_model
 from ...support.tiny_bert import assert_same_state, calibrate, calibration_batches, recipe_with
+
+MEASURED = Path(__file__).parents[3] / "docs" / "measured-cpu"
 
 
 def recipe():
@@ -76,6 +81,7 @@ def test_texts_a_path_a_batch_and_a_frame_are_taken(model, tmp_path):
     assert amax(found) == amax(qdqbench.quantize(str(folder), rows))
     assert amax(found) == amax(qdqbench.quantize(load_model(str(folder)), texts, tokenizer=tokenizer))
     assert amax(found) == amax(qdqbench.quantize(folder, pandas.DataFrame(rows)))
+    assert amax(found) == amax(qdqbench.quantize(folder, tokenizer(texts)))  # of two lengths
     batch, one = calibration_batches()[0], calibration_batches()[:1]
     assert amax(qdqbench.quantize(model, batch, recipe())) == amax(qdqbench.quantize(model, one, recipe()))
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
@@ -93,10 +99,15 @@ def test_a_notebook_shows_one_line_and_a_small_table(made, tmp_path):
     assert f"recipe: bert-int8-linears, INT8 linears: {linears} of " in repr(made)
     assert str(exported.path) in repr(exported)
     assert f"INT8 GEMMs: {linears} of {len(report.gemms)}" in repr(report)
-    for shown in (made, exported, report):
+    results = read_results(MEASURED / "sst2-openvino-int8-linears")
+    bench = read_bench(MEASURED / "sst2-bench-128" / "bench.json")
+    assert "fp32: accuracy 0.8968, " in repr(results)
+    assert "gate: passed" in repr(results)
+    assert re.search(r"b8 s128: \d\.\d\dx over \w", repr(bench))
+    for shown in (made, exported, report, results, bench, made.record):
         assert "\n" not in repr(shown)
         assert len(repr(shown)) < 400
-        assert shown._repr_html_().count("<tr>") >= 3
+        assert shown._repr_html_().count("<tr>") >= 1
     assert qdqbench.__version__
 
 
