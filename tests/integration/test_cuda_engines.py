@@ -2,17 +2,26 @@
 
 import json
 import sys
+import tempfile
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 
+from qdqbench.eval.bench import measure
 from qdqbench.eval.bench.gpu import kernels_in
 from qdqbench.eval.bench.measure import WallTimer
+from qdqbench.eval.selection.search import confirm, workspace
+from qdqbench.eval.selection.search.results import read_search
+from qdqbench.quantize.deployment.server.batches import pad_to_shape
+from qdqbench.quantize.deployment.server.served import open_served
 from qdqbench.quantize.engine.cuda import file as files
 from qdqbench.quantize.engine.cuda.compile import list_kernels
+from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 from qdqbench.quantize.utils.errors import MissingDevice
+from qdqbench.quantize.utils.system.gpu import Gpu
 
 from ..support.interpreted import H200, load_interpreted, use_host
 from .tiny import EVAL_ROWS, fine, results
@@ -98,6 +107,12 @@ def test_an_engine_is_proven_verified_evaluated_and_timed(recipe, sst2, tmp_path
 
     if recipe == "int8-ffn":
         return
+    served = open_served(out, fp32=False)
+    batch = Session(read_config(out), out).eval_splits["validation"][1].batch([*range(5)], served.pad_id)[1]
+    sizes = served.sizes("engine", 8)
+    said = served.open_model("engine")(pad_to_shape(batch, sizes, served.pad_id))
+    with np.load(out / "logits" / "engine.npz") as ours:
+        np.testing.assert_allclose(said[:5], ours["validation.logits"][:5], atol=1e-5)
     bench = bench_of(qdqbench, out, hopper)
     assert [system["label"] for system in bench["systems"]] == ["INT8 CUDA kernels"]
     for config in bench["configs"]:
@@ -107,6 +122,40 @@ def test_an_engine_is_proven_verified_evaluated_and_timed(recipe, sst2, tmp_path
         assert row["kernels"]["fused_attention"] == 2
     assert {rate["streams"] for rate in bench["configs"][0]["rows"][0]["throughput"]} == {1, 2}
     assert not [path for path in (out / "bench").iterdir() if path.suffix in (".engine", ".onnx")]
+
+
+@pytest.mark.long
+def test_a_search_and_auto_time_engines_and_their_twins(sst2, tmp_path, qdqbench, hopper):
+    hopper.setattr(confirm, "shipped_recipes", lambda: ["bert-int8-ffn"])
+    hopper.setattr(tempfile, "tempdir", str(tmp_path))  # a search next to the tests has the lock of all
+    hopper.setattr(measure, "ON_GPU", measure.Effort(4, 0.1, streams=()))
+    hopper.setattr(measure, "gpu_uuid", lambda: None)
+    hopper.setattr(workspace, "find_gpu", lambda: H200)
+    recipe = load_recipe("bert-int8-linears")
+    section = recipe.calibration.model_copy(update={"samples": 64, "bias_correction": False})
+    gate = recipe.gate.model_copy(update={"max_drop": 0.2})
+    path, options = tmp_path / "mine.yaml", [*sst2.options, "--backend", "cuda", "--batch", 2, "--length", 16]
+    changed = {"name": "mine", "calibration": section, "gate": gate}
+    path.write_text(dump_recipe(recipe.model_copy(update=changed)))
+    words = [path, *options, "--trials", 8, "--samples", 64]
+    done = qdqbench("search", *words, "--out", tmp_path / "search")
+    assert done.code in (0, 2), done.err
+    found = read_search(tmp_path / "search" / "search.json")
+    source = found.source
+    assert (source.mode, source.gpu, source.backend) == ("latency", "NVIDIA H200", "cuda")
+    assert not [trial.failure for trial in found.trials if trial.failure]  # heads of 16 are not tried in INT8
+    assert all(row.speedup.system_ms > 0 for row in found.confirmed)
+    chosen = found.confirmed[0]
+    assert chosen.engine["validation"].n == chosen.scores["validation"].n
+    done = qdqbench("auto", *words, "--max-drop", 0.3, "--min-speedup", 1e-6, "--out", tmp_path / "auto")
+    assert done.code == 0, done.err
+    step = json.loads((tmp_path / "auto" / "auto.json").read_text())["steps"][0]
+    assert step["speedup"]["baseline"] == "fp16"
+    assert step["run"]["source"]["backend"] == "cuda"
+    other = Gpu("NVIDIA L4", "8.9", None)
+    hopper.setattr(workspace, "find_gpu", lambda: other)
+    done = qdqbench("search", path, *options, "--speed", "latency", "--out", tmp_path / "other")
+    assert (done.code, "GPU of compute capability 9.0" in done.err) == (3, True)
 
 
 def test_without_a_gpu_the_engine_is_built_and_proven(sst2, tmp_path, qdqbench, without_nvrtc):
