@@ -58,7 +58,7 @@ def cpu_compute(recipe: Recipe) -> Compute:
     return choose_compute(backend_of(recipe), find_cpu(), recipe.precision.compute)
 
 
-def twin_compute(recipe: Recipe) -> Compute:
+def twin_compute(recipe: Recipe) -> str:
     """Return what an engine of the recipe computes in where nothing is in INT8."""
     if (backend := backend_of(recipe)) in CPU_BACKENDS:
         return cpu_compute(recipe)
