@@ -155,8 +155,14 @@ def test_a_search_and_auto_time_engines_and_their_twins(sst2, tmp_path, qdqbench
     step = json.loads((tmp_path / "auto" / "auto.json").read_text())["steps"][0]
     assert step["speedup"]["baseline"] == "fp16"
     assert step["run"]["source"]["backend"] == "cuda"
-    other = Gpu("NVIDIA L4", "8.9", None)
-    hopper.setattr(workspace, "find_gpu", lambda: other)
+    second, auto = tmp_path / "second", tmp_path / "auto" / "mine" / "run"
+    assert qdqbench("run", "int8-ffn", *sst2.options, "--backend", "cuda", "--out", second).code == 0
+    done = qdqbench("compare", auto, second, "--out", tmp_path / "compared")
+    assert [done.out.count(f"{count} of {count}, engine CUDA kernels") for count in (12, 4)] == [1, 1]
+    few = ["--samples", 32, "--set", "calibration.samples=64", "--out", tmp_path / "ranked"]
+    done = qdqbench("sensitivity", "int8-ffn", *sst2.options, "--backend", "cuda", *few)
+    assert done.code == 0, done.err
+    hopper.setattr(workspace, "find_gpu", lambda: Gpu("NVIDIA L4", "8.9", None))
     done = qdqbench("search", path, *options, "--speed", "latency", "--out", tmp_path / "other")
     assert (done.code, "GPU of compute capability 9.0" in done.err) == (3, True)
 
