@@ -37,8 +37,8 @@ class Match:
 
     Args:
         constants: `LINEAR.weight` [N, K], `.weight_scale`, `.input_scale`, `.bias` and `.residual`.
-            `ATTENTION.factor` holds the scales of softmax and v. `TENSOR.multiplier` holds factors of smoothing
-            over the scale of a QuantizeLinear. The plan names tables and vectors of the rest.
+            `ATTENTION.factor` holds the scales of softmax and v. `TENSOR.multiplier` holds factors of
+            smoothing over the scale of a QuantizeLinear. The plan names tables and vectors of the rest.
     """
 
     plan: Plan
