@@ -54,7 +54,7 @@ _COSTS = {
 }
 _NORM_BLOCKS = 4  # of a multiprocessor; a block takes four tokens at a time
 _KEYS = 128  # of a step of an attention block
-_MOST_KEYS = 3 * _KEYS  # that it holds in shared memory
+_MOST_KEYS = 4 * _KEYS  # that it holds in shared memory
 _WINDOW = 64  # tokens of an attention block
 _MOST_GRAPHS = 256
 _MARK = "plan: "  # before the name of an operation in a profile
