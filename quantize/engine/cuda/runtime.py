@@ -54,7 +54,7 @@ _COSTS = {
 }
 _NORM_BLOCKS = 4  # of a multiprocessor; a block takes four tokens at a time
 _KEYS = 128  # of a step of an attention block
-_MOST_KEYS = 3 * _KEYS  # that it holds in shared memory
+_MOST_KEYS = 4 * _KEYS  # that it holds in shared memory
 _WINDOW = 64  # tokens of an attention block
 _MOST_GRAPHS = 256
 PACKED = "packed"  # the one input of what is bound
@@ -493,29 +493,27 @@ class CudaEngine(CompiledModel):
         from torch.nn import functional
 
         x = values[operation.input]
-        first, stop = rows.bounds[:-1].long(), rows.bounds[1:].long()
         match operation.pooling:
             case "first":
-                x = x[first.clamp(max=len(x) - 1)].float()
+                x = x.index_select(0, rows.bounds[:-1].clamp(max=len(x) - 1))
             case "last":
-                x = x[(stop - 1).clamp(min=0)].float()
+                x = x.index_select(0, (rows.bounds[1:] - 1).clamp(min=0))
             case "mean":
                 x = torch.segment_reduce(x.float(), "mean", offsets=rows.bounds.long(), axis=0)
-            case "tokens":
-                x = x.float()
         for number, step in enumerate(operation.steps):
             match step.kind:
                 case "dense":
                     weight, bias = (
                         self._arrays[f"{operation.name}.{number}.{part}"] for part in ("weight", "bias")
                     )
-                    x = functional.linear(x.half(), weight, bias).float()
+                    x = functional.linear(x.half(), weight, bias)
                 case "tanh" | "relu" | "sigmoid":
                     x = getattr(torch, step.kind)(x)
                 case "gelu" | "gelu_tanh":
                     x = functional.gelu(x, approximate="tanh" if step.kind == "gelu_tanh" else "none")
                 case "normalize":
-                    x = functional.normalize(x, dim=1)
+                    x = functional.normalize(x.float(), dim=1)
+        x = x.float()
         return {each.name: x if each.column is None else x[:, each.column] for each in operation.answers}
 
     def _at(self, name: str) -> int:
