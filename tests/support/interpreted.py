@@ -78,7 +78,7 @@ class Interpreted(CompiledModel):
 
     def bind(self, tokens, rows, longest, reach):
         assert tokens % 64 == 0
-        assert reach in (128, 256, 384)
+        assert reach in (128, 256, 384, 512)
         assert 1 <= longest <= tokens
         return Bound(self, tokens, rows)
 
