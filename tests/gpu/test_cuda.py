@@ -1,6 +1,7 @@
 """Kernels of backend cuda on a Hopper GPU: each against the interpreter, and whole engines."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -8,12 +9,14 @@ import pytest
 
 from qdqbench.eval.verification.blocks import stitch
 from qdqbench.quantize.engine.build import build
-from qdqbench.quantize.engine.cuda.compile import CAPABILITY, list_kernels, load_nvrtc
+from qdqbench.quantize.engine.cuda.compile import load_nvrtc
 from qdqbench.quantize.engine.cuda.interpret import compute, interpret
 from qdqbench.quantize.engine.cuda.match import match_graph
+from qdqbench.quantize.engine.cuda.model import load_kernels
+from qdqbench.quantize.engine.cuda.names import CAPABILITY, list_kernels
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Attention, Head, Linear
-from qdqbench.quantize.engine.cuda.runtime import CudaEngine, load_kernels
+from qdqbench.quantize.engine.cuda.runtime import CudaEngine
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, pack_tokens
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.runtime.runners import open_engine, open_runner
@@ -135,7 +138,7 @@ def test_every_head_answers_as_the_interpreter(head, made_once):
     tokens, values = pack_tokens(plan, arrays, batch), dict[str, np.ndarray]()
     for operation in plan.operations:
         values |= compute(operation, plan, arrays, values, tokens)
-    small = plan.model_copy(update={"operations": (plan.head,)})
+    small = replace(plan, operations=(plan.head,))
     engine = CudaEngine(small, arrays, {})
     rows = engine.load(tokens)
     state = torch.zeros(len(rows.ids), values[plan.head.input].shape[1], dtype=torch.float16, device="cuda")

@@ -7,9 +7,9 @@ import pytest
 
 from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, Kernel, Signature
 from qdqbench.quantize.engine.cuda import file as files
-from qdqbench.quantize.engine.cuda.compile import list_kernels
 from qdqbench.quantize.engine.cuda.file import list_rows, read_file
 from qdqbench.quantize.engine.cuda.interpret import interpret
+from qdqbench.quantize.engine.cuda.names import list_kernels
 from qdqbench.quantize.utils.errors import MissingDevice
 from qdqbench.quantize.utils.system.gpu import Gpu
 

@@ -6,7 +6,7 @@ Gelu. A node that no pattern covers, or two would, is refused by its name.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -14,11 +14,11 @@ import onnx
 from onnx import TensorProto
 
 from qdqbench.quantize.engine.cuda import plan
-from qdqbench.quantize.engine.cuda.cover import SHARED, TYPES, Cover, read_attribute, refuse
+from qdqbench.quantize.engine.cuda.cover import SHARED, Cover, read_attribute, refuse
 from qdqbench.quantize.engine.cuda.plan import Operation, Plan, View
+from qdqbench.quantize.engine.cuda.tokens import MASK, TOKENS, TYPES
 from qdqbench.quantize.graph.index import use_of
 from qdqbench.quantize.models.attention import MASK_FILL
-from qdqbench.quantize.models.inputs import MASK, TOKENS
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import FP16_MAX
@@ -117,7 +117,7 @@ class _Matcher(Cover):
             alone = isinstance(operation, plan.Quantize)
             owned |= {owner + _CODES} if alone else {owner} if owner in apart else {owner, owner + _CODES}
             nodes = (node for node in self.graph.node if self.owners[node.output[0]] in owned)
-            yield operation.model_copy(update={"nodes": tuple(node.name or node.output[0] for node in nodes)})
+            yield replace(operation, nodes=tuple(node.name or node.output[0] for node in nodes))
             owned = set()
 
     def _produce(self, source: str, wanted: _Wanted) -> None:
@@ -474,7 +474,7 @@ class _Matcher(Cover):
                 zeros = np.zeros(len(step.weight), np.float32)
                 self.constants[f"head.{number}.weight"] = step.weight
                 self.constants[f"head.{number}.bias"] = zeros if step.bias is None else step.bias
-        listed = tuple(plan.Step.model_validate({"kind": step.kind}) for step in steps)
+        listed = tuple(plan.Step(kind=step.kind) for step in steps if step.kind is not None)
         read = self._half(name).name
         self._add(plan.Head(name="head", input=read, pooling=pooling, steps=listed, answers=answers))
 

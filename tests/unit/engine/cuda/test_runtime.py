@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.quantize.engine.cuda.compile import TILES
+from qdqbench.quantize.engine.cuda.names import TILES
 from qdqbench.quantize.engine.cuda.plan import Answer, Embed, Head, Plan, Tensor
 from qdqbench.quantize.engine.cuda.runtime import (
     choose_bucket,
