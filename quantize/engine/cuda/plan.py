@@ -171,7 +171,7 @@ Operation = Embed | Norm | Quantize | Linear | Attention | Head
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that an engine computes; weights are in the arrays beside it.
+    """Everything that an engine computes; weights are in the arrays next to it.
 
     A graph that is cut to be verified has as many states given as it gives: FP16 tensors.
     """
