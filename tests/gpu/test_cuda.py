@@ -1,6 +1,10 @@
 """Kernels of backend cuda on a Hopper GPU: each against the interpreter, and whole engines."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +25,7 @@ from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, pack_tokens
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.runtime.runners import open_engine, open_runner
 from qdqbench.quantize.models.families.known import family_named
+from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
@@ -216,7 +221,7 @@ def test_a_runner_answers_batches_of_any_shape(case, tmp_path):
         assert "GPU memory" in str(runner.engine.memory)
 
 
-def test_a_whole_run_is_proven_verified_and_evaluated(sst2, tmp_path, capsys):
+def test_a_whole_run_is_proven_verified_evaluated_and_deployed(sst2, tmp_path, capsys):
     done = call(
         capsys, "run", "bert-int8-linears", *sst2.options, "--backend", "cuda", "--out", tmp_path / "run"
     )
@@ -227,3 +232,22 @@ def test_a_whole_run_is_proven_verified_and_evaluated(sst2, tmp_path, capsys):
     assert found["verification"]["blocks"]
     assert not [row for row in found["verification"]["blocks"] if row["error"] > row["limit"]]
     assert found["stages"]["engine"]["n"] == EVAL_ROWS
+    split, _ = Session(read_config(tmp_path / "run"), tmp_path / "run").eval_splits["validation"]
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    for name in ("qdqbench", "pydantic", "safetensors", "onnx"):
+        (blocked / f"{name}.py").write_text(f"raise ImportError('{name} is not to be needed')\n")
+    ran = subprocess.run(
+        [sys.executable, tmp_path / "run" / "deploy" / "run_cuda.py"],
+        input="".join(f"{text}\n" for text in split.dataset["sentence"]),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(blocked), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    made = np.array([[*json.loads(line)["scores"].values()] for line in ran.stdout.splitlines()])
+    with np.load(tmp_path / "run" / "logits" / "engine.npz") as saved:
+        logits = saved["validation.logits"].astype(np.float64)
+    shares = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
+    np.testing.assert_allclose(made, shares, atol=5e-3)  # in other batches, so by other tiles

@@ -1,21 +1,44 @@
 """Whole runs with backend cuda: without a GPU, and with the interpreter in the place of a GPU's kernels."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
 
 from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, Kernel, Signature
 from qdqbench.quantize.engine.cuda import file as files
+from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.cuda.file import list_rows, read_file
 from qdqbench.quantize.engine.cuda.interpret import interpret
 from qdqbench.quantize.engine.cuda.names import list_kernels
 from qdqbench.quantize.utils.errors import MissingDevice
-from qdqbench.quantize.utils.system.gpu import Gpu
+from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 
+from ..support.deployed import FORBIDDEN, run_script
 from .tiny import EVAL_ROWS, fine, results
 
 H200 = Gpu("NVIDIA H200", "9.0", None)
+
+
+NOT_NEEDED = (*(name for name in FORBIDDEN if name != "torch"), "pydantic", "safetensors", "typer", "psutil")
+PACKS = """
+import json, sys
+import re
+from cuda_engine.errors import QdqError
+from cuda_engine.reader import parse_engine
+from cuda_engine.tokens import pack_tokens
+from model import read_engine, tokenizer, tokens
+version = re.search(r'"([^"]+-\\w{12})"', open(__file__.replace("pack.py", "run_cuda.py")).read())[1]
+plan, arrays, _ = parse_engine(read_engine("cuda.engine"), "cuda.engine", version)
+batch = tokens(tokenizer.encode_batch(sys.argv[1:]))
+starts = pack_tokens(plan, arrays, batch).starts.tolist()
+batch["input_ids"][0, 0] = 99999
+try:
+    pack_tokens(plan, arrays, batch)
+except QdqError as error:
+    print(json.dumps([starts, str(error)]))
+"""
 
 
 class Interpreted(CompiledModel):
@@ -102,6 +125,32 @@ def test_without_a_gpu_the_engine_is_built_and_proven(sst2, tmp_path, qdqbench, 
         (out / name).rename(out / f"{name}.away")
     rows = json.loads(fine(qdqbench("inspect", out / "engine" / "model.int8.engine", "--json")).out)
     assert rows["int8_gemms"] == found["engine"]["int8_gemms"]
+    deployed_folder_needs_torch_alone(shutil.copytree(out / "deploy", tmp_path / "elsewhere"))
+
+
+def deployed_folder_needs_torch_alone(folder):
+    """The script reads its engine, and fails where there is no GPU; another process packs tokens."""
+    modules = {path.name for path in (folder / "cuda_engine").iterdir()}
+    assert {"runtime.py", "reader.py", "errors.py"} < modules
+    assert all(f"  cuda_engine/{name}\n" in (folder / "SHA256SUMS").read_text() for name in modules)
+    assert not [name for name in modules if "qdqbench." in (folder / "cuda_engine" / name).read_text()]
+    torch = (folder / "requirements.txt").read_text().partition("# run_cuda.py:")[2].splitlines()[0]
+    assert torch.strip().startswith("torch==")
+    blocked = folder.parent / "blocked"
+    if find_gpu() is None:
+        done = run_script(folder / "run_cuda.py", blocked, "a film", forbidden=NOT_NEEDED)
+        assert (done.returncode, done.stderr.count("\n"), done.stdout) == (1, 1, "")
+        assert done.stderr.startswith("backend cuda runs on a GPU of compute capability 9.0, and torch shows")
+    (folder / "pack.py").write_text(PACKS)
+    done = run_script(folder / "pack.py", blocked, "a film", "it is a good plot", forbidden=NOT_NEEDED)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == [[0, 4, 11], "row 0 has the token 99999; the model has 21 of them"]
+    script = (folder / "run_cuda.py").read_text()
+    version = get_version()
+    (folder / "run_cuda.py").write_text(script.replace(version, "0.0.1-abc"))
+    done = run_script(folder / "run_cuda.py", blocked, "a film", forbidden=NOT_NEEDED)
+    told = f"cuda.engine has version {version}, and this one is 0.0.1-abc; build it again"
+    assert (done.returncode, done.stderr.startswith(told)) == (1, True)
 
 
 def test_without_nvrtc_a_run_says_what_to_install(sst2, tmp_path, qdqbench, monkeypatch):
