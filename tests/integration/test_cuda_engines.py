@@ -16,7 +16,11 @@ from qdqbench.quantize.utils.errors import MissingDevice
 from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 
 from ..support.deployed import FORBIDDEN, run_script
-from .tiny import EVAL_ROWS, fine, results
+from ..support.families import write_model
+from ..support.tiny_embedder import MEAN, write_modules
+from . import heads
+from .test_run import edited
+from .tiny import EVAL_ROWS, entries, fine, results, sentences, write_split
 
 H200 = Gpu("NVIDIA H200", "9.0", None)
 
@@ -39,6 +43,19 @@ try:
 except QdqError as error:
     print(json.dumps([starts, str(error)]))
 """
+
+
+RECIPES = {
+    "rerank": "electra-int8-residual",
+    "embed": "roberta-int8-residual",
+    "sst2": "bert-int8-residual-qat",
+}
+
+
+def shorten(recipe):
+    recipe["calibration"].update(samples=64)
+    if recipe.get("qat"):
+        recipe["qat"].update(max_steps=4)
 
 
 class Interpreted(CompiledModel):
@@ -111,6 +128,51 @@ def test_an_engine_is_proven_verified_and_evaluated(recipe, sst2, tmp_path, qdqb
     assert told["time"]["total"] == pytest.approx(0.5 * len(engine["layers"]))
     assert qdqbench("inspect", out, "--profile", "cpu").code == 1
     assert "backend cuda, whose kernels write no tensors" in qdqbench("inspect", out, "--bisect").err
+
+
+def options_of(kind, folder, given):
+    """Options of a model and data of a kind of task."""
+    model, data = folder / "model", folder / "data"
+    if kind in ("tokens", "qa"):
+        heads.write_model(model, kind, steps=20)
+        make = heads.tagged if kind == "tokens" else heads.asked
+        for seed, (split, rows) in enumerate({"train": 96, "validation": 32}.items()):
+            heads.write_table(data / f"{split}.jsonl", make(rows, seed))
+    elif kind == "rerank":
+        for seed, split in enumerate(("train", "validation")):
+            query, passage = (sentences(64, seed + first)[0] for first in (20, 10))
+            table = {"query": [query[row - row % 2] for row in range(64)], "passage": passage}
+            write_split(data / f"{split}.parquet", table | {"label": [float(row % 2) for row in range(64)]})
+        write_model(model, "electra", entries(), labels=1)
+    elif kind == "embed":
+        data = data.with_suffix(".txt")
+        data.write_text("\n".join(dict.fromkeys(sentences(150, 5)[0])))
+        write_modules(write_model(model, "xlm-roberta", entries()), MEAN)
+    else:
+        return given(kind).options
+    return ["--model", model, "--task", kind, "--data", data]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", RECIPES)
+def test_every_kind_of_task_runs_with_it(kind, given, tmp_path, qdqbench, hopper):
+    """The other kinds, and a trained model: verified block by block, and answering as ONNX Runtime."""
+    recipe, out = edited(tmp_path / "short.yaml", shorten, RECIPES[kind]), tmp_path / "run"
+    command = ["qat" if kind == "sst2" else "run", recipe, *options_of(kind, tmp_path, given)]
+    done = qdqbench(*command, "--backend", "cuda", "--out", out)
+    assert done.code in (0, 2), done.err  # random weights lose much
+    found = results(out)
+    assert found["engine"]["int8_gemms"] == found["engine"]["expected_int8_gemms"] > 0
+    assert found["verification"]["passed"], found["verification"]
+    assert found["stages"]["engine"]["status"] == "done"
+    assert bool(found.get("training")) == (kind == "sst2")
+    with (
+        np.load(out / "logits" / "engine.npz") as ours,
+        np.load(out / "logits" / "onnxruntime.npz") as theirs,
+    ):
+        for name in theirs.files:
+            off = np.abs(ours[name].astype(np.float64) - theirs[name])
+            assert off.mean() <= 0.02 * np.abs(theirs[name]).max(), name
 
 
 def test_without_a_gpu_the_engine_is_built_and_proven(sst2, tmp_path, qdqbench, without_nvrtc):

@@ -16,6 +16,7 @@ from typing import Any
 
 from qdqbench.quantize.engine.cuda.names import (
     ATTENTION_SIZES,
+    LINEAR_STEP,
     MOST_CODES,
     NORM_PARTS,
     attention_name,
@@ -57,8 +58,10 @@ def _require_kernel(operation: Operation, plan: Plan) -> None:
     name, wrong = operation.name, ""
     widths = [plan.tensors[tensor].width for tensor in (*operation.reads, *operation.writes)]
     match operation:
-        case Linear(weight="int8") if any(width % 16 for width in widths):
-            wrong = f"INT8 linears have multiples of 16 channels, not {' and '.join(map(str, widths))}"
+        case Linear(weight="int8") if any(width % LINEAR_STEP for width in widths):
+            wrong = (
+                f"INT8 linears have multiples of {LINEAR_STEP} channels, not {' and '.join(map(str, widths))}"
+            )
         case Attention(probability_multiplier=float()) if operation.head_size not in ATTENTION_SIZES:
             sizes = " or ".join(map(str, ATTENTION_SIZES))
             wrong = f"heads of INT8 attention have size {sizes}, not {operation.head_size}"

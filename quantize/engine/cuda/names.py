@@ -10,6 +10,7 @@ MOST_CODES = 3  # that a kernel of norm.cu writes
 NORM_PARTS = 3, 6, 8  # of 128 channels each
 CAPABILITY = "9.0"
 ATTENTION_SIZES = (32, 64)  # of heads in INT8
+LINEAR_STEP = 16  # channels of INT8 linears are a multiple of it
 
 
 def gemm_name(operation: Linear, plan: Plan) -> str:
