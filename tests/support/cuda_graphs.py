@@ -23,7 +23,7 @@ RECIPES = {
     family: [
         f"{family}-{name}"
         for name, having in family_free_recipes().items()
-        if family in having and (family == "bert" or not name.endswith(("fp16", "-qat")))
+        if family in having and (family == "bert" or not name.endswith("-qat"))
     ]
     for family in FAMILIES
 } | {model_type: ["roberta-int8-residual-fused"] for model_type in LIKE_ROBERTA}

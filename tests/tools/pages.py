@@ -221,8 +221,8 @@ def supported_page() -> str:
     heads = " or ".join(map(str, cuda.ATTENTION_SIZES))
     lines += [
         "",
-        "The other backends take all families. Backend `cuda` takes all kinds of tasks of those it covers, on "
-        f"compute capability {cuda.CAPABILITY}. It has INT8 attention for heads of {heads} channels. INT8 "
+        "The other backends take all families. Backend `cuda` takes all kinds of tasks of those it covers, "
+        f"on compute capability {cuda.CAPABILITY}. It has INT8 attention for heads of {heads} channels. INT8 "
         f"linears have multiples of {cuda.LINEAR_STEP} channels, and a LayerNorm up to "
         f"{128 * cuda.NORM_PARTS[-1]:,}. A batch has up to {MOST_TOKENS:,} tokens.",
     ]

@@ -30,6 +30,7 @@ from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
 INSTALL_NVRTC = "pip install 'qdqbench[hopper]'"
 _ACTIVATIONS = {None: "NONE", "gelu": "GELU", "gelu_tanh": "GELU_TANH"}
 _RESIDUALS = {None: "NO_RESIDUAL", "fp16": "HALVES", "int8": "RESIDUAL_CODES"}
+_MOST_HALVES = 256  # channels of a head in PyTorch's FP16 attention
 _OPTIONS = "--gpu-architecture=sm_90a", "--std=c++17"
 
 
@@ -56,15 +57,18 @@ def compile_kernels(plan: Plan) -> dict[str, bytes]:
 def _require_kernel(operation: Operation, plan: Plan) -> None:
     """Raise UserError where sizes are none that a kernel takes."""
     name, wrong = operation.name, ""
+    size = operation.head_size if isinstance(operation, Attention) else 0
     widths = [plan.tensors[tensor].width for tensor in (*operation.reads, *operation.writes)]
     match operation:
         case Linear(weight="int8") if any(width % LINEAR_STEP for width in widths):
             wrong = (
                 f"INT8 linears have multiples of {LINEAR_STEP} channels, not {' and '.join(map(str, widths))}"
             )
-        case Attention(probability_multiplier=float()) if operation.head_size not in ATTENTION_SIZES:
+        case Attention(probability_multiplier=float()) if size not in ATTENTION_SIZES:
             sizes = " or ".join(map(str, ATTENTION_SIZES))
-            wrong = f"heads of INT8 attention have size {sizes}, not {operation.head_size}"
+            wrong = f"heads of INT8 attention have size {sizes}, not {size}"
+        case Attention(probability_multiplier=None) if size % 8 or size > _MOST_HALVES:
+            wrong = f"heads of FP16 attention have a multiple of 8 channels up to {_MOST_HALVES}, not {size}"
         case Embed() | Norm() if widths[0] % 8 or widths[0] > 128 * NORM_PARTS[-1]:
             wrong = f"a LayerNorm has up to {128 * NORM_PARTS[-1]} channels, a multiple of 8, not {widths[0]}"
         case Embed() | Norm() if len(operation.codes) > MOST_CODES:

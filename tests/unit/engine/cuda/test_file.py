@@ -260,6 +260,14 @@ def test_sizes_that_no_kernel_takes_are_refused(made_once):
         UserError, match=r"heads of INT8 attention have size 32 or 64, not 16; take tensorrt_rtx"
     ):
         kernels.compile_kernels(plan)
+    operations = (
+        replace(each, head_size=4, heads=8, probability_multiplier=None)
+        if isinstance(each, Attention)
+        else each
+        for each in plan.operations
+    )
+    with pytest.raises(UserError, match="FP16 attention have a multiple of 8 channels up to 256, not 4;"):
+        kernels.compile_kernels(replace(plan, operations=tuple(operations)))
     for kind, width, message in (
         ("linear", 40, "multiples of 16 channels"),
         ("norm", 2048, "up to 1024 channels"),
