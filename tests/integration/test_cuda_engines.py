@@ -1,10 +1,12 @@
 """Whole runs with backend cuda: without a GPU, and with the interpreter in the place of a GPU's kernels."""
 
+import hashlib
 import json
 import shutil
 
 import numpy as np
 import pytest
+from safetensors.numpy import load, save
 
 from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, Kernel, Signature
 from qdqbench.quantize.engine.cuda import file as files
@@ -100,7 +102,8 @@ def hopper(monkeypatch, without_nvrtc):
 
 
 @pytest.mark.parametrize("recipe", ["int8-linears", "int8-ffn"])
-def test_an_engine_is_proven_verified_and_evaluated(recipe, sst2, tmp_path, qdqbench, hopper):
+@pytest.mark.usefixtures("hopper")
+def test_an_engine_is_proven_verified_and_evaluated(recipe, sst2, tmp_path, qdqbench, monkeypatch):
     out = tmp_path / "run"
     fine(qdqbench("run", recipe, *sst2.options, "--backend", "cuda", "--out", out))
     found = results(out)
@@ -128,6 +131,41 @@ def test_an_engine_is_proven_verified_and_evaluated(recipe, sst2, tmp_path, qdqb
     assert told["time"]["total"] == pytest.approx(0.5 * len(engine["layers"]))
     assert qdqbench("inspect", out, "--profile", "cpu").code == 1
     assert "backend cuda, whose kernels write no tensors" in qdqbench("inspect", out, "--bisect").err
+    if recipe == "int8-ffn":
+        refuses_engines_that_cannot_run(out, qdqbench, monkeypatch)
+
+
+def refuses_engines_that_cannot_run(out, qdqbench, monkeypatch):
+    """Of another version, GPU or maker, or cut off: a sentence, and no file is written."""
+    path = out / "engine" / "model.int8.engine"
+    sidecar = path.with_name(f"{path.name}.json")
+    data, about = path.read_bytes(), json.loads(sidecar.read_text())
+    told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    for bad, message in (
+        (data[: len(data) // 2], "is no whole engine of backend cuda"),
+        ((out / "model.int8.onnx").read_bytes(), "is no whole engine of backend cuda"),
+        (save(load(data), told | {"version": "0.0.1-abc"}), "has version 0.0.1-abc, and this one is"),
+        (save(load(data), told | {"capability": "10.0"}), "has capability 10.0, and this one is 9.0"),
+        (None, "is for compute capability 9.0 and the L4 has 8.9"),
+    ):
+        path.unlink()  # the deployed one is a link to it
+        path.write_bytes(bad or data)
+        sums = {"engine_sha256": hashlib.sha256(bad or data).hexdigest()}
+        sidecar.write_text(json.dumps(about | sums))
+        before = {each: each.stat().st_mtime_ns for each in out.rglob("*")}
+        commands = [("inspect", out, "--profile", "gpu")]
+        commands += [("serve", out, "--port", "0", "--no-fp32")] if "0.0.1" in message else []
+        with monkeypatch.context() as patch:
+            if bad is None:
+                patch.setattr("qdqbench.quantize.engine.sidecar.find_gpu", lambda: Gpu("L4", "8.9", None))
+            for command in commands:
+                done = qdqbench(*command)
+                assert (done.code, done.out, done.err.count("\n")) == (1, "", 1), done.err
+                assert message in done.err
+        assert {each: each.stat().st_mtime_ns for each in out.rglob("*")} == before
+    path.write_bytes(data[:100])
+    fine(qdqbench("build", out))  # stages see that the file is not the one that was built
+    assert path.read_bytes() == data
 
 
 def options_of(kind, folder, given):

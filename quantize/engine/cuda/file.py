@@ -2,11 +2,12 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib import metadata
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,8 +17,9 @@ from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.names import CAPABILITY
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Linear, Norm, Operation, Plan
-from qdqbench.quantize.engine.cuda.reader import CUBIN, EngineFile, check_symbols, parse_engine
+from qdqbench.quantize.engine.cuda.reader import CUBIN, TYPES, EngineFile, check_symbols, parse_engine
 from qdqbench.quantize.engine.layers import ATTENTION
+from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import QdqError, UserError
 from qdqbench.quantize.utils.results import LayerRow
 
@@ -32,8 +34,6 @@ def build_file(model: onnx.ModelProto) -> tuple[bytes, list[LayerRow], float]:
         UserError: a node that no kernel covers.
         MissingDevice: NVRTC is not installed.
     """
-    from safetensors.numpy import save
-
     started = time.perf_counter()
     plan, arrays = pack(match_graph(model))
     cubins = compile_kernels(plan)
@@ -41,8 +41,22 @@ def build_file(model: onnx.ModelProto) -> tuple[bytes, list[LayerRow], float]:
     _check_products(cubins)
     stored = {f"{CUBIN}{name}": np.frombuffer(cubin, np.uint8) for name, cubin in cubins.items()}
     told = {"qdqbench": metadata.version("qdqbench"), "version": get_version(), "capability": CAPABILITY}
-    data = save(arrays | stored, told | {"plan": json.dumps(asdict(plan))})
+    data = _write_safetensors(arrays | stored, told | {"plan": json.dumps(asdict(plan))})
     return data, list_rows(plan), time.perf_counter() - started
+
+
+def _write_safetensors(arrays: Mapping[str, Array], told: Mapping[str, str]) -> bytes:
+    """Return the same bytes for the same engine each time, which safetensors' own writer does not."""
+    kinds = {np.dtype(kind): name for name, kind in TYPES.items()}
+    header: dict[str, Any] = {"__metadata__": told}
+    parts, end = [], 0
+    for name, array in sorted(arrays.items(), key=lambda item: -item[1].itemsize):  # so all are aligned
+        places = [end, end := end + array.nbytes]
+        header[name] = {"dtype": kinds[array.dtype], "shape": array.shape, "data_offsets": places}
+        parts.append(array.tobytes())
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
 def read_file(path: Path) -> EngineFile:

@@ -217,7 +217,7 @@ def parse(kind: Any, value: Any) -> Any:  # noqa: PLR0911
             value = float(value)
     if kind is float and isinstance(value, float) and isfinite(value):
         return value
-    raise UserError(f"{str(value)[:40]!r} is no {getattr(kind, '__name__', kind)} of a plan")
+    raise UserError(f"{str(value)[:40]!r} is no {getattr(kind, '__name__', 'operation')} of a plan")
 
 
 def _parse_record(kind: Any, value: dict[str, Any]) -> Any:

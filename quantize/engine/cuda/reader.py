@@ -16,7 +16,7 @@ from qdqbench.quantize.utils.errors import QdqError, UserError
 
 CUBIN = "cubin."  # before the name of a source file
 _MOST_HEADER = 4 << 20  # bytes; BERT-large's has half a million, its plan included
-_TYPES = {"I8": np.int8, "U8": np.uint8, "F16": np.float16, "F32": np.float32}
+TYPES = {"I8": np.int8, "U8": np.uint8, "F16": np.float16, "F32": np.float32}
 
 
 class EngineFile(NamedTuple):
@@ -59,9 +59,9 @@ def _find_arrays(header: Mapping[str, Any], data: memoryview) -> dict[str, Array
     """Return the arrays of a file, which lie in it one after the other without a gap."""
     arrays, end = dict[str, Array](), 0
     for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-        if entry["dtype"] not in _TYPES:
+        if entry["dtype"] not in TYPES:
             raise ValueError(f"the type of {name[:40]}")
-        (start, stop), shape, kind = entry["data_offsets"], entry["shape"], np.dtype(_TYPES[entry["dtype"]])
+        (start, stop), shape, kind = entry["data_offsets"], entry["shape"], np.dtype(TYPES[entry["dtype"]])
         sizes = [size for size in shape if type(size) is int and size >= 0]
         if sizes != shape or start != end or stop - start != prod(sizes) * kind.itemsize:
             raise ValueError(f"the place of {name[:40]}")
