@@ -47,13 +47,15 @@ def recipes_list(
 def recipes_show(
     recipe: RecipeName,
     resolved: Annotated[bool, typer.Option("--resolved", help="Write every default out.")] = False,
+    model: Annotated[str | None, typer.Option(help="Folder or hub id; its family completes a name.")] = None,
     json: Json = False,
 ) -> None:
     """Print a recipe as YAML."""
     from qdqbench.cli.schemas import ShownRecipe
-    from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, shipped_recipes
+    from qdqbench.quantize.recipe.schema import dump_recipe, find_recipe, load_recipe, shipped_recipes
 
-    loaded, source = load_recipe(recipe), Path(shipped_recipes().get(recipe, recipe))
+    loaded, shipped = find_recipe(recipe, model) if model else load_recipe(recipe), shipped_recipes()
+    source = Path(shipped.get(recipe) or (recipe if Path(recipe).is_file() else shipped[loaded.name]))
     if json:
         show_json(ShownRecipe(name=loaded.name, source=str(source), recipe=loaded.model_dump(mode="json")))
     else:
