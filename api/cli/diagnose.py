@@ -1,6 +1,9 @@
 """The commands `check`, `diagnose` and `fix`: files of any origin. Everything heavy is imported inside."""
 
+import shutil
+import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -65,7 +68,7 @@ def diagnose(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="Files of one build: ONNX, log, layer table, kernel profile, query times, engine, cache."
+            help="Files of one build: ONNX, log, layers, profile, query times, engine, cache; - is stdin."
         ),
     ],
     load_engine: Annotated[
@@ -76,9 +79,14 @@ def diagnose(
     """Find why INT8 is slow, wrong or missing: files of any origin, read together, worst finding first."""
     from qdqbench.quantize.engine.diagnose.diagnose import diagnose as diagnosed
 
-    with status() as say:
+    with status() as say, TemporaryDirectory() as folder:
         say("reading")
-        found = diagnosed(files, load_engine=load_engine)
+        piped = Path(folder, "stdin")
+        if Path("-") in files:
+            with piped.open("wb") as stream:
+                shutil.copyfileobj(sys.stdin.buffer, stream)
+        given = [piped if path == Path("-") else path for path in files]
+        found = diagnosed(given, load_engine=load_engine)
     if json:
         print_json(found.model_dump(mode="json") | {"errors": len(found.errors)})
     else:

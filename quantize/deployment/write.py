@@ -40,7 +40,6 @@ from qdqbench.quantize.utils.results import EngineResult, Results
 DEPLOY = "deploy"  # folder of a run
 MODEL, GPU_MODEL, TOLD = "model.onnx", "model.gpu.onnx", "model.json"
 BUILD_SCRIPT = "build_tensorrt.sh"
-SUMS = "SHA256SUMS"
 CACHE = "__pycache__"  # which Python writes next to scripts that ran
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_ROWS = 32  # of a batch, where the profiles take as many
@@ -364,7 +363,9 @@ def place(folder: Path, content: Content, *, link: bool) -> None:
         with files.atomic_folder(folder) as temporary:
             for name, source in content.items():
                 _write(temporary / name, source, link)
-            files.write_text(temporary / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+            files.write_text(
+                temporary / files.SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
+            )
     except OSError as error:
         raise UserError(
             f"cannot write {folder}: {error.strerror}; make room, or choose another folder"
@@ -378,7 +379,7 @@ def remove(folder: Path) -> None:
 
 def _list_foreign(folder: Path) -> list[str]:
     try:
-        lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+        lines = (folder / files.SUMS).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         lines = []
     listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
@@ -390,7 +391,7 @@ def _sums_of(folder: Path, content: Content, sums: Mapping[str, str]) -> dict[st
     found = {}
     for path in (path for path in folder.rglob("*") if path.is_file() or path.is_symlink()):
         name = path.relative_to(folder).as_posix()
-        if name != SUMS and CACHE not in path.relative_to(folder).parts:
+        if name != files.SUMS and CACHE not in path.relative_to(folder).parts:
             source = content.get(name)
             linked = isinstance(source, Path) and path.exists() and path.samefile(source)
             found[name] = sums[name] if linked else _sum(path)
