@@ -14,6 +14,7 @@ from qdqbench.quantize.utils.limits import BackendChoice
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.options import Duration, Options
 from qdqbench.quantize.utils.schema import field
+from qdqbench.quantize.utils.trackers import TrackerName
 
 if TYPE_CHECKING:
     from qdqbench.quantize.models.identity import Pooling
@@ -179,7 +180,13 @@ class EvaluationOptions(RecipeOptions):
     limit: int | None = field("Evaluate on this many samples; the report warns.", ge=1)
 
 
-class QatOptions(EvaluationOptions):
+class TrackerOptions(Options):
+    """An experiment tracker."""
+
+    report_to: TrackerName | None = field("Experiment tracker for the training log and the results.")
+
+
+class QatOptions(TrackerOptions, EvaluationOptions):
     """Options of `qat`."""
 
     shapes: Literal["auto"] | None = field("auto: profiles for the data's lengths (default: the recipe's).")
@@ -246,7 +253,7 @@ class TrainingOptions(FolderOptions, TaskOptions, Training):
         return Training(**values | {"patience": self.patience or None})
 
 
-class FinetuneOptions(TrainingOptions):
+class FinetuneOptions(TrackerOptions, TrainingOptions):
     """Options of `finetune`."""
 
     max_length: int = field("Maximum sequence length in tokens.", 128, ge=8)

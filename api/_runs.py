@@ -6,6 +6,7 @@ from pathlib import Path
 
 from qdqbench._options import RunOptions
 from qdqbench.eval.runs.run import StageProgress, follow, require_inputs, run_until
+from qdqbench.eval.runs.tracked import track_run
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.pipeline.artifacts import backend_of
 from qdqbench.quantize.pipeline.ownership import identity_of, open_session, owned_folder, run_folder
@@ -19,6 +20,7 @@ from qdqbench.quantize.utils.options import take_options
 from qdqbench.quantize.utils.progress import silent
 from qdqbench.quantize.utils.results import Results
 from qdqbench.quantize.utils.system.gpu import find_gpu
+from qdqbench.quantize.utils.trackers import TrackerName, require_tracker
 
 StageCallback = Callable[[StageProgress], None]
 
@@ -58,7 +60,8 @@ def run(
     chosen = options.adapt(recipe) if isinstance(recipe, Recipe) else options.find_recipe(str(recipe))
     config = options.config(chosen, "qdqbench.run")
     folder = run_folder("run", config, options.out)
-    return start(config, folder, options.until, progress, overwrite=options.overwrite)
+    overwrite, report_to = options.overwrite, options.report_to
+    return start(config, folder, options.until, progress, overwrite=overwrite, report_to=report_to)
 
 
 def start(  # noqa: PLR0913
@@ -69,6 +72,7 @@ def start(  # noqa: PLR0913
     *,
     overwrite: bool = False,
     say: Callable[[str], None] = silent,
+    report_to: TrackerName | None = None,
 ) -> Results:
     """Open a run directory for what was asked, and take it up to a stage as `resume` does.
 
@@ -78,10 +82,16 @@ def start(  # noqa: PLR0913
     """
     if config.recipe.engine.backend in CPU_BACKENDS:
         choose_backend(config.recipe.engine.backend)
+    require_tracker(report_to)
     session = Session(config, folder)
     identity, ready = identity_of("run", session), partial(require_inputs, session, until)
-    with owned_folder(folder, identity, overwrite=overwrite, ready=ready, say=say):
-        return _run(session, until, progress)
+    with (
+        owned_folder(folder, identity, overwrite=overwrite, ready=ready, say=say),
+        track_run(report_to, session) as tracked,
+    ):
+        results = _run(session, until, tracked.follow(progress))
+        tracked.finish(results)
+    return results
 
 
 def resume(folder: str | Path, until: str | None = None, progress: StageCallback = silent) -> Results:

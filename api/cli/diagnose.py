@@ -13,6 +13,7 @@ from qdqbench.cli.options import command
 from qdqbench.cli.progress import status
 from qdqbench.cli.terminal import Json, console, plain, print_json
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.names import install_command
 
 if TYPE_CHECKING:
     from qdqbench.quantize.engine.diagnose.findings import Diagnosis, Finding
@@ -208,7 +209,8 @@ def _print_fix(report: "FixReport") -> None:
     if second and not second.refused:
         out.print(f"engine: {plain(second.engine)}; read, not run")
     elif second is None:
-        out.print("[yellow]note[/] no engine was built: pip install 'qdqbench\\[rtx]' builds without a GPU")
+        command = plain(install_command("rtx"))
+        out.print(f"[yellow]note[/] no engine was built: {command} builds without a GPU")
 
 
 def _gemms(row: "EngineRow") -> str:

@@ -29,7 +29,10 @@ def run(recipe: RecipeName = DEFAULT_RECIPE, *, options: RunOptions, json: Json 
     config = options.config(options.find_recipe(recipe), command_line())
     folder = run_folder("run", config, options.out)
     with progress.stages() as shown:
-        results = start(config, folder, options.until, shown, overwrite=options.overwrite, say=note)
+        tracker, overwrite = options.report_to, options.overwrite
+        results = start(
+            config, folder, options.until, shown, overwrite=overwrite, say=note, report_to=tracker
+        )
     print_results(results, folder, json=json)
 
 
@@ -37,23 +40,30 @@ def run(recipe: RecipeName = DEFAULT_RECIPE, *, options: RunOptions, json: Json 
 def qat(recipe: RecipeName = DEFAULT_QAT, *, options: QatOptions, json: Json = False) -> None:
     """Train with quantization, then continue to engine and report; on one GPU or many."""
     from qdqbench.eval.runs.run import follow, require_inputs, run_to, run_until
+    from qdqbench.eval.runs.tracked import track_run
     from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder
     from qdqbench.quantize.pipeline.session import Session
     from qdqbench.quantize.training.qat import get_settings, train_on_all
     from qdqbench.quantize.utils.system.process import is_main_process
+    from qdqbench.quantize.utils.trackers import require_tracker
 
     config = options.config(options.find_recipe(recipe), command_line())
     folder = run_folder("run", config, options.out)
     session = Session(config, folder)
     get_settings(session)  # before anything is written
+    require_tracker(options.report_to)
     identity, ready = identity_of("run", session), partial(require_inputs, session)
-    with owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note):
+    with (
+        owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note),
+        track_run(options.report_to, session) as tracked,
+    ):
         with progress.stages() as shown:
-            start = follow(session, shown)
+            start = follow(session, tracked.follow(shown))
             train_on_all(session, lambda stage: run_to(session, stage, start))
         if is_main_process():
             with progress.stages() as shown:
-                results = run_until(session, None, follow(session, shown))
+                results = run_until(session, None, follow(session, tracked.follow(shown)))
+            tracked.finish(results)
             print_results(results, folder, json=json)
 
 

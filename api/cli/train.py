@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from qdqbench.quantize.tasks.task import Task
     from qdqbench.quantize.training.finetune import FinetuneRequest
+    from qdqbench.quantize.utils.results import LogRow
 
 
 @command
@@ -26,15 +27,29 @@ def finetune(*, options: FinetuneOptions, json: Json = False) -> None:
     from qdqbench.quantize.pipeline.ownership import default_folder
     from qdqbench.quantize.training.finetune import RESULT, finetune, require_all
     from qdqbench.quantize.training.loop import join_group, new_accelerator
+    from qdqbench.quantize.utils.trackers import open_tracker, require_tracker, row_values
 
     task = options.find_task()
     folder = options.out or default_folder("finetune", options.model, task.name)
+    require_tracker(options.report_to)
     with _own_folder("finetune", options, task, folder), join_group():
         accelerator = new_accelerator(options.precision)
-        with progress.seeds(options.seeds, quiet=not accelerator.is_main_process) as report:
+        main = accelerator.is_main_process
+        known = {"model": str(options.model), "task": task.name, **options.training.model_dump()}
+        with (
+            progress.seeds(options.seeds, quiet=not main) as show,
+            open_tracker(options.report_to if main else None, folder, known) as log,
+        ):
+
+            def report(seed: int, row: "LogRow", steps: int) -> None:
+                log(row_values(row, f"seed-{seed}/"), row.step)
+                show(seed, row, steps)
+
             request = _request(options, task, folder, accelerator, options.max_length)
             result = finetune(replace(request, keep_head=options.keep_head, report=report), accelerator)
-        if accelerator.is_main_process:
+            last = max(run.steps for run in result.runs)
+            log({f"validation/{name}": each.mean for name, each in result.spread.items()}, last)
+        if main:
             write_finetuning(result, folder)
     if accelerator.is_main_process:
         written = [f"report: {folder / 'finetune.html'}"]

@@ -16,11 +16,12 @@ from typing import Any
 
 from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Linear, Norm, Operation, Plan, Quantize
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
+from qdqbench.quantize.utils.names import install_command
 
 TILES = (128, 128), (64, 128), (64, 64)  # M and N of a block's tile
 STAGES = {(128, 128): 6, (64, 128): 8, (64, 64): 12}
 MOST_CODES = 3  # that a kernel of norm.cu writes
-INSTALL_NVRTC = "pip install 'qdqbench[hopper]'"
+INSTALL_NVRTC = install_command("hopper")
 _NORM_PARTS = 3, 6, 8  # of 128 channels each
 _ACTIVATIONS = {None: "NONE", "gelu": "GELU", "gelu_tanh": "GELU_TANH"}
 _RESIDUALS = {None: "NO_RESIDUAL", "fp16": "HALVES", "int8": "RESIDUAL_CODES"}
