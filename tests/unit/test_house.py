@@ -28,18 +28,8 @@ HEAVY = {
     "accelerate",
 }
 HEAVY |= {"safetensors", "sklearn", "scipy", "pandas", "matplotlib", "optuna", "sqlalchemy", "rich", "jinja2"}
-HEAVY |= {
-    "nncf",
-    "psutil",
-    "numpy",
-    "tensorrt",
-    "tensorrt_rtx",
-    "pyarrow",
-    "seqeval",
-    "wandb",
-    "mlflow",
-    "mteb",
-}
+HEAVY |= {"nncf", "psutil", "numpy", "tensorrt", "tensorrt_rtx", "pyarrow", "seqeval"}
+HEAVY |= {"wandb", "mlflow", "mteb"}
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
