@@ -22,6 +22,7 @@ from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.tasks.types.tokens import is_named, read_label_names
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.results import LogRow
 from qdqbench.quantize.utils.schema import Strict, read
@@ -56,8 +57,12 @@ class RunConfig(Strict):
 def read_config(folder: Path) -> RunConfig:
     path = folder / CONFIG
     if not path.is_file():
+        beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
+        there = sorted(str(each) for each in beside if (each / CONFIG).is_file())
+        fix = f"start one with `qdqbench run --out {folder}`"
         raise UserError(
-            f"{folder} is no run directory (it has no {CONFIG}); start one with `qdqbench run --out {folder}`"
+            f"{folder} is no run directory (it has no {CONFIG}); {fix}"
+            + (f", or give one of {name_list(there)}" if there else "")
         )
     again = f"run the command that started it again with --out {folder}, which keeps its finished stages"
     return read(path, RunConfig, "run configuration", again)
@@ -68,8 +73,8 @@ def require_fit(recipe: Recipe, model: str, config: Any) -> None:
     longest = require_family(recipe.name, recipe.model.family, model, config).positions(config)
     if recipe.export.max_length > longest:
         raise UserError(
-            f"export.max_length is {recipe.export.max_length}, but model {model} has "
-            f"{longest} positions; lower export.max_length and engine.shapes.length"
+            f"export.max_length is {recipe.export.max_length}, but model {model} has {longest} positions; "
+            "give --max-length, or lower both export.max_length and engine.shapes.length in the recipe"
         )
 
 

@@ -25,6 +25,7 @@ from pydantic import BaseModel
 import qdqbench
 from qdqbench.cli import schemas
 from qdqbench.cli.app import app
+from qdqbench.cli.examples import EXAMPLES
 from qdqbench.eval.bench.results import Bench
 from qdqbench.eval.runs.comparison import RunComparison
 from qdqbench.eval.runs.study import Study
@@ -365,7 +366,10 @@ def _command_lines(name: str, command: Any) -> list[str]:
     about = [" ".join(part.split()) for part in (command.help or "").split("\n\n")]
     text = "\n\n".join(about)
     header = ["parameter", "values", "default", "meaning"]
-    return [f"### `{name}`", "", text, "", f"    {words}", "", *(table(header, rows) if rows else []), ""]
+    page, example = EXAMPLES[name]
+    more = ["```sh", f"qdqbench {example}", "```", "", f"More: [{Path(page).stem}](../{page}).", ""]
+    shown = [*table(header, rows), ""] if rows else []
+    return [f"### `{name}`", "", text, "", f"    {words}", "", *shown, *more]
 
 
 def api_page() -> str:
