@@ -93,8 +93,7 @@ def _read_pooling(session: Session) -> identity.Pooling | None:
         return None
     name, revision = session.model_name, session.config.revision
     folder = identity.read_sentence_folder(name, identity.model_commit(name, revision))
-    saved = getattr(load_config(name, revision), identity.FIELD, None)
-    return identity.choose_pooling(name, folder, saved, session.config.pooling)
+    return identity.choose_pooling(name, folder, load_config(name, revision), session.config.pooling)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
+from qdqbench.quantize.models.families.others import explain_other
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import read_json, sha256
 from qdqbench.quantize.utils.names import name_list
@@ -65,7 +66,10 @@ def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None
     there = [kind for kind in _ORDER if kind in modules]
     if [*modules] != there or len(listed) != len(modules) or there[:2] != _ORDER[:2]:
         found = name_list(repr(str(each["type"]).rpartition(".")[2][:80])[1:-1] for each in listed)
-        raise UserError(f"model {name} is made of {found} ({MODULES}); supported here: {_SUPPORTED}")
+        others = explain_other(
+            part for each in listed for part in (each["type"], *str(each["type"]).split("."))
+        )
+        raise UserError(f"model {name} is made of {found} ({MODULES}); supported here: {_SUPPORTED}{others}")
     encoder, dense = modules["Transformer"], modules.get("Dense", "")
     pooling = read_model_json(name, f"{modules['Pooling']}/config.json", commit) or {}
     own = read_model_json(name, "config_sentence_transformers.json", commit) or {}
@@ -109,14 +113,16 @@ def _dense(name: str, folder: str, commit: str | None) -> Dense:
 
 
 def choose_pooling(
-    name: str, folder: SentenceFolder | None, saved: Any, requested: Pooling | None
+    name: str, folder: SentenceFolder | None, config: Any, requested: Pooling | None
 ) -> Pooling:
     """Choose the pooling of a model: its folder's, that of its config (`FIELD`), or the requested one."""
+    saved = getattr(config, FIELD, None)
     known = folder.pooling if folder else Pooling.model_validate(saved) if saved else None
     if known is None and requested is None:
         raise UserError(
             f"model {name} does not say how it pools tokens (no {MODULES}); "
             "give --pooling mean, cls or last, and --normalize where embeddings have length 1"
+            f"{explain_other(config.architectures or ())}"
         )
     if known and requested and (known.mode, known.normalize) != (requested.mode, requested.normalize):
         normal = "with" if known.normalize else "without"
@@ -167,7 +173,7 @@ def read_config(name: str, commit: str | None, inside: str = "") -> Any:
         raise UserError(
             f"model {name} is a {given.get('model_type')!r} (config.json, key model_type), which "
             f"transformers {__version__} does not know. Code of a model's own is never run; give a model "
-            "of another type, or update transformers"
+            f"of another type, or update transformers{explain_other([given.get('model_type')])}"
         ) from error
     listed = config.architectures or []
     if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):

@@ -36,7 +36,7 @@ def load_model(
         inside = folder.encoder if folder else ""
         config = _supported_config(name, commit, inside)
         if kind.embeds:
-            chosen = identity.choose_pooling(name, folder, getattr(config, identity.FIELD, None), pooling)
+            chosen = identity.choose_pooling(name, folder, config, pooling)
             setattr(config, identity.FIELD, chosen.model_dump(mode="json"))
         _require_head(config, name, kind)
         model, loading = _pretrained(name, kind, commit, config, subfolder=inside)
@@ -73,8 +73,10 @@ def use_attention(model: "PreTrainedModel", implementation: str) -> None:
 
 def prepare_model(model: "PreTrainedModel") -> "PreTrainedModel":
     """Make a model quantizable in place: FP32, eval mode, our attention, modules for sums."""
+    if (name := type(model).__name__).endswith("Model"):
+        raise UserError(f"a {name} has no head; as an embedder load it by load_embedder(..., pooling=...)")
     family = family_of(model.config)
-    family.require_supported(model.config, type(model).__name__)
+    family.require_supported(model.config, name)
     use_attention(model, ATTENTION)
     if family.given_sums:
         from qdqbench.quantize.models.rewritten import add_sums
