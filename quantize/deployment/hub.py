@@ -41,7 +41,6 @@ PIPELINES = {
 }
 METRICS = {"matthews": "matthews_correlation", "pearson": "pearsonr", "spearman": "spearmanr"}
 SENTENCE = "sentence_transformers.models"  # a name of these classes that all its versions read
-SENTENCE_CONFIG = "config_sentence_transformers.json"  # prompts and similarity
 DROPPED = ("auto_map", "is_local", "local_files_only")  # code of the model's own, where it was read
 MOST_CARD_BYTES = 1 << 20
 # a plain value of a line: as YAML, a card from anywhere could expand aliases or hold what its reader fails at
@@ -113,10 +112,19 @@ def describe_sentences(session: Session, pooling: identity.Pooling) -> dict[str,
     }
     if pooling.dense:
         content |= _describe_dense(session, pooling.dense, width, commit)
-    if known := identity.find_model_file(name, SENTENCE_CONFIG, commit):
-        content[SENTENCE_CONFIG] = files.read_bounded(
-            known, MOST_CARD_BYTES, "a settings file", "another"
-        ).encode()
+    known = identity.find_model_file(name, identity.SENTENCE_CONFIG, commit)
+    text = files.read_bounded(known, MOST_CARD_BYTES, "a settings file", "another") if known else "{}"
+    own, task = json.loads(text), session.config.task
+    kept = own.get("prompts") or {}
+    # what was evaluated has a name too, which encode_query and encode_document look for
+    added = {
+        name: prompt
+        for name, prompt in zip(("query", "document"), task.prompts, strict=False)
+        if prompt not in kept.values() and not kept.get(name)
+    }
+    if known or added:
+        about = own | {"prompts": kept | added} if added else own
+        content[identity.SENTENCE_CONFIG] = _encode(about)
     return content
 
 

@@ -237,6 +237,7 @@ def _collect(
         **texts,
         "labels": model_json["labels"],
         "pooling": model_json["pooling"],
+        "prompts": [*dict.fromkeys(task.prompts)],
         "gpu": gpu_graph is not None,
         "gpu_model": MODEL if gpu_graph in (None, model) else GPU_MODEL,
         "engines": gpu_graph is not None or any(runtime.backend == "cuda" for runtime in runtimes),
@@ -311,6 +312,7 @@ def _describe_model(
         },
         "labels": read_labels(session),
         "pooling": pooling.model_dump(mode="json") if pooling else None,
+        "prompt": next(iter(session.config.task.prompts), ""),
         "max_length": length,
         "stride": length // OVERLAP if kind.windows else 0,  # tokens that windows share
         "truncation": texts["truncation"],

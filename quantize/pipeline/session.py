@@ -120,7 +120,9 @@ class Session:
                 "FP32 alone; set it to 0"
             )
         if task.kind.embeds:
-            self._warn(embedding_notes(self.model_name, revision, recipe.export.max_length))
+            self._warn(embedding_notes(self.model_name, revision, recipe.export.max_length, task.prompts))
+            begins = [f"texts begin with {prompt!r}" for prompt in dict.fromkeys(task.prompts)]
+            self.notes += [note for note in begins if note not in self.notes]
         require_fit(recipe, self.model_name, model.config)
         check_model_fits(task, model_labels=labels, problem_type=kind)
         return model
