@@ -17,6 +17,7 @@ from qdqbench.quantize.utils.system.quiet import quiet
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+LARGEST = (1 << 31) - (1 << 26)  # bytes of FP32 weights: protobuf's limit, less what else a graph holds
 TANH, SAME = "gelu_pytorch_tanh", "gelu_new"  # one function, as one operator and step by step
 
 
@@ -82,7 +83,16 @@ def prepare_model(model: "PreTrainedModel") -> "PreTrainedModel":
         from qdqbench.quantize.models.rewritten import add_sums
 
         add_sums(model)
-    return cast("Any", model).float().eval()  # type: ignore[no-any-return]
+    made: Any = cast("Any", model).float().eval()
+    if is_large(made):
+        table = made.get_input_embeddings().weight
+        table.data = table.data.half().float()
+    return made  # type: ignore[no-any-return]
+
+
+def is_large(model: "PreTrainedModel") -> bool:
+    """Return whether FP32 weights exceed a graph, which then has the word embeddings in FP16."""
+    return 4 * sum(weight.numel() for weight in model.parameters()) > LARGEST
 
 
 def load_encoder(  # noqa: PLR0913

@@ -14,7 +14,7 @@ from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support.known_embedders import KNOWN, write_known
-from ...support.tiny_bert import VOCABULARY, calibration_batches, padded_batch, run_onnx
+from ...support.tiny_bert import VOCABULARY, calibration_batches, padded_batch, plan_of, recipe_with, run_onnx
 from ...support.tiny_embedder import expected, hidden_states, write_sentence_folder
 
 OWN = "their layers are code of their own, which is never run"
@@ -144,3 +144,27 @@ def test_a_splade_model_is_quantized_from_python(tmp_path: Path) -> None:
     assert (len(quantized.plan.int8), made.shape) == (6, (*batch["input_ids"].shape, len(VOCABULARY)))
     with pytest.raises(UserError, match="a BertModel has no head; as an embedder load it by load_embedder"):
         qdqbench.quantize(BertModel(config), calibration_batches(), "bert-int8-linears")
+
+
+@pytest.mark.parametrize("compute", ["fp32", "fp16"])
+def test_word_embeddings_are_fp16_where_a_graph_would_be_too_large(
+    compute: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of bge-m3, bge-reranker-v2-m3 and multilingual-e5-large, whose FP32 weights exceed 2 GiB."""
+    import onnx
+    import torch
+
+    from qdqbench.quantize.graph import export
+
+    folder = write_known(tmp_path, "bge-reranker-v2-m3")
+    monkeypatch.setattr("qdqbench.quantize.models.load.LARGEST", 0)
+    model = load_model(str(folder), kind=RERANKING)
+    plan = plan_of(recipe_with("roberta-int8-linears"), model)
+    graph = export.finish_graph(export.trace(model, 20), plan, export.ExportSettings(20, compute, "channel"))
+    table = next(item for item in graph.graph.initializer if item.dims[:1] == [len(VOCABULARY)])
+    assert table.data_type == onnx.TensorProto.FLOAT16
+    export.save(graph, tmp_path / "model.onnx", "")
+    batch = {name: array for name, array in padded_batch().items() if name != "token_type_ids"}
+    with torch.inference_mode():
+        logits = model(**{name: torch.from_numpy(array) for name, array in batch.items()}).logits.numpy()
+    np.testing.assert_allclose(run_onnx(graph, batch), logits, atol=1e-5 if compute == "fp32" else 2e-2)
