@@ -88,7 +88,7 @@ def trace(
     device, inputs = next(model.parameters()).device, list(family_of(model.config).inputs)
     ids = torch.ones(2, 16, dtype=torch.long, device=device)
     with unprinted(), tempfile.TemporaryDirectory(prefix="qdqbench-trace-") as folder:
-        path = Path(folder) / "model.onnx"  # beside which torch writes weights beyond protobuf's limit
+        path = Path(folder) / "model.onnx"  # torch writes weights next to it if they exceed 2 GiB
         warnings.simplefilter("ignore")  # the exporter's advice on its own deprecation
         try:
             torch.onnx.export(
