@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import onnx
 
@@ -111,7 +111,8 @@ def trace(
             raise UserError(f"ONNX export failed in torch: {type(error).__name__}: {error}") from error
         traced = onnx.load(path)
     if is_large(model):
-        halve_table(traced, tuple(model.get_input_embeddings().weight.shape))
+        table: Any = model.get_input_embeddings().weight
+        halve_table(traced, tuple(table.shape))
     name_runs(traced.graph, model)
     constants_to_initializers(traced)
     drop_noop_casts(traced)

@@ -147,7 +147,7 @@ def choose_prompts(name: str, revision: str | None, asked: Sequence[str], column
     with quiet("transformers"), explain_load_errors(name):
         folder = read_sentence_folder(name, model_commit(name, revision))
     known = folder.prompts if folder else {}
-    chosen = [*asked] or [*filter(None, [folder and folder.default_prompt])]
+    chosen = [*asked] or ([folder.default_prompt] if folder and folder.default_prompt else [])
     if unknown := [each for each in chosen if each not in known and re.fullmatch(r"[\w-]+", each)]:
         raise UserError(
             f"model {name} has no prompt {unknown[0]!r}; it has {name_list(known) or 'none'}. "
