@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 
+from qdqbench._options import RunOptions
 from qdqbench.quantize.models.identity import Pooling, choose_prompts, embedding_notes, model_fingerprint
 from qdqbench.quantize.models.load import load_model, load_tokenizer
 from qdqbench.quantize.models.modules import module_table
@@ -266,3 +267,7 @@ class TestPrompts:
         with pytest.raises(UserError) as error:
             choose_prompts(str(folder), None, asked, 1)
         assert told in str(error.value)
+
+    def test_a_classifier_has_none(self) -> None:
+        with pytest.raises(UserError, match="--prompt is of embedding models; drop it"):
+            RunOptions(prompt=["query: "]).config(recipe_with(), "")
