@@ -153,6 +153,9 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
         "Maximum sequence length in tokens; optimization profiles follow (default: the recipe's).", ge=8
     )
     backend: BackendChoice | None = field("Runtime of the engine (default: the recipe's).")
+    prompt: list[str] | None = field(
+        "Prompt before each text of an embedder: a name that the model knows, or a text; twice for pairs."
+    )
     batch_size: int = field("Batch size of evaluations.", 32, ge=1)
     seed: int = field("Seed of everything random: samples, bootstrap, embedded default.", 0, ge=0)
 
@@ -172,7 +175,7 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
 
     def config(self, recipe: "Recipe", command: str) -> "RunConfig":
         """Return the configuration of a run; `UserError`s as `find_task`, and where options do not fit."""
-        from qdqbench.quantize.models.identity import has_pooling
+        from qdqbench.quantize.models.identity import choose_prompts, has_pooling
         from qdqbench.quantize.models.load import read_class_names
         from qdqbench.quantize.pipeline.session import RunConfig
         from qdqbench.quantize.tasks.rows import add_label_values
@@ -190,6 +193,11 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
                 task = add_label_values(task, self.data, read_class_names(model, self.revision, task.kind))
             if pooling or has_pooling(model, self.revision):
                 task = score_embeddings(task, self.metric or ())
+        if model is not None and task.kind.embeds:
+            prompts = choose_prompts(model, self.revision, self.prompt or (), len(task.text_columns))
+            task = task.model_copy(update={"prompts": prompts})
+        elif self.prompt:
+            raise UserError("--prompt is of embedding models; drop it")
         values = self.model_dump(include={"model", "revision", "data", "batch_size", "seed", "limit"})
         return RunConfig(recipe=recipe, task=task, pooling=pooling, command=command, **values)
 

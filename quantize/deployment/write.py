@@ -99,8 +99,7 @@ def _read_pooling(session: Session) -> identity.Pooling | None:
         return None
     name, revision = session.model_name, session.config.revision
     folder = identity.read_sentence_folder(name, identity.model_commit(name, revision))
-    saved = getattr(load_config(name, revision), identity.FIELD, None)
-    return identity.choose_pooling(name, folder, saved, session.config.pooling)
+    return identity.choose_pooling(name, folder, load_config(name, revision), session.config.pooling)
 
 
 @dataclass(frozen=True)
@@ -245,6 +244,7 @@ def _collect(
         **texts,
         "labels": model_json["labels"],
         "pooling": model_json["pooling"],
+        "prompts": [*dict.fromkeys(task.prompts)],
         "gpu": gpu_graph is not None,
         "gpu_model": MODEL if gpu_graph in (None, model) else GPU_MODEL,
         "engines": gpu_graph is not None or any(runtime.backend == "cuda" for runtime in runtimes),
@@ -332,6 +332,7 @@ def _describe_model(
         },
         "labels": read_labels(session),
         "pooling": pooling.model_dump(mode="json") if pooling else None,
+        "prompt": next(iter(session.config.task.prompts), ""),
         "max_length": length,
         "stride": length // OVERLAP if kind.windows else 0,  # tokens that windows share
         "truncation": texts["truncation"],

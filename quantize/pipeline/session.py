@@ -12,7 +12,13 @@ from qdqbench.quantize.calibration.bias import add_biases_temporarily
 from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
 from qdqbench.quantize.models.families.known import require_family
 from qdqbench.quantize.models.identity import Pooling, embedding_notes, model_fingerprint
-from qdqbench.quantize.models.load import load_matching_tokenizer, load_model, read_class_names, use_tanh_gelu
+from qdqbench.quantize.models.load import (
+    is_large,
+    load_matching_tokenizer,
+    load_model,
+    read_class_names,
+    use_tanh_gelu,
+)
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
@@ -126,7 +132,11 @@ class Session:
                 "FP32 alone; set it to 0"
             )
         if task.kind.embeds:
-            self._warn(embedding_notes(self.model_name, revision, recipe.export.max_length))
+            self._warn(embedding_notes(self.model_name, revision, recipe.export.max_length, task.prompts))
+        notes = [f"texts begin with {prompt!r}" for prompt in dict.fromkeys(task.prompts)]
+        if is_large(model):
+            notes.append("word embeddings are FP16: in FP32 a graph would exceed 2 GiB")
+        self.notes += [note for note in notes if note not in self.notes]
         require_fit(recipe, self.model_name, model.config)
         check_model_fits(task, model_labels=labels, problem_type=kind)
         return model

@@ -649,6 +649,9 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
     for start in range(0, len(split.dataset), TOKENIZER_ROWS):
         rows = split.dataset[start : start + TOKENIZER_ROWS]
         texts = [rows[name] for name in task.text_columns]
+        if task.prompts:
+            both = zip(task.prompts, texts, strict=True)
+            texts = [[f"{prompt}{text}" for text in column] for prompt, column in both]
         if task.kind.windows:
             _require_room(texts[0], task, tokenizer, max_length - special - max_length // OVERLAP - 1)
         elif len(texts) == 2 and apart == 1:

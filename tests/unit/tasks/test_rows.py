@@ -290,6 +290,13 @@ def test_encoding_in_chunks_changes_nothing(tmp_path, tokenizer, monkeypatch):
     assert [sample.input_ids.tolist() for sample in samples] == [ids.tolist() for ids in whole.input_ids]
 
 
+def test_prompts_begin_the_texts_of_their_column(tmp_path, tokenizer):
+    write(tmp_path / "validation.parquet", {"sentence1": ["good"], "sentence2": ["bad"], "label": [1.0]})
+    task = score_embeddings(STSB, ()).model_copy(update={"prompts": ("bad ", "")})
+    rows = [*data.iter_encoded(load(tmp_path, STSB), task, tokenizer, 128)]
+    assert [tokenizer.decode(row.input_ids[1:-1]) for row in rows] == ["bad good", "bad"]
+
+
 def test_max_length_without_room_and_slow_tokenizer(tmp_path, tokenizer):
     sst2(tmp_path / "validation.csv")
     split = load(tmp_path)
