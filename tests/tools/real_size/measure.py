@@ -89,16 +89,24 @@ def runs(given: argparse.Namespace) -> Iterator[Job]:
         own = "mpnet" if model == "mpnet" else "bert"
         if not tuned.is_dir() or (own == "mpnet" and recipe == "int8-linears-per-tensor"):
             continue
-        name = f"{model}-{task}-{own}-{recipe}" + (f"-seed-{seed}" if seed else "")
-        folder = work / name
-        command = [*PROGRAM, "run", f"{own}-{recipe}", "--model", str(tuned), "--task", task]
+        later = f"-seed-{seed}" if seed else ""
+        name, folder = f"{model}-{task}-{recipe}{later}", work / f"{model}-{task}-{recipe}{later}"
+        named_model = _link(tuned, work / "tuned" / f"{model}-{task}{later}")
+        command = [*PROGRAM, "run", f"{own}-{recipe}", "--model", str(named_model), "--task", task]
         command += ["--data", given.data]
         command += ["--out", str(folder), "--seed", str(seed), "--until", "engine", "--json"]
-        named = {backend: f"{name}-{backend}" for backend in BACKENDS[: 2 if own == "bert" else 1]}
         commands = [
-            ([*command, "--backend", backend], out / place / RESULTS) for backend, place in named.items()
+            ([*command, "--backend", backend], out / f"{name}-{backend}" / RESULTS)
+            for backend in BACKENDS[: 2 if own == "bert" else 1]
         ]
         yield Job(name, commands, printed=True, heavy=folder)
+
+
+def _link(model: Path, named: Path) -> Path:
+    """Return a model under the name that results are to have; its files are not copied."""
+    if not named.is_dir():
+        shutil.copytree(model, named, copy_function=os.link)
+    return named
 
 
 def do(job: Job, work: Path, until: float, first: "Future[str] | None") -> str:
