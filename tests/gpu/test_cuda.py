@@ -1,11 +1,13 @@
 """Kernels of backend cuda on a Hopper GPU: each against the interpreter, and whole engines."""
 
 import re
+from collections import Counter
 
 import numpy as np
 import onnx
 import pytest
 
+from qdqbench.eval.bench.results import read_bench, row_of
 from qdqbench.eval.verification.blocks import stitch
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.cuda.compile import CAPABILITY, list_kernels, load_nvrtc
@@ -13,7 +15,7 @@ from qdqbench.quantize.engine.cuda.interpret import compute, interpret
 from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Attention, Head, Linear
-from qdqbench.quantize.engine.cuda.runtime import CudaEngine, load_kernels
+from qdqbench.quantize.engine.cuda.runtime import PACKED, CudaEngine, choose_graph, fill, load_kernels
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, pack_tokens
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.runtime.runners import open_engine, open_runner
@@ -21,7 +23,7 @@ from qdqbench.quantize.models.families.known import family_named
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
-from ..integration.tiny import EVAL_ROWS, call, results
+from ..integration.tiny import EVAL_ROWS, call, call_alone, results
 from ..support.cuda_graphs import HEADS, batch_for, write_head, write_wide
 
 PROFILE = Profile((1, 1), (8, 64), (128, 512))
@@ -211,6 +213,74 @@ def test_a_runner_answers_batches_of_any_shape(case, tmp_path):
         times = runner.engine.kernel_times(batch, repeats=2)
         assert times.keys() == {row.name for row in runner.engine.kernels()}
         assert "GPU memory" in str(runner.engine.memory)
+
+
+@pytest.fixture(scope="module")
+def measured(sst2, tmp_path_factory):
+    """A bench of MiniLM with random weights, at fixed shapes and on texts."""
+    folder, options = tmp_path_factory.mktemp("bench") / "out", ["--set", "engine.backend=cuda"]
+    options += ["--recipe", "bert-int8-residual-fused", "--length", 32, "--length", 128, "--batch", 8]
+    options += ["--dataset", "sst2", "--data", sst2.data, "--tokenizer", sst2.model, "--dataset-batch", 8]
+    options += ["--rounds", 6, "--duration", 0.1]
+    for name in ("compile-fp16", "compile-fp16-eager", "autotune-fp16", "torch-fp16-eager"):
+        options += ["--exclude", name]
+    done = call_alone("bench", "--model", "minilm", "--out", folder, *options)
+    assert done.code == 0, done.err
+    return read_bench(folder / "bench.json")
+
+
+def test_a_bench_has_kernels_beside_all_others_on_one_footing(measured):
+    assert len(measured.configs) == 3
+    assert measured.systems[0].backend.startswith("cuda ")
+    for config in measured.configs:
+        row, peer = row_of(config, "int8"), row_of(config, "unpadded-fp16")
+        assert row is not None, [each.reason for each in config.rows]
+        assert row.int8_gemms == row.expected_int8_gemms == 6 * (6 + 2)  # linears, and products of attention
+        for each in (row, peer):
+            assert "CUDA graph" in each.detail
+            assert ("the fastest size" in each.detail) == (config.kind == "dataset")
+            assert {rate.streams for rate in each.throughput} == ({1, 2} if config.kind == "fixed" else set())
+        launches = 1 if config.kind == "fixed" else int(row.detail.split()[2])
+        counts = Counter[str]()
+        for name, count in row.kernels.names.items():
+            if found := re.match(r"(gemm|attention|norm|embed)_\d", name):
+                counts[found[1]] += count
+        per_launch = {"gemm": 24, "attention": 6, "norm": 12, "embed": 1}
+        assert counts == {name: count * launches for name, count in per_launch.items()}
+        assert (row.kernels.fused_attention, row.kernels.fp32_gemms) == (6 * launches, 0)
+        precision = {about.name: about.precision for about in measured.systems}
+        floats = [each for each in config.rows if each.status == "done" and precision[each.system] != "int8"]
+        assert config.headline.baseline == min(floats, key=lambda each: each.median_ms).system
+        other = [each for each in config.rows if each.system.startswith("int8-")]
+        assert all(each.status == "done" or each.reason for each in other)
+
+
+def test_lanes_of_several_streams_do_not_disturb_each_other(case):
+    """Graphs with buffers of their own run at once, and each answers as it does alone."""
+    import torch
+
+    graph, _, engine = case
+    batches = [batch_for(graph, (64,) * 8, seed) for seed in range(3)]
+    tokens = [pack_tokens(engine.plan, engine.arrays, batch) for batch in batches]
+    sizes = choose_graph(tokens[0])
+    bounds, alone = [engine.bind(512, 8, *sizes[2:]) for _ in batches], []
+    for bound, packed in zip(bounds, tokens, strict=True):
+        host = np.zeros(5 * 512 + 9, np.int32)
+        fill(host, packed, 512, 8)
+        bound.inputs[PACKED].copy_(torch.from_numpy(host))
+        torch.cuda.synchronize()
+        bound.launch()
+        torch.cuda.synchronize()
+        alone.append({name: value.clone() for name, value in bound.outputs.items()})
+        wanted = engine.run(batches[len(alone) - 1])
+        for name, answer in alone[-1].items():
+            assert np.abs(answer.cpu().numpy() - wanted[name]).max() <= 1e-3 * np.abs(wanted[name]).max()
+    for _ in range(50):
+        for bound in bounds:
+            bound.launch()
+    torch.cuda.synchronize()
+    for bound, answers in zip(bounds, alone, strict=True):
+        assert all(torch.equal(bound.outputs[name], answer) for name, answer in answers.items())
 
 
 def test_a_whole_run_is_proven_verified_and_evaluated(sst2, tmp_path, capsys):

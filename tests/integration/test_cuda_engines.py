@@ -1,37 +1,21 @@
 """Whole runs with backend cuda: without a GPU, and with the interpreter in the place of a GPU's kernels."""
 
 import json
+import sys
+from collections import Counter
 
 import numpy as np
 import pytest
+import torch
 
-from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, Kernel, Signature
+from qdqbench.eval.bench.gpu import kernels_in
+from qdqbench.eval.bench.measure import WallTimer
 from qdqbench.quantize.engine.cuda import file as files
 from qdqbench.quantize.engine.cuda.compile import list_kernels
-from qdqbench.quantize.engine.cuda.file import list_rows, read_file
-from qdqbench.quantize.engine.cuda.interpret import interpret
 from qdqbench.quantize.utils.errors import MissingDevice
-from qdqbench.quantize.utils.system.gpu import Gpu
 
+from ..support.interpreted import H200, load_interpreted, use_host
 from .tiny import EVAL_ROWS, fine, results
-
-H200 = Gpu("NVIDIA H200", "9.0", None)
-
-
-class Interpreted(CompiledModel):
-    """The plan of an engine file, computed by NumPy."""
-
-    def __init__(self, path):
-        self.plan, self.arrays, _ = read_file(path)
-        self.inputs = {name: Signature(np.dtype(np.int64), (None, None)) for name in self.plan.inputs}
-        self.outputs = [*(each.name for each in self.plan.head.answers), *self.plan.states]
-        self._lanes = [lambda feeds: interpret(self.plan, self.arrays, feeds)]
-
-    def blob(self):
-        raise NotImplementedError
-
-    def kernels(self):
-        return [Kernel(row, 0.5) for row in list_rows(self.plan)]
 
 
 @pytest.fixture
@@ -54,13 +38,36 @@ def hopper(monkeypatch, without_nvrtc):
         "quantize.pipeline.inspect_target",
     ):
         monkeypatch.setattr(f"qdqbench.{module}.find_gpu", lambda: H200)
-    monkeypatch.setattr(
-        "qdqbench.quantize.engine.runtime.runners.load_kernels", lambda path: (Interpreted(path), 1_000_000)
-    )
+    monkeypatch.setattr("qdqbench.quantize.engine.runtime.runners.load_kernels", load_interpreted)
+    return monkeypatch
+
+
+def bench_of(qdqbench, out, monkeypatch):
+    """Measure on that GPU: what is built beforehand fails, and times are the host's."""
+    use_host(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name, stand_in in {
+        "run.find_gpu": lambda: H200,
+        "run.gpu_uuid": lambda: None,
+        "gpu.find_gpu": lambda: H200,
+        "gpu.load_nvrtc": lambda: None,
+        "gpu.load_kernels": load_interpreted,
+        "gpu.COMMAND": (sys.executable, "-c", ""),
+        "gpu.kernels_of": lambda lane: kernels_in(Counter({"attention_64_fp16_short": 2})),
+        "measure.CudaTimer": WallTimer,
+    }.items():
+        monkeypatch.setattr(f"qdqbench.eval.bench.{name}", stand_in)
+    options = ["--no-baselines", "--no-fp32", "--engine-shapes", "recipe", "--length", 16, "--batch", 3]
+    options += ["--dataset", "sst2", "--dataset-batch", 8, "--rounds", 2, "--iterations", 2]
+    for name in ("fp16", "int8-tensorrt_rtx"):
+        options += ["--exclude", name]
+    done = qdqbench("bench", out, *options, "--json")
+    assert done.code == 0, done.err
+    return json.loads(done.out)
 
 
 @pytest.mark.parametrize("recipe", ["int8-linears", "int8-ffn"])
-def test_an_engine_is_proven_verified_and_evaluated(recipe, sst2, tmp_path, qdqbench, hopper):
+def test_an_engine_is_proven_verified_evaluated_and_timed(recipe, sst2, tmp_path, qdqbench, hopper):
     out = tmp_path / "run"
     fine(qdqbench("run", recipe, *sst2.options, "--backend", "cuda", "--out", out))
     found = results(out)
@@ -88,6 +95,18 @@ def test_an_engine_is_proven_verified_and_evaluated(recipe, sst2, tmp_path, qdqb
     assert told["time"]["total"] == pytest.approx(0.5 * len(engine["layers"]))
     assert qdqbench("inspect", out, "--profile", "cpu").code == 1
     assert "backend cuda, whose kernels write no tensors" in qdqbench("inspect", out, "--bisect").err
+
+    if recipe == "int8-ffn":
+        return
+    bench = bench_of(qdqbench, out, hopper)
+    assert [system["label"] for system in bench["systems"]] == ["INT8 CUDA kernels"]
+    for config in bench["configs"]:
+        (row,) = config["rows"]
+        assert (row["status"], row["int8_gemms"]) == ("done", engine["int8_gemms"])
+        assert "packed tokens" in row["detail"]
+        assert row["kernels"]["fused_attention"] == 2
+    assert {rate["streams"] for rate in bench["configs"][0]["rows"][0]["throughput"]} == {1, 2}
+    assert not [path for path in (out / "bench").iterdir() if path.suffix in (".engine", ".onnx")]
 
 
 def test_without_a_gpu_the_engine_is_built_and_proven(sst2, tmp_path, qdqbench, without_nvrtc):

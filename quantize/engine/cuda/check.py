@@ -1,4 +1,4 @@
-"""The shapes that kernels rely on: a plan and its arrays are held to each other before anything runs."""
+"""Check the shapes that kernels rely on, in a plan and its arrays, before anything runs."""
 
 from collections.abc import Iterator, Mapping
 

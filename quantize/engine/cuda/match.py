@@ -21,7 +21,6 @@ from qdqbench.quantize.models.attention import MASK_FILL
 from qdqbench.quantize.models.inputs import MASK, TOKENS
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import FP16_MAX
 from qdqbench.quantize.utils.names import name_list
 
 _CODES = " codes"  # behind the owner of nodes that round its tensor
@@ -37,9 +36,9 @@ class Match:
     """A plan and the numbers of the file, before they are packed for kernels.
 
     Args:
-        constants: `LINEAR.weight` [N, K], `.weight_scale`, `.input_scale`, `.bias` and `.residual`;
-            `ATTENTION.factor`, the scales of softmax and v; `TENSOR.multiplier`, factors of smoothing over
-            the scale of a QuantizeLinear; tables and vectors of the rest as the plan names them.
+        constants: `LINEAR.weight` [N, K], `.weight_scale`, `.input_scale`, `.bias` and `.residual`.
+            `ATTENTION.factor` holds the scales of softmax and v. `TENSOR.multiplier` holds factors of
+            smoothing over the scale of a QuantizeLinear. The plan names tables and vectors of the rest.
     """
 
     plan: Plan
@@ -153,8 +152,8 @@ class _Matcher(Cover):
             source, factors = self.operands(mul, 0, 1)
         if self.kind(source) == "Clip":
             covered.append(clip := self.take(source, "Clip", shared=True))
-            if [float(self.constant(clip, position)) for position in (1, 2)] != [-FP16_MAX, FP16_MAX]:
-                refuse("its range is not that of FP16", clip)
+            if any(clip.input[1:]):
+                refuse("it has bounds", clip)
             source = clip.input[0]
         for node in covered:  # by the kernel that writes the tensor
             self.owners[node.output[0]] = source + _CODES
@@ -185,7 +184,7 @@ class _Matcher(Cover):
         return {"half": source if wanted.half else None, "codes": tuple(wanted.codes.values())}
 
     def _output(self, source: str, wanted: _Wanted, width: int, name: str, one: bool = True) -> str:
-        """Return the one tensor that a kernel writes; codes beside FP16, or of a sum, get their own."""
+        """Return the one tensor that a kernel writes; codes next to FP16, or of a sum, get their own."""
         if one and not wanted.half and len(wanted.codes) == 1:
             return str(self._write(source, wanted, width)["codes"][0])
         wanted.half = True

@@ -158,7 +158,7 @@ Operation = Annotated[
 
 
 class Plan(Frozen):
-    """Everything that an engine computes; weights are in the arrays beside it.
+    """Everything that an engine computes; weights are in the arrays next to it.
 
     A graph that is cut to be verified has as many states given as it gives: FP16 tensors.
     """

@@ -54,9 +54,10 @@ _COSTS = {
 }
 _NORM_BLOCKS = 4  # of a multiprocessor; a block takes four tokens at a time
 _KEYS = 128  # of a step of an attention block
-_MOST_KEYS = 3 * _KEYS  # that it holds in shared memory
+_MOST_KEYS = 4 * _KEYS  # that it holds in shared memory
 _WINDOW = 64  # tokens of an attention block
 _MOST_GRAPHS = 256
+PACKED = "packed"  # the one input of what is bound
 _MARK = "plan: "  # before the name of an operation in a profile
 _Around = Callable[[Operation], AbstractContextManager[None]]
 
@@ -146,6 +147,23 @@ def load_kernels(path: Path) -> tuple["CudaEngine", int]:
     except QdqError as error:
         raise MissingDevice(f"{path} cannot be loaded here ({error}); update the driver") from error
     return engine, max(0, free - torch.cuda.mem_get_info()[0])
+
+
+@dataclass
+class BoundTokens:
+    """Launches of one size with buffers, a stream and a CUDA graph of their own; several run at once."""
+
+    inputs: dict[str, Any]  # PACKED: as `fill` fills it
+    outputs: dict[str, Any]
+    stream: Any
+    _graph: Any
+    detail = "CUDA graph"
+
+    def launch(self) -> None:
+        import torch
+
+        with torch.cuda.stream(self.stream):
+            self._graph.replay()
 
 
 class CudaEngine(CompiledModel):
@@ -248,7 +266,7 @@ class CudaEngine(CompiledModel):
         else:
             while len(self._graphs) >= _MOST_GRAPHS:
                 self._graphs.popitem(last=False)
-            self._graphs[key] = self._capture(*key)
+            self._graphs[key] = self._capture(*key, self._pool)
         graph, staging, answers = self._graphs[key]
         staging[1].synchronize()  # the last copy out of the host's buffer is over
         fill(staging[0].numpy(), tokens, *key[:2])
@@ -262,6 +280,16 @@ class CudaEngine(CompiledModel):
         count = len(tokens.ids) if by_token else len(tokens.starts) - 1
         host = {name: value[:count].cpu().numpy() for name, value in answers.items()}
         return {name: spread(value, tokens) for name, value in host.items()} if by_token else host
+
+    def bind(self, tokens: int, rows: int, longest: int, reach: int) -> BoundTokens:
+        """Return launches of up to so many tokens, a multiple of 64; of the rest see `choose_graph`."""
+        import torch
+
+        pool = torch.cuda.graph_pool_handle()  # graphs of one pool must not run at once
+        graph, (_, _, device), answers = self._capture(tokens, rows, longest, reach, pool)
+        torch.cuda.synchronize()
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        return BoundTokens({PACKED: device}, answers, stream, graph)
 
     def load(self, tokens: Tokens) -> _Rows:
         """Return inputs on the GPU, for a run without a CUDA graph."""
@@ -277,7 +305,9 @@ class CudaEngine(CompiledModel):
             given[name] = torch.from_numpy(padded).cuda()
         return _split(torch.from_numpy(host).cuda(), bucket, longest, reach, given)
 
-    def _capture(self, tokens: int, rows: int, longest: int, reach: int) -> tuple[Any, Any, dict[str, Any]]:
+    def _capture(
+        self, tokens: int, rows: int, longest: int, reach: int, pool: Any
+    ) -> tuple[Any, Any, dict[str, Any]]:
         import torch
 
         host = torch.zeros(5 * tokens + rows + 1, dtype=torch.int32).pin_memory()
@@ -290,7 +320,7 @@ class CudaEngine(CompiledModel):
             self.forward(inputs)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=pool):
             answers = self.forward(inputs)
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
@@ -463,29 +493,27 @@ class CudaEngine(CompiledModel):
         from torch.nn import functional
 
         x = values[operation.input]
-        first, stop = rows.bounds[:-1].long(), rows.bounds[1:].long()
         match operation.pooling:
             case "first":
-                x = x[first.clamp(max=len(x) - 1)].float()
+                x = x.index_select(0, rows.bounds[:-1].clamp(max=len(x) - 1))
             case "last":
-                x = x[(stop - 1).clamp(min=0)].float()
+                x = x.index_select(0, (rows.bounds[1:] - 1).clamp(min=0))
             case "mean":
                 x = torch.segment_reduce(x.float(), "mean", offsets=rows.bounds.long(), axis=0)
-            case "tokens":
-                x = x.float()
         for number, step in enumerate(operation.steps):
             match step.kind:
                 case "dense":
                     weight, bias = (
                         self._arrays[f"{operation.name}.{number}.{part}"] for part in ("weight", "bias")
                     )
-                    x = functional.linear(x.half(), weight, bias).float()
+                    x = functional.linear(x.half(), weight, bias)
                 case "tanh" | "relu" | "sigmoid":
                     x = getattr(torch, step.kind)(x)
                 case "gelu" | "gelu_tanh":
                     x = functional.gelu(x, approximate="tanh" if step.kind == "gelu_tanh" else "none")
                 case "normalize":
-                    x = functional.normalize(x, dim=1)
+                    x = functional.normalize(x.float(), dim=1)
+        x = x.float()
         return {each.name: x if each.column is None else x[:, each.column] for each in operation.answers}
 
     def _at(self, name: str) -> int:
