@@ -36,7 +36,15 @@ def recipes_list(
 
     rows = list_shipped(None if model is None else family_of(load_config(model)))
     if json:
-        figures = ([figure.model_dump(mode="json") for figure in row.figures] for row in rows)
+        figures = (
+            [
+                figure.model_dump(mode="json")
+                | {"mean": figure.mean and figure.mean.model_dump(mode="json")}
+                | {"held_out": figure.held_out and figure.held_out.model_dump(mode="json")}
+                for figure in row.figures
+            ]
+            for row in rows
+        )
         show_json(
             Recipes(recipes=[row._asdict() | {"figures": of} for row, of in zip(rows, figures, strict=True)])
         )
@@ -129,16 +137,16 @@ def _print_recipes(rows: "Sequence[Shipped]") -> None:
 
     from qdqbench.quantize.recipe import shipped
 
-    to, table = console(), Table(box=None)
-    for title in ("recipe", "on", "accuracy, worst", "speed-up"):
-        table.add_column(title, no_wrap=True)
+    to, table = console(), Table(box=None, padding=(0, 1, 0, 0))
+    for title in ("recipe", "on", *shipped.TITLES):
+        table.add_column(title, no_wrap=title == "recipe")
     for row in rows:
         if not row.figures:
             on = ", ".join(f"{shipped.DEVICES[device]} *" for device in row.start_on)
-            table.add_row(row.recipe, on, shipped.NOT_MEASURED, shipped.NOT_MEASURED, style="dim")
+            table.add_row(row.recipe, on, style="dim")
         for number, figure in enumerate(row.figures):
             on = f"{shipped.DEVICES[figure.device]}{' *' if figure.device in row.start_on else ''}"
-            cells = shipped.format_worst(figure), shipped.format_speed(figure)
+            cells = (cell.replace(shipped.NOT_MEASURED, "") for cell in shipped.format_figure(figure))
             table.add_row("" if number else row.recipe, on, *cells)
     to.print(table)
     measured = [figure for row in rows for figure in row.figures]

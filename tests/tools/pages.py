@@ -255,8 +255,7 @@ def supported_page() -> str:
         [
             f"`{figure.recipe}`",
             shipped.DEVICES[figure.device],
-            shipped.format_worst(figure),
-            shipped.format_speed(figure),
+            *shipped.format_figure(figure),
             ", ".join(dict.fromkeys(f"{row.task} (n = {row.n})" for row in figure.accuracy)),
             ", ".join(dict.fromkeys(row.model for row in figure.accuracy)),
         ]
@@ -271,7 +270,7 @@ def supported_page() -> str:
         "From `recipes/figures.json`, which `tests/tools/tables.py` writes. A recipe that is not here was",
         "not measured in the form that is shipped.",
         "",
-        *table(["recipe", "on", "accuracy, worst task", "speed-up", "tasks", "models"], rows),
+        *table(["recipe", "on", *shipped.TITLES, "tasks", "models"], rows),
     ]
     return "\n".join(lines) + "\n"
 
