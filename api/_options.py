@@ -1,5 +1,6 @@
 """Options of every command and of the function that does the same: said once, in the order of `--help`."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +24,16 @@ if TYPE_CHECKING:
 MIN_ROWS = 4  # train rows that can be divided
 REVISION = "Branch, tag or commit of a hub model (default: its default branch)."
 POSITIONAL: Any = {"positional": True}  # of a field that is an argument on the command line
+
+
+def save_data(value: Any) -> Any:
+    """Return a path as it is given; rows in memory are saved in `runs/data`, and theirs is returned."""
+    if value is None or isinstance(value, str | os.PathLike):
+        return value
+    from qdqbench.quantize.pipeline.ownership import RUNS
+    from qdqbench.quantize.tasks.memory import save_rows
+
+    return save_rows(value, RUNS / "data")
 
 
 class PoolingOptions(Options):
@@ -53,6 +64,15 @@ class TaskOptions(Options):
     label_column: str | None = field("Label column of your own data.")
     num_labels: int | None = field("Classes of your own data; 1 is regression.", ge=1)
     metric: list[str] | None = field("Metric of your own data; repeatable, the first is primary.")
+
+    _save_data = field_validator("data", mode="before")(save_data)
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _refuse_object(cls, value: Any) -> Any:
+        if hasattr(value, "save_pretrained"):
+            raise ValueError("is in memory; save it and its tokenizer, and give the folder")
+        return value
 
     def find_task(self) -> "Task":
         """Return the task, without model and task the embedded default's; errors as `tasks.task.get_task`."""
@@ -321,3 +341,4 @@ class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
     build_only: bool = field("Only export, build and compile, for a bench that follows; on a GPU.", False)
     exclude: list[str] | None = field("System to leave out, by its name in bench.json; repeatable.")
     seed: int = field("Seed of weights, inputs and bootstrap.", 0, ge=0)
+    _save_data = field_validator("data", mode="before")(save_data)

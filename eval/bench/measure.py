@@ -106,6 +106,7 @@ class Effort:
     streams: tuple[int, ...] = (1,)
     least: int = 5  # launches per round, where they take at most twice the seconds
     rest_s: float = 0.0  # before each burst
+    warm: int = WARM_LAUNCHES  # before every burst
 
 
 # rounds are balanced for two systems; on a CPU, which others use too, more of them
@@ -210,7 +211,7 @@ def _pace(system: ReadySystem, effort: Effort) -> tuple[int, int]:
     """Return launches of every burst, warm ones and timed ones, from the time that a warm launch takes."""
     lane, timer = system.lanes[0], system.timer
     each = timer.latencies(lane, 1)[0]
-    warm = WARM_LAUNCHES if each < SLOW_MS else 0
+    warm = effort.warm if each < SLOW_MS else 0
     if warm:
         timer.latencies(lane, warm)
     if effort.iterations is not None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -282,6 +283,8 @@ def _measure_config(
     streams = () if split else tuple(options.streams)
     least, rest_s = (1 if split else CPU_LEAST, CPU_REST_S) if on_cpu else (Effort.least, 0.0)
     effort = Effort(options.rounds, options.duration_s, options.iterations, streams, least, rest_s)
+    if options.quick and on_cpu:
+        effort = replace(effort, least=1, warm=1)
     label = f"b{config.batch} {'data set' if split else f's{config.length}'}"
     with here.stack as stack:
         stack.callback(gc.collect)

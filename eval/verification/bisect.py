@@ -24,9 +24,10 @@ from qdqbench.eval.verification.engine import batch_of, block_cases, engine_of, 
 from qdqbench.quantize.engine.cuda.file import list_rows
 from qdqbench.quantize.engine.cuda.interpret import compute
 from qdqbench.quantize.engine.cuda.match import match_graph
+from qdqbench.quantize.engine.cuda.model import load_kernels
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Linear, Operation
-from qdqbench.quantize.engine.cuda.runtime import CudaEngine, load_kernels
+from qdqbench.quantize.engine.cuda.runtime import CudaEngine
 from qdqbench.quantize.engine.cuda.tokens import pack_tokens
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex, module_of, tensor_values

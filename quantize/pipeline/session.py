@@ -45,6 +45,7 @@ class RunConfig(Strict):
     task: Task
     revision: str | None = None  # of a hub model: branch, tag or commit; None: its default branch
     pooling: Pooling | None = None  # of a plain encoder that is measured as an embedding model
+    calibrated: bool = False  # its scales are in `calibration.json` of the model's folder
     data: str  # "hub", "hub:OWNER/NAME", either with "@REVISION", or a folder
     limit: int | None = None  # evaluate on this many samples only
     batch_size: int = 32
@@ -199,7 +200,7 @@ class Session:
         if self.config.model is None:
             return
         self.plan  # noqa: B018
-        if calibrates and self.recipe.quantizes:
+        if calibrates and self.recipe.quantizes and not self.config.calibrated:
             known = [*self.notes], [*self.warnings]
             self.calibration_batches()
             self.notes, self.warnings = known  # what there is to note is noted by the stage that calibrates

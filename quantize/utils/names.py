@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 DEFAULT_RECIPE = "int8-linears"  # of the model's family, for commands that are not given one
+DEFAULT_QAT = "int8-attention-qat"
 MAX_NAMED = 12  # offenders named in one sentence before "and N more"
 
 

@@ -32,6 +32,9 @@ from qdqbench.eval.selection.auto.results import Auto
 from qdqbench.eval.selection.methods import Methods
 from qdqbench.eval.selection.search.results import Search
 from qdqbench.eval.selection.sensitivity.results import Sensitivity
+from qdqbench.quantize.engine.cuda import match
+from qdqbench.quantize.engine.cuda import names as cuda
+from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS
 from qdqbench.quantize.engine.diagnose.findings import LOG_FINDINGS, SIGNS, WORDS
 from qdqbench.quantize.graph.check.codes import CODES
 from qdqbench.quantize.models.families.known import FAMILIES
@@ -204,8 +207,25 @@ def supported_page() -> str:
     """Return the body of support.md: families, their model types and recipes, and kinds of tasks."""
     free, names = family_free_recipes(), [family.name for family in FAMILIES]
     lines = []
-    rows = [[family.name, _list(family.model_types), _list(family.inputs)] for family in FAMILIES]
-    lines += table(["family", "`model_type` in config.json", "inputs of the graph"], rows)
+    rows = [
+        [
+            family.name,
+            _list(family.model_types),
+            _list(family.inputs),
+            "all of its recipes" if family.name in match.FAMILIES else "",
+        ]
+        for family in FAMILIES
+    ]
+    header = ["family", "`model_type` in config.json", "inputs of the graph", "backend `cuda`"]
+    lines += table(header, rows)
+    heads = " or ".join(map(str, cuda.ATTENTION_SIZES))
+    lines += [
+        "",
+        "The other backends take all families. Backend `cuda` takes all kinds of tasks of those it covers, "
+        f"on compute capability {cuda.CAPABILITY}. It has INT8 attention for heads of {heads} channels. INT8 "
+        f"linears have multiples of {cuda.LINEAR_STEP} channels, and a LayerNorm up to "
+        f"{128 * cuda.NORM_PARTS[-1]:,}. A batch has up to {MOST_TOKENS:,} tokens.",
+    ]
     for family in FAMILIES:
         if family.needs:
             needs = ", ".join(f"`{name}` {values[0]}" for name, values in family.needs.items())

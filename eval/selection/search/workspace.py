@@ -28,7 +28,7 @@ from qdqbench.quantize.calibration.record import (
 )
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.build import require_int8
-from qdqbench.quantize.engine.cuda.compile import ATTENTION_SIZES, CAPABILITY
+from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES, CAPABILITY
 from qdqbench.quantize.engine.profiles import choose_profile
 from qdqbench.quantize.models.families.family import ENCODER_KINDS, Family, Place
 from qdqbench.quantize.models.families.known import family_named, family_of

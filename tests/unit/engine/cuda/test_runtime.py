@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.quantize.engine.cuda.compile import TILES
+from qdqbench.quantize.engine.cuda.names import TILES
 from qdqbench.quantize.engine.cuda.plan import Answer, Embed, Head, Plan, Tensor
 from qdqbench.quantize.engine.cuda.runtime import (
     PACKED,
