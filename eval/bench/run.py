@@ -411,7 +411,7 @@ def _notes(target: Target, options: BenchPlan, backend: tuple[str, str], capabil
     if target.about.random_weights:
         notes.append("random weights: latency is that of the shape, accuracy means nothing")
     if options.device == "gpu":
-        return notes + find_hazards(*backend, capability)
+        return notes + (find_hazards(*backend, capability) if backend[1] else [])
     on_cpu = "measured on a CPU: says nothing about a GPU"
     busy = [] if options.quick else busy_notes()  # after the stages of a run any CPU was busy
     return [*notes, *cpu_hazards(find_cpu()), on_cpu, *busy]
