@@ -12,7 +12,7 @@ from qdqbench._progress import draw_texts, shown
 from qdqbench.eval.bench.cpu import CpuWork
 from qdqbench.eval.bench.gpu import GpuWork, background, start_compiles, start_export
 from qdqbench.eval.bench.report import write_bench_reports
-from qdqbench.eval.bench.results import BENCH_FILE, Bench, write_bench
+from qdqbench.eval.bench.results import BENCH_FILE, TENSORRT_SYSTEMS, Bench, write_bench
 from qdqbench.eval.bench.run import require_gpu, run_bench
 from qdqbench.eval.bench.systems import TABLE, BenchPlan, own_backend
 from qdqbench.eval.bench.target import (
@@ -85,14 +85,12 @@ def bench(  # noqa: PLR0913
     choice = own_recipe.engine.backend
     if cpu := options.cpu or preferred_backend(choice) in CPU_BACKENDS:
         own_backend(choice)
-    if choice == "cuda" and not cpu:
-        raise UserError("bench builds its systems with TensorRT or TensorRT-RTX; set another engine.backend")
     backend = ("", "") if cpu else require_gpu(choice)
     if options.extra_recipe and (path or cpu):
         raise UserError("--extra-recipe belongs to --model on a GPU: other recipes of the model measured")
     if cpu and options.build_only:
         raise UserError("--build-only belongs to a bench on a GPU")
-    known = dict.fromkeys(system.name for system in TABLE)
+    known = dict.fromkeys([*(system.name for system in TABLE), *TENSORRT_SYSTEMS])
     if unknown := sorted({*(options.exclude or ())} - {*known}):
         raise UserError(f"--exclude {', '.join(unknown)}: no system is called that, but {', '.join(known)}")
     plan = _plan(options, cpu)

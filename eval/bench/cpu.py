@@ -5,9 +5,8 @@ import io
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -17,12 +16,11 @@ from qdqbench.eval.bench.results import BenchRow
 from qdqbench.eval.bench.target import RANDOM_BATCH, RANDOM_SAMPLES, Target
 from qdqbench.quantize.engine import cpu_runtimes
 from qdqbench.quantize.engine.sidecar import sidecar_path
-from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.models.inputs import MASK
 from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Batch, Float32
-from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.utils.limits import BackendName
 from qdqbench.quantize.utils.results import EngineResult
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
@@ -32,7 +30,7 @@ NNCF_LONGEST = 128  # tokens of a random calibration sample
 
 @dataclass
 class CpuWork(systems.SharedWork):
-    graphs: dict[str, Path] = field(default_factory=dict)  # INT8, in the form of each backend
+    pass
 
 
 @dataclass
@@ -80,7 +78,7 @@ def _int8_runs(here: systems.Preparation[CpuWork], system: systems.System) -> Cp
         compute, path = artifacts.cpu_compute(session.recipe), artifacts.engine_file(session.folder, engine)
         lanes = _compiled_lanes(here, backend, path.read_bytes(), compute, blob=True)
         return CpuRuns(lanes, f"engine of the run, {compute.upper()} where not INT8", engine)
-    graph = _int8_graph(here, backend)
+    graph = here.target.int8_graph(backend)
     shape = config.split.task if config.split else f"s{config.length}"
     path = here.folder / f"int8.{backend}.b{config.batch}.{shape}.engine"
     if not here.options.keep_engines:
@@ -91,20 +89,6 @@ def _int8_runs(here: systems.Preparation[CpuWork], system: systems.System) -> Cp
     built = measure.build_ready(measure.ReadyGraph.of(graph, session.plan), path, backend, profiles, compute)
     lanes = _compiled_lanes(here, backend, path.read_bytes(), compute, blob=True)
     return CpuRuns(lanes, f"{compute.upper()} where not INT8", built)
-
-
-def _int8_graph(here: systems.Preparation[CpuWork], backend: BackendName) -> Path:
-    session, graphs = here.target.session, here.work.graphs
-    if not graphs:
-        recipe = session.recipe
-        traced = trace(session.fake_quant_model, recipe.export.opset, session.config.task.kind.outputs)
-        for name in CPU_BACKENDS:
-            graphs[name] = path = here.folder / f"model.int8.{name}.onnx"
-            path.parent.mkdir(exist_ok=True)
-            write_graph(traced, session.plan, ExportSettings.of(recipe, name), path)
-            if not here.options.keep_engines:
-                here.target.stack.callback(path.unlink, missing_ok=True)
-    return graphs[backend]
 
 
 def _export_runs(here: systems.Preparation[CpuWork], system: systems.System) -> CpuRuns:

@@ -11,6 +11,7 @@ Each prints a line of JSON, {"error": ""}.
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -27,14 +28,20 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from qdqbench.eval.bench import measure, peers, systems
 from qdqbench.eval.bench.results import BenchKernels, BenchRow
 from qdqbench.eval.bench.target import Target, model_target, recipe_for
+from qdqbench.quantize.engine.backend import gpu_backend
 from qdqbench.quantize.engine.cpu_runtimes import Compute
+from qdqbench.quantize.engine.cuda.compile import load_nvrtc
+from qdqbench.quantize.engine.cuda.model import load_kernels
+from qdqbench.quantize.engine.cuda.names import CAPABILITY
+from qdqbench.quantize.engine.cuda.runtime import PACKED, CudaEngine, choose_graph, fill
+from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, Tokens, count_positions
 from qdqbench.quantize.engine.profiles import Profile, choose_profile
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.sidecar import check_sidecar, sidecar_path
@@ -42,10 +49,12 @@ from qdqbench.quantize.models.families.known import family_named
 from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.limits import BackendChoice
+from qdqbench.quantize.utils.arrays import Int32, Int64
+from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, QdqError, UserError
+from qdqbench.quantize.utils.limits import BackendChoice, BackendName
 from qdqbench.quantize.utils.results import EngineResult
 from qdqbench.quantize.utils.schema import Strict, read
+from qdqbench.quantize.utils.system.gpu import find_gpu
 
 COMMAND = (sys.executable, "-m", "qdqbench.eval.bench.gpu")
 START_S = 60.0  # imports and the model
@@ -54,17 +63,17 @@ THREADS = 4  # compilers of a process that compiles
 BUILD_S = 600.0  # of an engine with its kernels
 SHAPES_AT_ONCE = 4  # of a split, that one process compiles
 WAIT_S = 0.5
-PACKED = "packed"  # the one input of the unpadded encoder
-TRIED = 6  # launches of each size of the unpadded encoder; the first one is not counted
+TRIED = 6  # launches of each size of packed tokens; the first one is not counted
 LONGEST_NAME = 160  # templates of CUTLASS are named at length
 # flash-attention, CUTLASS's memory-efficient one (fmha_cutlassF), cuDNN's (...sdpa_sm90_flash_fprop...), and
-# Inductor's template of flex attention
-ATTENTION = re.compile(r"flash_fwd|flash_fprop|fmha|sdpa|triton_tem\w*attention", re.I)
+# Inductor's template of flex attention, and our own
+ATTENTION = re.compile(r"flash_fwd|flash_fprop|fmha|sdpa|triton_tem\w*attention|^attention_\d", re.I)
 # Inductor names pointwise kernels after the operators next to them, attention too
 POINTWISE = re.compile(r"^triton_(poi|per|red|for)_")
 GEMM = re.compile(r"gemm|nvjet|gemv", re.I)
-HALF = re.compile(r"f16|h16|fp16|half|hgemm|hsh|hhh|tst|s16816|s161616|e4m3", re.I)
+HALF = re.compile(r"f16|h16|fp16|half|hgemm|hsh|hhh|tst|s16816|s161616|e4m3|int8", re.I)
 Pair = tuple[int, int]  # batch, length
+ANY = Profile((1, 1), (1, 1), (1, 1))  # of kernels that take any shape
 
 
 class Background:
@@ -219,11 +228,11 @@ def prebuild(
         for spec in specs:
             for path in (spec.proof, spec.cache, sidecar_path(spec.engine), spec.engine):
                 target.stack.callback(path.unlink, missing_ok=True)  # the layer table stays
-    if backend != "tensorrt":
-        for spec in specs:
-            if not (spec.proof.is_file() and spec.cache.is_file()):
-                spec.engine.parent.mkdir(parents=True, exist_ok=True)
-                work.background.add(str(spec.engine), ["engine", spec.model_dump_json()], BUILD_S)
+    for spec in specs:
+        cuda = spec.backend == "cuda"  # which compiles nothing when it first runs
+        if (cuda or backend != "tensorrt") and not (spec.proof.is_file() and (cuda or spec.cache.is_file())):
+            spec.engine.parent.mkdir(parents=True, exist_ok=True)
+            work.background.add(str(spec.engine), ["engine", spec.model_dump_json()], BUILD_S)
     while left := work.background.left:
         announce(f"{left} builds and compilations are under way or wait")
         time.sleep(WAIT_S)
@@ -238,26 +247,44 @@ def _all_engines(target: Target, options: systems.BenchPlan) -> list[EngineSpec]
     specs: dict[Path, EngineSpec] = {}
     for system in systems.systems_of(target, options).values():
         for config in systems.configs_of(options) if system.is_engine else ():
-            with suppress(CheckFailed):  # no profile of the recipe takes it: the config says so
+            with suppress(QdqError):  # no profile takes it, or its backend is not here: the config says so
                 for spec in specs_of(target, system, config).values():
                     known = specs.setdefault(spec.engine, spec)
                     known.shapes += [pair for pair in spec.shapes if pair not in known.shapes]
     return list(specs.values())
 
 
+def require_kernels() -> None:
+    """Raise MissingDevice where the kernels of backend cuda cannot be compiled, or not run."""
+    here = gpu.compute_capability if (gpu := find_gpu()) else "none"
+    if here != CAPABILITY:
+        raise MissingDevice(f"backend cuda runs on compute capability {CAPABILITY}, and this GPU has {here}")
+    load_nvrtc()
+
+
+def _backend_of(owner: Target, system: systems.System) -> BackendName:
+    """Return what builds a system's engine; MissingDevice where that is another than the recipe's."""
+    if system.library == "cuda":
+        require_kernels()
+        return "cuda"
+    return gpu_backend() if systems.runs_kernels(owner) else artifacts.backend_of(owner.session.recipe)
+
+
 def specs_of(target: Target, system: systems.System, config: systems.Config) -> dict[Pair, EngineSpec]:
     owner, int8 = target.extra.get(system.recipe, target), system.kind == "int8"
-    session, specs = owner.session, dict[Pair, EngineSpec]()
-    profiles = systems.profiles_of(owner, system.shapes, config)
+    session, specs, backend = owner.session, dict[Pair, EngineSpec](), _backend_of(owner, system)
+    graph = owner.int8_graph(backend) if int8 else owner.graphs[system.precision]
+    cuda = backend == "cuda"  # one engine for all shapes
+    profiles = [ANY] if cuda else systems.profiles_of(owner, system.shapes, config, backend)
     for pair in config.shapes:
-        profile = profiles[choose_profile(profiles, *pair)]
+        profile = ANY if cuda else profiles[choose_profile(profiles, *pair)]
         sizes = "-".join("x".join(map(str, size)) for size in (profile.min, profile.opt, profile.max))
         specs[pair] = EngineSpec(
-            onnx=owner.graphs[system.precision],
-            engine=session.folder / "bench" / f"{system.precision}.{sizes}.engine",
-            backend=session.recipe.engine.backend,
+            onnx=graph,
+            engine=session.folder / "bench" / f"{system.precision}.{'cuda' if cuda else sizes}.engine",
+            backend=backend,
             profile=profile,
-            gemms=owner.gemms if int8 else [],
+            gemms=owner.gemms(graph) if int8 else [],
             attention=len(session.plan.attention) if int8 else 0,
             compute=artifacts.cpu_compute(session.recipe),
             shapes=[pair],
@@ -275,8 +302,10 @@ def prepare_on_gpu(here: systems.Preparation[GpuWork]) -> list[systems.Entry]:
     def prepare(system: systems.System) -> systems.Entry:
         if system.is_engine:
             return _prepare_engine(here, system, timer)
-        unpadded = system.kind == "unpadded"
-        lanes, detail = _unpadded_lanes(here, system, timer) if unpadded else _padded_lanes(here, system)
+        if system.kind == "unpadded":
+            lanes, detail = _packed_lanes(here, _unpadded_encoder(here, system), timer)
+        else:
+            lanes, detail = _padded_lanes(here, system)
         row = BenchRow(system=system.name, status="done", detail=detail)
         ready = measure.ReadySystem(system.name, system.precision, lanes, timer)
         return systems.Entry(row, ready, kernels=partial(kernels_of, lanes[0]))
@@ -290,29 +319,34 @@ def _prepare_engine(
     specs = specs_of(here.target, system, here.config)
     single = {spec.engine: spec for spec in specs.values()}
     proofs = [build_engine(spec) for spec in single.values()]
-    loaded = {
-        path: here.stack.enter_context(Engine(path, spec.onnx, runtime_cache=spec.cache))
-        for path, spec in single.items()
-    }
+    int8, row = system.kind == "int8", BenchRow(system=system.name, status="done")
+    if system.library == "cuda":
+        (path,), engines = single, here.work.models
+        if (key := str(path)) not in engines:
+            engines[key], _ = load_kernels(path)
+        lanes, row.detail = _packed_lanes(here, PackedKernels(engines[key]), timer)
+        row.engine_bytes = path.stat().st_size
+    else:
+        loaded = {
+            path: here.stack.enter_context(Engine(path, spec.onnx, runtime_cache=spec.cache))
+            for path, spec in single.items()
+        }
 
-    def bind(batch: int, length: int, stream: Any) -> Any:
-        engine = loaded[specs[batch, length].engine]
-        return engine.bind(batch, length, stream=stream, graph=True)
+        def bind(batch: int, length: int, stream: Any) -> Any:
+            engine = loaded[specs[batch, length].engine]
+            return engine.bind(batch, length, stream=stream, graph=True)
 
-    lanes, detail = _bind_lanes(here, bind)
-    int8, (first, *more) = system.kind == "int8", loaded.values()
-    row = BenchRow(
-        system=system.name,
-        status="done",
-        detail=f"{detail}, {system.shapes} profile",
-        int8_gemms=min(proof.int8_gemms for proof in proofs) if int8 else None,
-        expected_int8_gemms=proofs[0].expected_int8_gemms if int8 else None,
-        not_int8=sorted({node for proof in proofs for node in proof.not_int8}),
-        engine_bytes=None if more else first.memory.engine_bytes,
-        activation_bytes=None if more else first.memory.activation_bytes,
-    )
+        lanes, detail = _bind_lanes(here, bind)
+        row.detail, (first, *more) = f"{detail}, {system.shapes} profile", loaded.values()
+        if not more:
+            row.engine_bytes, row.activation_bytes = first.memory.engine_bytes, first.memory.activation_bytes
+    if int8:
+        row.int8_gemms = min(proof.int8_gemms for proof in proofs)
+        row.expected_int8_gemms = proofs[0].expected_int8_gemms
+    row.not_int8 = sorted({node for proof in proofs for node in proof.not_int8})
     ready = measure.ReadySystem(system.name, system.precision, lanes, timer)
-    return systems.Entry(row, ready, proofs[0].layers)
+    kernels = partial(kernels_of, lanes[0]) if system.library == "cuda" else None
+    return systems.Entry(row, ready, proofs[0].layers, kernels)
 
 
 def _bind_lanes(
@@ -360,57 +394,84 @@ def _padded_lanes(
     return _bind_lanes(here, bind)
 
 
-def _unpadded_lanes(
-    here: systems.Preparation[GpuWork], system: systems.System, timer: measure.CudaTimer
-) -> tuple[list[measure.Lane], str]:
-    """Bind the unpadded encoder to a config, a split in launches of the size that takes the least time."""
-    session, split = here.target.session, here.config.split
+def _unpadded_encoder(here: systems.Preparation[GpuWork], system: systems.System) -> peers.UnpaddedEncoder:
+    session = here.target.session
     if reason := peers.refusal(session.fp32_model.config.model_type, here.target.family.name):
         raise UserError(reason)
     if here.work.unpadded is None:
         model = peers.sdpa_model(session.new_model(), system.precision, "cuda")
         here.work.unpadded = peers.UnpaddedEncoder(model)
-    encoder = here.work.unpadded
+    return here.work.unpadded
+
+
+class PackedKernels:
+    """The engine of backend cuda, fed and bound as the unpadded encoder is."""
+
+    how, most = "packed tokens", MOST_TOKENS
+
+    def __init__(self, engine: CudaEngine) -> None:
+        self.engine, self.of_tokens = engine, engine.plan.head.pooling == "tokens"
+
+    def positions_of(self, ids: Int64) -> Int64:
+        return cast("Int64", count_positions(ids, self.engine.plan.embed.padding))
+
+    def feed(self, packing: peers.Packing) -> list[Int32]:
+        fed = []
+        for launch in packing.launches:
+            fed.append(np.zeros(5 * packing.tokens + packing.sequences + 1, np.int32))
+            fill(fed[-1], _tokens_of(launch, packing.tokens), packing.tokens, packing.sequences)
+        return fed
+
+    def bind(self, packing: peers.Packing, shape: Pair | None) -> Any:
+        if packing.tokens > self.most:
+            raise UserError(f"an engine takes {self.most} tokens at once, and a launch has {packing.tokens}")
+        graphs = [choose_graph(_tokens_of(launch, packing.tokens)) for launch in packing.launches]
+        reach = max(reach for *_, reach in graphs)
+        bound = self.engine.bind(packing.tokens, packing.sequences, packing.longest, reach)
+        if self.of_tokens and shape:
+            outputs = bound.outputs.items()
+            bound.outputs = {name: value[: math.prod(shape)].unflatten(0, shape) for name, value in outputs}
+        return bound
+
+
+def _tokens_of(launch: Int32, tokens: int) -> Tokens:
+    starts = launch[3 * tokens :]
+    ids, positions, types = launch[: 3 * tokens].reshape(3, tokens)[:, : starts[-1]]
+    return Tokens(ids, positions, types, starts, np.ones(len(ids), bool), {})
+
+
+def _packed_lanes(
+    here: systems.Preparation[GpuWork],
+    encoder: peers.UnpaddedEncoder | PackedKernels,
+    timer: measure.CudaTimer,
+) -> tuple[list[measure.Lane], str]:
+    """Bind what packs tokens to a config, a split in launches of the size that takes the least time."""
+    config, split = here.config, here.config.split
+    pack = partial(peers.pack_rows, positions_of=encoder.positions_of)
     if split is None:
-        rows_of = map(peers.unpadded_rows, here.batches)
-        packings = [peers.pack_rows(rows, 1, encoder.positions_of) for rows in rows_of]
-        sets = [measure.to_device({PACKED: packing.launches[0]}) for packing in packings]
-        runs = [_bind_packed(encoder, packings[0], here.config) for _ in range(max(here.options.streams))]
-        return [measure.DeviceLane(run, sets) for run in runs], runs[0].detail
+        packings = [pack(peers.unpadded_rows(batch), 1) for batch in here.batches]
+        sets = [measure.to_device({PACKED: fed}) for packing in packings for fed in encoder.feed(packing)]
+        (shape,) = config.shapes
+        runs = [encoder.bind(packings[0], shape) for _ in range(max(here.options.streams))]
+        detail = f"{encoder.how}, {packings[0].tokens} tokens a launch, {runs[0].detail}"
+        return [measure.DeviceLane(run, sets) for run in runs], detail
     counted = zip(here.batches, split.rows, strict=True)
     rows = [row for batch, count in counted for row in peers.unpadded_rows(batch)[:count]]
     best: tuple[float, measure.Lane, str] | None = None
-    for count in peers.launch_counts(split.real_tokens, len(rows)):
-        packing = peers.pack_rows(rows, count, encoder.positions_of)
-        run = _bind_packed(encoder, packing, here.config)
-        steps = []
-        for number, (flat, used) in enumerate(zip(packing.launches, packing.counts, strict=True)):
+    for packing in (pack(rows, count) for count in peers.launch_counts(split.real_tokens, len(rows))):
+        if packing.tokens > encoder.most:
+            continue
+        run, steps = encoder.bind(packing, None), list[measure.Step]()
+        for number, (fed, used) in enumerate(zip(encoder.feed(packing), packing.counts, strict=True)):
             answers = packing.first_tokens(number) if encoder.of_tokens else np.arange(used)
-            steps.append(measure.Step(run, measure.to_pinned({PACKED: flat}), answers))
+            steps.append(measure.Step(run, measure.to_pinned({PACKED: fed}), answers))
         lane = measure.SplitLane(steps)
         ms = statistics.median(timer.latencies(lane, TRIED)[1:])
         if best is None or ms < best[0]:
-            best = (ms, lane, run.detail)
+            size = f"{len(steps)} launch{'es' if len(steps) > 1 else ''} of {packing.tokens} tokens"
+            best = (ms, lane, f"{encoder.how}, {size}, {run.detail}")
     assert best is not None
     return [best[1]], f"{best[2]}, the fastest size"
-
-
-def _bind_packed(
-    encoder: peers.UnpaddedEncoder, packing: peers.Packing, config: systems.Config
-) -> peers.TorchRun:
-    length, launches = config.length, len(packing.launches)
-    size = f"{packing.tokens} tokens a launch"
-    if length is None:
-        size = f"{launches} launch{'es' if launches > 1 else ''} of {packing.tokens} tokens"
-
-    def forward(packed: Any) -> Any:
-        answers = encoder.forward(packed, tokens=packing.tokens, longest=packing.longest)
-        if encoder.of_tokens and length is not None:
-            answers = answers[: config.batch * length].view(config.batch, length, -1)
-        return answers
-
-    how = f"packed tokens, varlen attention, torch.compile, {size}"
-    return peers.TorchRun(forward, measure.to_device({PACKED: packing.launches[0]}), how)
 
 
 def is_fused_attention(name: str) -> bool:
@@ -480,9 +541,10 @@ def main(arguments: Sequence[str]) -> None:
         else:
             spec = EngineSpec.model_validate_json(arguments[1])
             build_engine(spec)
-            with Engine(spec.engine, spec.onnx, runtime_cache=spec.cache) as loaded:
-                for batch, length in spec.shapes:  # its runtime cache then holds their kernels
-                    loaded.bind(batch, length, graph=False).close()
+            if spec.backend != "cuda":
+                with Engine(spec.engine, spec.onnx, runtime_cache=spec.cache) as loaded:
+                    for batch, length in spec.shapes:  # its runtime cache then holds their kernels
+                        loaded.bind(batch, length, graph=False).close()
     except Exception as caught:  # compilers fail in a hundred ways; the bench says which
         error = " ".join(f"{caught}".split())[:300] or type(caught).__name__
     print(json.dumps({"error": error}), flush=True)

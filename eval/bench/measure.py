@@ -28,7 +28,13 @@ from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.index import count_attentions
 from qdqbench.quantize.models.inputs import MASK, TOKENS
-from qdqbench.quantize.pipeline.artifacts import backend_of, cpu_compute, engine_profiles, list_expected_gemms
+from qdqbench.quantize.pipeline.artifacts import (
+    backend_of,
+    cpu_compute,
+    engine_profiles,
+    list_expected_gemms,
+    twin_compute,
+)
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
@@ -344,7 +350,7 @@ class SplitLane:
 
 
 def _host_logits(outputs: "Mapping[str, torch.Tensor]") -> Float32:
-    return by_row(np.array(join_outputs(outputs, sorted(outputs)).float().cpu().numpy()))
+    return by_row(np.array(join_outputs(outputs, outputs).float().cpu().numpy()))
 
 
 def by_row(answers: Float32) -> Float32:
@@ -480,7 +486,7 @@ def measure_speedup(engine: OpenEngine, baseline: OpenEngine, shape: Shape) -> S
     # an engine without profiles packs its tokens on the host, which belongs to its time
     timer = CudaTimer() if has_profiles(backend_of(recipe)) else WallTimer()
     effort = ON_CPU if on_cpu else ON_GPU
-    compute = cpu_compute(recipe) if on_cpu else recipe.precision.compute
+    compute = twin_compute(recipe)
     ours = ReadySystem("int8", "int8", [engine.lane(shape)], timer)
     theirs = ReadySystem(compute, compute, [baseline.lane(shape)], timer)
     config = f"b{shape[0]} s{shape[1]}"

@@ -9,6 +9,7 @@ Unpadded, the strongest: tokens of all rows lie one after the other, attention t
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -79,7 +80,8 @@ class TorchRun:
             self._call()
         self.stream.synchronize()
         why = self._capture() if graph else "launched one by one"
-        self.detail = f"{how}, no CUDA graph ({why})" if why else f"{how}, CUDA graph"
+        ran = f"no CUDA graph ({why})" if why else "CUDA graph"
+        self.detail = f"{how}, {ran}" if how else ran
 
     def launch(self) -> None:
         if self.graph is None:
@@ -209,6 +211,8 @@ def launch_counts(tokens: int, rows: int) -> list[int]:
 class UnpaddedEncoder:
     """A transformers model on packed tokens; its base model must run nowhere else from now on."""
 
+    how, most = "packed tokens, varlen attention, torch.compile", math.inf  # tokens of a launch
+
     def __init__(self, model: "PreTrainedModel", *, compiled: bool = True) -> None:
         import torch
         from transformers.activations import ACT2FN
@@ -261,6 +265,23 @@ class UnpaddedEncoder:
         ids = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
         answers = self._head(**{TOKENS: ids, MASK: torch.ones_like(ids)})
         return answers[0] if self.of_tokens else answers
+
+    @staticmethod
+    def feed(packing: Packing) -> list[Int32]:
+        """Return what is fed for each launch."""
+        return packing.launches
+
+    def bind(self, packing: Packing, shape: tuple[int, int] | None) -> TorchRun:
+        """Return launches of one size; answers of tokens by row where all rows have one shape."""
+        import torch
+
+        def forward(packed: torch.Tensor) -> torch.Tensor:
+            answers = self.forward(packed, tokens=packing.tokens, longest=packing.longest)
+            if self.of_tokens and shape:
+                answers = answers[: math.prod(shape)].view(*shape, -1)
+            return answers
+
+        return TorchRun(forward, {"packed": torch.from_numpy(packing.launches[0]).cuda()}, "")
 
     def _embedded(
         self, ids: "torch.Tensor", positions: "torch.Tensor", types: "torch.Tensor"

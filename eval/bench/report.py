@@ -10,6 +10,7 @@ from typing import Any
 from qdqbench.eval.bench.results import (
     BENCH_FILE,
     OURS,
+    TENSORRT_SYSTEMS,
     Bench,
     BenchConfig,
     BenchRow,
@@ -30,7 +31,15 @@ from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.speedup import Speedup, SpeedVerdict
 
 MARKERS = {  # by color, which is never the only difference
-    svg.BLUE: {"int8": "o", "int8-exact": "P", "int8-openvino": "P", "int8-onnxruntime": "*"},
+    svg.BLUE: {
+        "int8": "o",
+        "int8-exact": "P",
+        "int8-openvino": "P",
+        "int8-onnxruntime": "*",
+        "int8-cuda": "*",
+        **dict.fromkeys(TENSORRT_SYSTEMS[::2], "D"),
+        **dict.fromkeys(TENSORRT_SYSTEMS[1::2], "d"),
+    },
     svg.ORANGE: {"fp16": "s", "fp16-exact": "P", "bf16-openvino": "s", "fp32-openvino": "X"},
     svg.MUTED: {"fp32": "X", "fp32-onnxruntime": "X", "dynamic-onnxruntime": "p"},
     svg.SKY: {"torch-fp32": "v"},
@@ -51,6 +60,7 @@ SCREEN_CONFIGS = 4  # columns of configs that a terminal has room for
 NAMED_RATIOS = (  # that tables show besides the headline
     ("int8", "fp16"),
     ("int8-exact", "fp16-exact"),
+    *(("int8", name) for name in ("int8-cuda", *TENSORRT_SYSTEMS)),
     ("int8", "compile-fp16"),
     ("int8", "unpadded-fp16"),
     ("int8", "nncf-openvino"),

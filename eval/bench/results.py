@@ -8,12 +8,15 @@ import numpy as np
 from pydantic import Field
 
 from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.limits import TENSORRT
 from qdqbench.quantize.utils.schema import Strict, Tabular, read
 from qdqbench.quantize.utils.speedup import Speedup
 
 BENCH_FILE = "bench.json"
 ROUND_RESAMPLES = 2000
 OURS = ("int8", "int8-exact")  # INT8 engines that a bench is about
+# those of TensorRT where the bench is about kernels of backend cuda; else these are `int8-cuda`
+TENSORRT_SYSTEMS = [f"int8-{name}{shapes}" for name in TENSORRT for shapes in ("", "-exact")]
 Device = Literal["gpu", "cpu"]
 Precision = Literal["int8", "fp16", "bf16", "fp32"]
 EngineShapes = Literal["both", "exact", "recipe"]
@@ -95,15 +98,15 @@ class BenchThroughput(Strict):
 
 
 class BenchKernels(Strict):
-    """Kernels that one inference of a PyTorch baseline ran, by torch.profiler."""
+    """Kernels that one inference of PyTorch or of backend cuda ran, by torch.profiler."""
 
     names: dict[str, int]
     """Launches of each kernel, most frequent first, names cut at 160 characters."""
     fused_attention: int
     """Launches of kernels that compute a whole attention, by their names (flash-attention, CUTLASS
-    memory-efficient, cuDNN, Inductor's flex attention)."""
+    memory-efficient, cuDNN, Inductor's flex attention, those of backend cuda)."""
     fp32_gemms: int
-    """Launches of matrix products of cuBLAS and CUTLASS that name neither FP16 nor BF16."""
+    """Launches of matrix products of cuBLAS and CUTLASS that name neither FP16, BF16 nor INT8."""
 
 
 class BenchRow(Strict):
@@ -155,7 +158,7 @@ class BenchRow(Strict):
     activation_bytes: int | None = None
     """Device memory of one execution context in bytes; null if not known."""
     kernels: BenchKernels | None = None
-    """Kernels of a PyTorch baseline on a GPU; null if not read."""
+    """Kernels of PyTorch or backend cuda on a GPU; null if not read."""
 
     @property
     def in_best_form(self) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import pynvml
 
 from qdqbench.eval.bench.cpu import CpuWork, prepare_on_cpu
-from qdqbench.eval.bench.gpu import GpuWork, prebuild, prepare_on_gpu
+from qdqbench.eval.bench.gpu import GpuWork, prebuild, prepare_on_gpu, require_kernels
 from qdqbench.eval.bench.measure import LEAST_FOR_P99, Burst, Effort, check_outputs, gpu_uuid, measure_rounds
 from qdqbench.eval.bench.results import (
     Bench,
@@ -41,7 +41,7 @@ from qdqbench.eval.bench.systems import (
 )
 from qdqbench.eval.bench.target import Target, softmax_notes
 from qdqbench.eval.reporting.formats import count_of
-from qdqbench.quantize.engine.backend import choose_backend
+from qdqbench.quantize.engine.backend import choose_backend, gpu_backend
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.inspection import explain_slowdown
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
@@ -180,24 +180,33 @@ def busy_notes() -> list[str]:
 
 
 def require_gpu(backend: Any) -> tuple[str, str]:
-    """Return backend and version of the engines to measure; MissingDevice lists all that is missing."""
+    """Return name and version of the TensorRT to measure; MissingDevice lists all that is missing.
+
+    With a recipe of backend cuda TensorRT may be missing: its version is empty then.
+    """
     import torch
 
-    missing, chosen = [], None
+    missing, name, version = [], gpu_backend() if backend == "cuda" else backend, ""
     if find_gpu() is None:
         missing.append("CUDA shows no NVIDIA GPU here")
     if not torch.cuda.is_available():
         missing.append(f"torch {torch.__version__} sees no CUDA device")
     try:
-        chosen = choose_backend(backend)
+        if backend == "cuda":
+            require_kernels()
     except MissingDevice as error:
         missing.append(str(error))
-    if missing or chosen is None:
+    try:
+        chosen = choose_backend(name)
+        name, version = chosen.name, chosen.version
+    except MissingDevice as error:
+        missing += [str(error)] if backend != "cuda" else []
+    if missing:
         raise MissingDevice(
             f"bench needs a GPU that runs engines: {'; '.join(missing)}; or measure what runs on the CPU "
             "with --cpu"
         )
-    return chosen.name, chosen.version
+    return name, version
 
 
 def run_bench(  # noqa: PLR0913
@@ -241,6 +250,8 @@ def run_bench(  # noqa: PLR0913
         counts = count_of(len(configs_of(options)), "shape"), count_of(len(present), "system")
         note(f"measuring {counts[0]} of {counts[1]}: about {duration(time_left.total)}")
     monitor = None if on_cpu else GpuMonitor(gpu_uuid())
+    if not options.keep_engines:
+        target.stack.callback(target.drop_forms)
     with monitor or nullcontext(), target.stack:
         if isinstance(work, GpuWork):
             prebuild(work, target, options, backend[0], announce)
@@ -400,7 +411,7 @@ def _notes(target: Target, options: BenchPlan, backend: tuple[str, str], capabil
     if target.about.random_weights:
         notes.append("random weights: latency is that of the shape, accuracy means nothing")
     if options.device == "gpu":
-        return notes + find_hazards(*backend, capability)
+        return notes + (find_hazards(*backend, capability) if backend[1] else [])
     on_cpu = "measured on a CPU: says nothing about a GPU"
     busy = [] if options.quick else busy_notes()  # after the stages of a run any CPU was busy
     return [*notes, *cpu_hazards(find_cpu()), on_cpu, *busy]

@@ -17,7 +17,9 @@ from qdqbench.eval.bench import peers
 from qdqbench.eval.bench.measure import ReadySystem, random_sets
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSettings, BenchSystem, Device, Precision
 from qdqbench.eval.bench.target import BatchedSplit, Target
-from qdqbench.quantize.engine.backend import choose_backend
+from qdqbench.eval.reporting.formats import label
+from qdqbench.quantize.engine.backend import choose_backend, gpu_backend
+from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.pipeline.artifacts import engine_profiles
 from qdqbench.quantize.utils.arrays import Batch
@@ -92,6 +94,7 @@ class System:
 TABLE = (
     System("gpu", "int8", "INT8 engine", "int8", "int8", "", "recipe"),
     System("gpu", "int8-exact", f"INT8 engine{EXACT}", "int8", "int8", "", "exact"),
+    System("gpu", "int8-cuda", "INT8 CUDA kernels", "int8", "int8", "cuda"),
     System("gpu", "fp16", "FP16 engine", "export", "fp16", "", "recipe"),
     System("gpu", "fp16-exact", f"FP16 engine{EXACT}", "export", "fp16", "", "exact"),
     System("gpu", "fp32", "FP32 engine", "export", "fp32", "", "recipe"),
@@ -134,10 +137,21 @@ def systems_of(target: Target | None, options: BenchPlan) -> dict[str, System]:
         systems.sort(key=lambda system: system.name != own)
         systems = [replace(system, name="int8") if system.name == own else system for system in systems]
     elif target is not None:
-        systems += [
-            System("gpu", f"int8-{name}", f"INT8 engine, {name}", "int8", "int8", "", "recipe", recipe=name)
-            for name in target.extra
-        ]
+        if runs_kernels(target):
+            other = gpu_backend()
+            names = {"int8-cuda": "int8", "int8": f"int8-{other}", "int8-exact": f"int8-{other}-exact"}
+            said = "INT8 engine", f"INT8 {label(other)}"
+            systems.sort(key=lambda system: system.library != "cuda")
+            systems = [
+                replace(each, name=names.get(each.name, each.name), label=each.label.replace(*said))
+                for each in systems
+            ]
+        for name, extra in target.extra.items():
+            system = System(
+                "gpu", f"int8-{name}", f"INT8 engine, {name}", "int8", "int8", "cuda", recipe=name
+            )
+            tensorrt = replace(system, library="", shapes="recipe")
+            systems.append(system if runs_kernels(extra) else tensorrt)
     if options.engine_shapes == "exact":
         systems = [
             replace(system, shapes="exact", label=system.label + EXACT) if system.shapes else system
@@ -146,8 +160,19 @@ def systems_of(target: Target | None, options: BenchPlan) -> dict[str, System]:
     return {system.name: system for system in systems if system.name not in options.exclude}
 
 
+def runs_kernels(target: Target) -> bool:
+    """Return whether the recipe's own backend is cuda, and not TensorRT."""
+    return target.session.recipe.engine.backend == "cuda"
+
+
+def is_of_other_backend(target: Target, system: System) -> bool:
+    """Return whether an engine on a GPU is of another backend than the recipe's."""
+    cuda = system.library == "cuda"
+    return system.device == "gpu" and system.is_engine and cuda != runs_kernels(target)
+
+
 def describe_systems(target: Target, options: BenchPlan, backend: str) -> list[BenchSystem]:
-    """Return who takes part, in the order of tables; `backend` is the builder of engines on a GPU."""
+    """Return who takes part, in the order of tables; `backend` is the TensorRT of engines on a GPU."""
     recipes = {name: extra.session.recipe.model_dump(mode="json") for name, extra in target.extra.items()}
     return [
         BenchSystem(
@@ -181,6 +206,8 @@ def why_absent(system: System) -> str | None:
 
 
 def _version(library: str) -> str:
+    if library == "cuda":
+        return get_version()
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
@@ -249,7 +276,7 @@ def prepare_each(here: Preparation[Any], prepare: Callable[[System], Entry]) -> 
         here.stack.callback(torch.compiler.reset)
     for name, system in systems.items():
         report_phase(f"preparing {name}")
-        may_skip = not system.is_engine or bool(system.recipe)
+        may_skip = not system.is_engine or bool(system.recipe) or is_of_other_backend(here.target, system)
         try:
             entries.append(prepare(system))
         except Exception as error:
@@ -264,9 +291,11 @@ def prepare_each(here: Preparation[Any], prepare: Callable[[System], Entry]) -> 
     return entries
 
 
-def profiles_of(target: Target, shapes: str, config: Config) -> list[Profile]:
+def profiles_of(
+    target: Target, shapes: str, config: Config, backend: BackendName | None = None
+) -> list[Profile]:
     if shapes == "recipe":
-        return engine_profiles(target.session)
+        return engine_profiles(target.session, backend)
     if config.split is None or config.split.bucketed:
         return [Profile(min=pair, opt=pair, max=pair) for pair in config.shapes]
     rows, lengths = ([pair[axis] for pair in config.shapes] for axis in (0, 1))

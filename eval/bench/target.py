@@ -1,6 +1,5 @@
 """Targets of a bench: a finished run, a model folder, or a built-in shape with random weights."""
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.record import read_record, write_record
 from qdqbench.quantize.calibration.softmax import LONG
 from qdqbench.quantize.engine.profiles import choose_edges
+from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import MODEL_SHAPES, family_named, family_of
 from qdqbench.quantize.models.identity import Pooling, has_pooling
@@ -34,7 +34,7 @@ from qdqbench.quantize.tasks.task import EMBED, Task, get_task
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Batch
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH
+from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH, BackendName
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.system.quiet import quiet
 
@@ -48,6 +48,8 @@ class Target:
     session: Session  # its folder holds the ONNX files
     about: BenchTarget
     extra: "dict[str, Target]" = field(default_factory=dict)  # the same model by other recipes
+    forms: dict[ExportSettings, Path] = field(default_factory=dict)  # of the INT8 graph, for other backends
+    _gemms: dict[Path, list[str]] = field(default_factory=dict)
     stack: ExitStack = field(default_factory=ExitStack)  # removes them, at the end of a bench
 
     @property
@@ -55,9 +57,29 @@ class Target:
         paths = {name: self.session.folder / file for name, file in GRAPHS.items()}
         return {name: path for name, path in paths.items() if name != "int8" or self.session.recipe.quantizes}
 
-    @functools.cached_property
-    def gemms(self) -> list[str]:
-        return artifacts.expected_gemms(self.session)
+    def gemms(self, graph: Path) -> list[str]:
+        """Return the GEMMs that a form of the INT8 graph must run in INT8."""
+        if graph not in self._gemms:
+            self._gemms[graph] = artifacts.list_expected_gemms(graph, self.session.plan)
+        return self._gemms[graph]
+
+    def int8_graph(self, backend: BackendName) -> Path:
+        """Return the INT8 graph in the form of a backend, written for this bench where it is another."""
+        session, recipe = self.session, self.session.recipe
+        own, wanted = (ExportSettings.of(recipe, name) for name in (artifacts.backend_of(recipe), backend))
+        if own == wanted:
+            return self.graphs["int8"]
+        if wanted not in self.forms:
+            traced = trace(session.fake_quant_model, recipe.export.opset, session.config.task.kind.outputs)
+            path = session.folder / "bench" / f"model.int8.{backend}.onnx"
+            path.parent.mkdir(exist_ok=True)
+            write_graph(traced, session.plan, wanted, path)
+            self.forms[wanted] = path
+        return self.forms[wanted]
+
+    def drop_forms(self) -> None:
+        for path in self.forms.values():
+            path.unlink(missing_ok=True)
 
     @property
     def family(self) -> Family:

@@ -449,7 +449,7 @@ def norm_precision(row: LayerRow) -> str:
 def float_residuals(layers: Sequence[LayerRow], norms: Collection[str]) -> list[str]:
     """Return the normalizations, by ONNX name and sorted, whose kernels do not read the residual as INT8.
 
-    A row says what its residual is, or the residual is an input beside the result of the linear. So one INT8
+    A row says what its residual is, or the residual is an input next to the result of the linear. So one INT8
     input is enough; a GEMM that normalizes what it makes has INT8 operands too, and needs another.
     """
     proven: dict[str, dict[str, bool]] = {name: {} for name in norms}

@@ -59,6 +59,13 @@ def cpu_compute(recipe: Recipe) -> Compute:
     return choose_compute(backend_of(recipe), find_cpu(), recipe.precision.compute)
 
 
+def twin_compute(recipe: Recipe) -> str:
+    """Return what an engine of the recipe computes in where nothing is in INT8."""
+    if (backend := backend_of(recipe)) in CPU_BACKENDS:
+        return cpu_compute(recipe)
+    return "fp16" if backend == "cuda" else recipe.precision.compute
+
+
 def graph_bytes(session: Session) -> int:
     sizes = {name: weights.numel() for name, weights in session.fp32_model.named_parameters()}
     whole, int8 = sum(sizes.values()), sum(sizes.get(f"{name}.weight", 0) for name in session.plan.int8)
@@ -82,11 +89,13 @@ def expected_gemms(session: Session) -> list[str]:
     return list_expected_gemms(graph_path(session), session.plan)
 
 
-def engine_profiles(session: Session) -> list[Any]:
+def engine_profiles(session: Session, backend: BackendName | None = None) -> list[Any]:
+    """Return the profiles of an engine of the recipe's backend, or of another one."""
     if session.recipe.auto_shapes:
-        return auto_profiles(session)
+        return auto_profiles(session, backend)
     profiles = recipe_profiles(session.recipe)
-    return profiles if has_profiles(backend_of(session.recipe)) else [shapes.span_profiles(profiles)]
+    tuned = has_profiles(backend or backend_of(session.recipe))
+    return profiles if tuned else [shapes.span_profiles(profiles)]
 
 
 def recipe_profiles(recipe: Recipe) -> list[shapes.Profile]:
@@ -98,19 +107,19 @@ def row_lengths(session: Session) -> Int64:
     return np.concatenate([encoded.lengths for _, encoded in session.eval_splits.values()])
 
 
-def length_edges(session: Session) -> list[int] | None:
+def length_edges(session: Session, backend: BackendName | None = None) -> list[int] | None:
     """Return the lengths that the engine's batches are padded to; None: each to its own longest row.
 
     Kernels without profiles take every length, so that padding buys nothing there.
     """
-    if not session.recipe.auto_shapes or not has_profiles(backend_of(session.recipe)):
+    if not session.recipe.auto_shapes or not has_profiles(backend or backend_of(session.recipe)):
         return None
     return shapes.choose_edges(row_lengths(session), session.recipe.export.max_length)
 
 
-def auto_profiles(session: Session) -> list[shapes.Profile]:
+def auto_profiles(session: Session, backend: BackendName | None = None) -> list[shapes.Profile]:
     batch, longest = session.config.batch_size, session.recipe.export.max_length
-    if edges := length_edges(session):
+    if edges := length_edges(session, backend):
         return shapes.bucket_profiles(edges, longest, batch)
     typical = int(np.median(row_lengths(session)))
     return [shapes.Profile((1, 1), (batch, typical), (max(batch, shapes.LARGEST_BATCH), longest))]

@@ -22,8 +22,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import yaml
+from datasets import Dataset
 
+from qdqbench.quantize.models.load import load_tokenizer
 from qdqbench.quantize.recipe.schema import load_recipe
 
 SUMMARY_FILE = "summary.json"  # what tables.py keeps of a results file
@@ -46,9 +49,12 @@ BENCH = [
     *("--streams", "1", "--duration", "0.4", "--compile-seconds", "100", "--no-fp32"),
     *("--exclude", "autotune-fp16"),  # never the fastest, and compiles longest
 ]
-LARGER = {
-    "sst2": ["--dataset-batch", "256"]
-}  # a bucket of SST-2 has 76 to 239 rows: these are one batch each
+PADDED = [  # baselines that the unpadded encoder beats everywhere, at these sizes and lengths
+    part for name in ("torch-fp16-eager", "compile-fp16-eager") for part in ("--exclude", name)
+]
+SQUAD = "squad-lengths"
+SQUAD_ROWS, SQUAD_TOKENS = 1024, (30, 384)  # of a row, least and most
+SQUAD_MEDIAN, SQUAD_SPREAD = 167.4, 0.42  # tokens of a row; of their logarithm
 LATE, GRACE_S = -1, 20.0
 PREPARE = 0.5  # of the limit, at most, before anything is timed
 UNSPLIT = "bert-int8-attention-unsplit"
@@ -80,19 +86,40 @@ def also(*recipes: str) -> list[str]:
 
 def lengths(name: str, task: str, model: str, data: str, *options: str) -> Step:
     """A bench of a task's validation split with its real lengths; `docs/measured-lengths` has its result."""
-    split = ["--dataset", task, "--dataset-batch", "128", "--data", data, "--engine-shapes", "exact"]
-    recipes = ["--recipe", "bert-int8-residual-fused", "--extra-recipe", "bert-int8-residual"]
-    given = ["bench", "--model", model, *recipes, *split, *options]
-    return Step(f"{name}-bench", "bench.json", [*given, *BENCH])
+    split = ["--dataset", task, "--data", data, "--engine-shapes", "exact", "--exclude", "compile-fp16"]
+    given = ["bench", "--model", model, "--recipe", "bert-int8-residual-fused", *split, *options]
+    return Step(f"{name}-bench", "bench.json", [*given, *BENCH, *PADDED])
 
 
-def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
+def write_squad_lengths(folder: Path, tokenizer: Path) -> Path:
+    """Write made-up rows, as long in tokens as questions of SQuAD cut at 384: log-normal, mean 177.
+
+    The mean is MLPerf's (54% of padding at 384, https://openreview.net/forum?id=3nzKUh9a4M). They have the
+    layout of SST-2; their words are one token each.
+    """
+    known = load_tokenizer(str(tokenizer)).get_vocab()
+    words = sorted(word for word in known if word.isascii() and word.isalnum())
+    random = np.random.default_rng(0)
+    counts = np.clip(np.rint(random.lognormal(np.log(SQUAD_MEDIAN), SQUAD_SPREAD, SQUAD_ROWS)), *SQUAD_TOKENS)
+    texts = [" ".join(random.choice(words, int(count) - 2)) for count in counts]
+    rows = {"sentence": texts, "label": [0, 1] * (SQUAD_ROWS // 2), "idx": list(range(SQUAD_ROWS))}
+    for split in ("train", "validation"):
+        path = folder / "sst2" / f"{split}.parquet"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Dataset.from_dict(rows).to_parquet(path)
+    return folder
+
+
+def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
     """All chunks by name, the most wanted first."""
     attention, residual, exact = "bert-int8-attention", "bert-int8-residual", ["--engine-shapes", "exact"]
     fused, ffn, lean = f"{residual}-fused", "bert-int8-ffn", ["--exclude", "int8-exact"]
 
+    both = ["--dataset-batch", "128", "--dataset-batch", "256"]
+    tokenizer = ["--tokenizer", str(models / "minilm-l6-sst2")]
+
     def base(name: str, task: str) -> Step:
-        return lengths(name, task, "bert-base", data, "--tokenizer", str(models / f"minilm-l6-{task}"))
+        return lengths(name, task, "bert-base", data, *both, *tokenizer)
 
     found = {
         "bench": [
@@ -108,24 +135,41 @@ def chunks(models: Path, data: str, unsplit: Path) -> dict[str, list[Step]]:
                 "bert-base",
                 attention,
                 *grid(1, 8, 32, 128),
-                *also(residual, fused, "bert-int8-linears", ffn, str(unsplit)),
+                *also(residual, fused, "bert-int8-linears", ffn, str(work / f"{UNSPLIT}.yaml")),
                 *lean,
             )
         ],
         "lengths": [
-            *(
-                lengths(task, task, str(models / f"minilm-l6-{task}"), data, *LARGER.get(task, ()))
-                for task in TASKS
-            ),
+            *(lengths(task, task, str(models / "minilm-l6-sst2"), data, *both) for task in TASKS),
             base("base", "sst2"),
         ],
         "lengths-base": [base("base-mrpc", "mrpc"), base("base-stsb", "stsb")],
+        "lengths-squad": [
+            lengths(
+                "large-squad",
+                "sst2",
+                "bert-large",
+                str(work / SQUAD),
+                *("--dataset-batch", "128", "--set", "export.max_length=384"),
+                *tokenizer,
+            )
+        ],
+        "unpadded": [
+            bench("base-unpadded", "bert-base", fused, *grid(1, 8, 32, 128), *exact, *PADDED),
+            bench("base-384-unpadded", "bert-base", fused, *grid(32, length=384), *exact, *PADDED),
+            bench("large-unpadded", "bert-large", fused, *grid(128), *exact, *PADDED),
+        ],
     }
+    cuda = ["--backend", "cuda"]
     for task in TASKS:
         shared = ["--model", str(models / f"minilm-l6-{task}"), "--task", task, "--data", data]
         found[f"runs-{task}"] = [
             Step(f"{task}-bert-{recipe}", "results.json", ["run", f"bert-{recipe}", *shared])
             for recipe in RECIPES
+        ]
+        found[f"cuda-{task}"] = [
+            Step(f"{task}-cuda-{recipe}", "results.json", ["run", f"bert-{recipe}", *shared, *cuda])
+            for recipe in RECIPES[1:]
         ]
     for task, options in TRAINED.items():
         named = [f"bert-{recipe}" for recipe in STUDIED]
@@ -201,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=530, help="seconds of a chunk")
     parser.add_argument("--keep", action="store_true", help="skip what OUT has already")
     given = parser.parse_args(arguments)
-    known = chunks(given.models, given.data, given.work / f"{UNSPLIT}.yaml")
+    known = chunks(given.models, given.data, given.work)
     if given.list:
         for name, steps in known.items():
             print(f"{name}: {', '.join(step.name for step in steps)}")
@@ -209,6 +253,8 @@ def main(arguments: list[str] | None = None) -> int:
     if wrong := [name for name in given.chunks if name not in known]:
         parser.error(f"no chunk is called {', '.join(wrong)}; there are {', '.join(known)}")
     write_unsplit(given.work / f"{UNSPLIT}.yaml")
+    if "lengths-squad" in given.chunks:
+        write_squad_lengths(given.work / SQUAD, given.models / "minilm-l6-sst2")
     left_out = 0
     for name in given.chunks:
         steps = []

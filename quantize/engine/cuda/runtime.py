@@ -6,20 +6,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, Kernel, Signature
-from qdqbench.quantize.engine.cuda.compile import (
-    CAPABILITY,
-    STAGES,
-    TILES,
-    attention_name,
-    gemm_name,
-    norm_name,
-)
 from qdqbench.quantize.engine.cuda.driver import (
     AttentionArguments,
     GemmArguments,
@@ -28,7 +18,14 @@ from qdqbench.quantize.engine.cuda.driver import (
     TableArguments,
     map_tiles,
 )
-from qdqbench.quantize.engine.cuda.file import list_rows, read_file
+from qdqbench.quantize.engine.cuda.names import (
+    CAPABILITY,
+    STAGES,
+    TILES,
+    attention_name,
+    gemm_name,
+    norm_name,
+)
 from qdqbench.quantize.engine.cuda.plan import (
     Attention,
     Embed,
@@ -40,6 +37,7 @@ from qdqbench.quantize.engine.cuda.plan import (
     Quantize,
     Quantized,
 )
+from qdqbench.quantize.engine.cuda.reader import EngineFile
 from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_tokens, spread
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError
@@ -54,9 +52,10 @@ _COSTS = {
 }
 _NORM_BLOCKS = 4  # of a multiprocessor; a block takes four tokens at a time
 _KEYS = 128  # of a step of an attention block
-_MOST_KEYS = 3 * _KEYS  # that it holds in shared memory
+_MOST_KEYS = 4 * _KEYS  # that it holds in shared memory
 _WINDOW = 64  # tokens of an attention block
 _MOST_GRAPHS = 256
+PACKED = "packed"  # the one input of what is bound
 _MARK = "plan: "  # before the name of an operation in a profile
 _Around = Callable[[Operation], AbstractContextManager[None]]
 
@@ -122,33 +121,48 @@ class _Rows:
     given: dict[str, Any] = field(default_factory=dict)  # FP16 [T, H] each
 
 
-def load_kernels(path: Path) -> tuple["CudaEngine", int]:
-    """Return the engine of a file on the current GPU, and the bytes that it takes there.
+Loaded = TypeVar("Loaded", bound="CudaEngine")
 
-    Raises:
-        UserError: a damaged file, or one of another version.
-        MissingDevice: no GPU that it is for, or a driver that cannot load its kernels.
-    """
+
+def load_engine(file: EngineFile, kind: type[Loaded]) -> Loaded:
+    """Return an engine on the current GPU; MissingDevice without one that it is for, or an old driver."""
     import torch
 
-    file = read_file(path)
     if not torch.cuda.is_available():
-        raise MissingDevice("backend cuda runs on torch's CUDA GPU, and there is none: see `qdqbench doctor`")
+        raise MissingDevice(
+            f"backend cuda runs on a GPU of compute capability {CAPABILITY}, and torch shows no GPU; install "
+            "torch for CUDA where there is one"
+        )
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
     if capability != CAPABILITY:
         raise MissingDevice(
             f"backend cuda runs on compute capability {CAPABILITY}, and this GPU has {capability}; take "
             "tensorrt_rtx or tensorrt"
         )
-    free = torch.cuda.mem_get_info()[0]
     try:
-        engine = CudaEngine(*file)
+        return kind(*file)
     except QdqError as error:
-        raise MissingDevice(f"{path} cannot be loaded here ({error}); update the driver") from error
-    return engine, max(0, free - torch.cuda.mem_get_info()[0])
+        raise MissingDevice(f"the kernels cannot be loaded here ({error}); update the driver") from error
 
 
-class CudaEngine(CompiledModel):
+@dataclass
+class BoundTokens:
+    """Launches of one size with buffers, a stream and a CUDA graph of their own; several run at once."""
+
+    inputs: dict[str, Any]  # PACKED: as `fill` fills it
+    outputs: dict[str, Any]
+    stream: Any
+    _graph: Any
+    detail = "CUDA graph"
+
+    def launch(self) -> None:
+        import torch
+
+        with torch.cuda.stream(self.stream):
+            self._graph.replay()
+
+
+class CudaEngine:
     """A plan with its arrays on the current GPU. Not safe for threads: buffers are shared."""
 
     def __init__(self, plan: Plan, arrays: Mapping[str, Array], cubins: Mapping[str, bytes]) -> None:
@@ -161,16 +175,7 @@ class CudaEngine(CompiledModel):
         self._last = {name: number for number, each in enumerate(plan.operations) for name in _reads(each)}
         self._graphs: OrderedDict[tuple[int, int, int, int], tuple[Any, Any, dict[str, Any]]] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
-        ids, states = np.dtype(np.int64), np.dtype(np.float32)
-        self.inputs = {
-            name: Signature(states, (None, None, plan.tensors[name].width))
-            if name in plan.given
-            else Signature(ids, (None, None))
-            for name in plan.inputs
-        }
-        self.outputs = [*(answer.name for answer in plan.head.answers), *plan.states]
-        self._lanes = [self.run]
-        self._ran: Tokens | None = None
+        self.ran: Tokens | None = None
 
     def _prepared(self) -> Iterator[tuple[str, Array]]:
         """Yield arrays as the kernels read them: rows of INT8 weights permuted, channels in groups of 64."""
@@ -186,11 +191,11 @@ class CudaEngine(CompiledModel):
                 array = np.concatenate([array, beyond])[rows]
             if name.startswith(f"{self.plan.head.name}."):
                 array = array.astype(np.float16)
-            yield name, np.ascontiguousarray(array)
+            yield name, np.require(array, requirements=["C", "A", "W"])  # a file's are read-only
 
     def run(self, batch: Mapping[str, Array]) -> dict[str, Array]:
         """Return the answers of int [B, L] inputs by name, FP32; those of masked tokens are 0."""
-        self._ran = tokens = pack_tokens(self.plan, self.arrays, batch)
+        self.ran = tokens = pack_tokens(self.plan, self.arrays, batch)
         return self._run_cut(tokens) if self.plan.given else self.unpack(tokens, self.answer(tokens))
 
     def _run_cut(self, tokens: Tokens) -> dict[str, Array]:
@@ -199,15 +204,6 @@ class CudaEngine(CompiledModel):
         answers = self.unpack(tokens, self.forward(self.load(tokens), kept))
         states = {name: kept[name][: len(tokens.ids)].float().cpu().numpy() for name in self.plan.states}
         return answers | {name: spread(state, tokens) for name, state in states.items()}
-
-    def blob(self) -> bytes:
-        raise NotImplementedError("an engine file is written where it is built")
-
-    def kernels(self) -> list[Kernel]:
-        """Return the layer table with the times of the operations on the last batch, each alone."""
-        assert self._ran is not None
-        times = [sum(times.values()) for times in self.profile(self._ran)]
-        return [Kernel(row, ms) for row, ms in zip(list_rows(self.plan), times, strict=True)]
 
     def profile(self, tokens: Tokens) -> list[dict[str, float]]:
         """Return the kernels of each operation and their milliseconds, by torch.profiler."""
@@ -248,7 +244,7 @@ class CudaEngine(CompiledModel):
         else:
             while len(self._graphs) >= _MOST_GRAPHS:
                 self._graphs.popitem(last=False)
-            self._graphs[key] = self._capture(*key)
+            self._graphs[key] = self._capture(*key, self._pool)
         graph, staging, answers = self._graphs[key]
         staging[1].synchronize()  # the last copy out of the host's buffer is over
         fill(staging[0].numpy(), tokens, *key[:2])
@@ -262,6 +258,16 @@ class CudaEngine(CompiledModel):
         count = len(tokens.ids) if by_token else len(tokens.starts) - 1
         host = {name: value[:count].cpu().numpy() for name, value in answers.items()}
         return {name: spread(value, tokens) for name, value in host.items()} if by_token else host
+
+    def bind(self, tokens: int, rows: int, longest: int, reach: int) -> BoundTokens:
+        """Return launches of up to so many tokens, a multiple of 64; of the rest see `choose_graph`."""
+        import torch
+
+        pool = torch.cuda.graph_pool_handle()  # graphs of one pool must not run at once
+        graph, (_, _, device), answers = self._capture(tokens, rows, longest, reach, pool)
+        torch.cuda.synchronize()
+        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        return BoundTokens({PACKED: device}, answers, stream, graph)
 
     def load(self, tokens: Tokens) -> _Rows:
         """Return inputs on the GPU, for a run without a CUDA graph."""
@@ -277,7 +283,9 @@ class CudaEngine(CompiledModel):
             given[name] = torch.from_numpy(padded).cuda()
         return _split(torch.from_numpy(host).cuda(), bucket, longest, reach, given)
 
-    def _capture(self, tokens: int, rows: int, longest: int, reach: int) -> tuple[Any, Any, dict[str, Any]]:
+    def _capture(
+        self, tokens: int, rows: int, longest: int, reach: int, pool: Any
+    ) -> tuple[Any, Any, dict[str, Any]]:
         import torch
 
         host = torch.zeros(5 * tokens + rows + 1, dtype=torch.int32).pin_memory()
@@ -290,7 +298,7 @@ class CudaEngine(CompiledModel):
             self.forward(inputs)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=pool):
             answers = self.forward(inputs)
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
@@ -463,29 +471,27 @@ class CudaEngine(CompiledModel):
         from torch.nn import functional
 
         x = values[operation.input]
-        first, stop = rows.bounds[:-1].long(), rows.bounds[1:].long()
         match operation.pooling:
             case "first":
-                x = x[first.clamp(max=len(x) - 1)].float()
+                x = x.index_select(0, rows.bounds[:-1].clamp(max=len(x) - 1))
             case "last":
-                x = x[(stop - 1).clamp(min=0)].float()
+                x = x.index_select(0, (rows.bounds[1:] - 1).clamp(min=0))
             case "mean":
                 x = torch.segment_reduce(x.float(), "mean", offsets=rows.bounds.long(), axis=0)
-            case "tokens":
-                x = x.float()
         for number, step in enumerate(operation.steps):
             match step.kind:
                 case "dense":
                     weight, bias = (
                         self._arrays[f"{operation.name}.{number}.{part}"] for part in ("weight", "bias")
                     )
-                    x = functional.linear(x.half(), weight, bias).float()
+                    x = functional.linear(x.half(), weight, bias)
                 case "tanh" | "relu" | "sigmoid":
                     x = getattr(torch, step.kind)(x)
                 case "gelu" | "gelu_tanh":
                     x = functional.gelu(x, approximate="tanh" if step.kind == "gelu_tanh" else "none")
                 case "normalize":
-                    x = functional.normalize(x, dim=1)
+                    x = functional.normalize(x.float(), dim=1)
+        x = x.float()
         return {each.name: x if each.column is None else x[:, each.column] for each in operation.answers}
 
     def _at(self, name: str) -> int:

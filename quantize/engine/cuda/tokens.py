@@ -6,11 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from qdqbench.quantize.engine.cuda.plan import Plan
-from qdqbench.quantize.models.inputs import MASK, TOKENS
 from qdqbench.quantize.utils.arrays import Array, Int32
 from qdqbench.quantize.utils.errors import UserError
 
-TYPES = "token_type_ids"
+TOKENS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"  # names of inputs
 MOST_TOKENS = 1 << 16  # of a batch: the largest bucket
 
 
@@ -39,12 +38,7 @@ def pack_tokens(plan: Plan, arrays: Mapping[str, Array], batch: Mapping[str, Arr
     if empty.any():
         missing = f"no attended {'first ' if first else ''}token"
         raise UserError(f"row {empty.argmax()} of the batch has {missing}; give every row one")
-    padding = plan.embed.padding
-    if padding is None:
-        positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-    else:
-        there = ids != padding
-        positions = there.cumsum(axis=1) * there + padding
+    positions = count_positions(ids, plan.embed.padding)
     types = batch[TYPES] if plan.embed.typed else np.zeros_like(ids)
     tables = {"token": "word"}
     packed = {"token": ids[kept], "position": positions[kept], "type": types[kept]}
@@ -59,6 +53,14 @@ def pack_tokens(plan: Plan, arrays: Mapping[str, Array], batch: Mapping[str, Arr
     starts = np.concatenate([[0], kept.sum(axis=1).cumsum()])
     ids, positions, types, starts = (each.astype(np.int32) for each in (*packed.values(), starts))
     return Tokens(ids, positions, types, starts, kept, {name: batch[name][kept] for name in plan.given})
+
+
+def count_positions(ids: Array, padding: int | None) -> Array:
+    """Return the positions of token ids int [..., L], counted past those of padding if the model does."""
+    if padding is None:
+        return np.broadcast_to(np.arange(ids.shape[-1]), ids.shape)
+    there = ids != padding
+    return np.asarray(there.cumsum(axis=-1) * there + padding)
 
 
 def spread(answers: Array, tokens: Tokens) -> Array:

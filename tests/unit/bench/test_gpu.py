@@ -8,14 +8,19 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from qdqbench.eval.bench import gpu
+from qdqbench.eval.bench import gpu, peers
+from qdqbench.eval.bench import target as bench_target
 from qdqbench.eval.bench.gpu import EngineSpec, GpuWork, marker, prebuild, prepare_on_gpu, start_compiles
+from qdqbench.eval.bench.results import TENSORRT_SYSTEMS
 from qdqbench.eval.bench.systems import Config, Preparation, describe_systems
 from qdqbench.quantize.engine import backend
+from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.errors import MissingDevice, UserError
+from qdqbench.quantize.utils.system.gpu import Gpu
 
+from ...support.interpreted import H200
 from ...support.tiny_bert import LINEARS
 from ...unit.cli.test_bench import some_target, split_of
 from .test_run import OPTIONS as STATIC
@@ -62,8 +67,8 @@ class Peer:
         self.detail = f"{how}, {'CUDA graph' if graph else 'no CUDA graph'}"
 
 
-class FakeEncoder:
-    """Stands in for unpadded.UnpaddedEncoder: a launch of many tokens takes longer than its share."""
+class FakeEncoder(peers.UnpaddedEncoder):
+    """Computes nothing: a launch of many tokens takes longer than its share."""
 
     of_tokens = False
 
@@ -73,6 +78,9 @@ class FakeEncoder:
     @staticmethod
     def positions_of(ids):
         return np.arange(len(ids))
+
+    def bind(self, packing, shape):
+        return SimpleNamespace(detail="CUDA graph")
 
 
 class Timer:
@@ -115,7 +123,8 @@ def device(monkeypatch):
     monkeypatch.setattr(backend, "WITHOUT_GPU", ("tensorrt_rtx",))
     monkeypatch.setattr(gpu, "build_engine", make)
     monkeypatch.setattr(gpu, "Engine", FakeEngine)
-    monkeypatch.setattr(artifacts, "expected_gemms", lambda session: ["/a/MatMul"])
+    monkeypatch.setattr(gpu, "find_gpu", lambda: None)  # none that kernels run on
+    monkeypatch.setattr(artifacts, "list_expected_gemms", lambda graph, plan: ["/a/MatMul"])
     monkeypatch.setattr(gpu.measure, "CudaTimer", lambda: Timer)
     monkeypatch.setattr(gpu.measure, "to_device", dict)
     monkeypatch.setattr(
@@ -158,18 +167,19 @@ def test_who_takes_part(tmp_path):
     def names(target, **changes):
         return [about.name for about in systems_of(target, **changes)]
 
-    engines = ["int8", "int8-exact", "fp16", "fp16-exact", "fp32"]
+    engines = ["int8", "int8-exact", "int8-cuda", "fp16", "fp16-exact", "fp32"]
     torch = ["torch-fp32", "torch-fp16-eager", "torch-fp16"]
     torch += ["compile-fp16-eager", "compile-fp16", "autotune-fp16", "unpadded-fp16"]
     assert names(target) == engines + torch
-    assert names(target, baselines=False, fp32=False) == engines[:4]
-    assert names(target, engine_shapes="recipe", baselines=False) == ["int8", "fp16", "fp32"]
+    assert names(target, baselines=False, fp32=False) == engines[:5]
+    assert names(target, engine_shapes="recipe", baselines=False) == ["int8", "int8-cuda", "fp16", "fp32"]
     assert names(a_target(tmp_path, "bert-fp16"))[:3] == ["fp16", "fp16-exact", "fp32"]
     assert "unpadded-fp16" not in names(target, exclude=("unpadded-fp16",))
     listed = systems_of(target, engine_shapes="exact")
     assert {about.name: about.label for about in listed}["int8"] == "INT8 engine, exact shape"
     assert len({about.label for about in listed}) == len(listed)
-    assert {about.backend for about in listed if about.name.startswith("int8")} == {"tensorrt_rtx 1.4"}
+    backends = {about.name: about.backend for about in listed if about.name.startswith("int8")}
+    assert backends == {"int8": "tensorrt_rtx 1.4", "int8-cuda": f"cuda {get_version()}"}
     target.extra["mine"] = target  # another recipe's engine takes the same shapes as the others'
     for shapes, label in {"exact": "INT8 engine, mine, exact shape", "both": "INT8 engine, mine"}.items():
         listed = systems_of(target, engine_shapes=shapes)
@@ -208,7 +218,9 @@ def test_engines_of_a_config(device, tmp_path):
 
 def test_what_can_be_done_before_is_done_in_processes_and_once(device, tmp_path):
     target = a_target(tmp_path)
-    options = OPTIONS.model_copy(update={"fp32": False, "batches": [1, 8, 32], "keep_engines": True})
+    options = OPTIONS.model_copy(
+        update={"fp32": False, "batches": [1, 8, 32], "keep_engines": True, "exclude": ("int8-cuda",)}
+    )
     start_compiles(device.work, tmp_path, options)
     tasks = device.work.background.tasks
     modes = ["max-autotune-no-cudagraphs"] * 3 + ["default"] * 3
@@ -248,6 +260,97 @@ def test_another_recipe_of_the_model_is_an_engine_more(device, tmp_path):
     assert folders == [tmp_path, tmp_path, tmp_path / "mine"]
     target.stack.close()
     assert list((tmp_path / "mine" / "bench").iterdir()) == []
+
+
+@pytest.fixture
+def hopper(device, monkeypatch):
+    """A GPU that our kernels run on; the graphs that are written for them."""
+    written = []
+
+    def write(traced, plan, settings, path):
+        written.append((settings.weights, settings.for_gpu, path.name))
+        path.write_bytes(b"graph")
+
+    monkeypatch.setattr(gpu, "find_gpu", lambda: H200)
+    monkeypatch.setattr(gpu, "load_nvrtc", lambda: None)
+    monkeypatch.setattr(gpu, "load_kernels", lambda path: (path, 1))
+    monkeypatch.setattr(gpu, "PackedKernels", FakeEncoder)
+    monkeypatch.setattr(bench_target, "trace", lambda *_: "traced")
+    monkeypatch.setattr(bench_target, "write_graph", write)
+    return written
+
+
+def forms_of(target):
+    """Give a session what the other form of its graph is written from."""
+    target.session.fake_quant_model = None
+    target.session.config = SimpleNamespace(task=SimpleNamespace(kind=SimpleNamespace(outputs=())))
+    return target
+
+
+def test_our_kernels_run_beside_an_engine_of_tensorrt(device, hopper, tmp_path):
+    target = forms_of(a_target(tmp_path))
+    options = OPTIONS.model_copy(update={"batches": [8], "baselines": False, "engine_shapes": "exact"})
+    prebuild(device.work, target, options, "tensorrt", lambda text: None)
+    assert [args[0] for args, _ in device.work.background.tasks.values()] == [
+        "engine"
+    ]  # TensorRT builds alone
+    entry = prepare(device, target, options, Config(8, 128, None))["int8-cuda"]
+    row = entry.row
+    assert (row.status, row.int8_gemms, row.expected_int8_gemms, row.engine_bytes) == ("done", 11, 12, 6)
+    assert row.detail == "packed tokens, varlen attention, torch.compile, 1024 tokens a launch, CUDA graph"
+    assert (len(entry.system.lanes), entry.kernels is None) == (2, False)
+    assert hopper == [("channel", False, "model.int8.cuda.onnx")]
+    (spec,) = (spec for spec in device.specs if spec.backend == "cuda")
+    assert (spec.onnx.name, spec.engine.name, spec.gemms) == (
+        "model.int8.cuda.onnx", "int8.cuda.engine", ["/a/MatMul"],
+    )  # fmt: skip
+    target.stack.close()
+    assert not spec.engine.is_file()
+    assert not device.work.models  # nor is it on the GPU
+
+
+def test_engines_of_tensorrt_run_beside_our_kernels(device, hopper, tmp_path, monkeypatch):
+    recipe = load_recipe("bert-int8-linears")
+    engine = recipe.engine.model_copy(update={"backend": "cuda"})
+    target = forms_of(a_target(tmp_path, recipe.model_copy(update={"engine": engine})))
+    listed = {about.name: about for about in systems_of(target, baselines=False)}
+    names = ["int8", "int8-tensorrt_rtx", "int8-tensorrt_rtx-exact", "fp16", "fp16-exact", "fp32"]
+    assert [*listed] == names
+    labels = [listed[name].label for name in names[:3]]
+    assert labels == ["INT8 CUDA kernels", "INT8 TensorRT-RTX", "INT8 TensorRT-RTX, exact shape"]
+    assert {*names[1:3]} <= {*TENSORRT_SYSTEMS}
+    options = OPTIONS.model_copy(update={"batches": [8], "baselines": False})
+    prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
+    entries = prepare(device, target, options, Config(8, 128, None))
+    assert [entries[name].row.status for name in names] == ["done"] * 5 + ["skipped"]
+    assert hopper == [("factored", True, "model.int8.tensorrt_rtx.onnx")]
+    specs = {(spec.backend, spec.onnx.name): spec.profile for spec in device.specs}
+    assert specs.keys() == {
+        ("cuda", "model.int8.onnx"),
+        *(("tensorrt_rtx", f"model.{name}.onnx") for name in ("int8.tensorrt_rtx", "fp16", "fp32")),
+    }
+    assert {spec.profile.max[0] for spec in device.specs if spec.onnx.name == "model.fp16.onnx"} == {8, 64}
+
+    def missing():
+        raise MissingDevice("NVRTC is not here")
+
+    monkeypatch.setattr(gpu, "load_nvrtc", missing)
+    with pytest.raises(MissingDevice, match="NVRTC is not here"):
+        prepare(device, target, options, Config(8, 128, None))
+
+
+def test_kernels_that_cannot_run_here_are_skipped_by_reason(device, hopper, tmp_path, monkeypatch):
+    target, options = forms_of(a_target(tmp_path)), OPTIONS.model_copy(update={"baselines": False})
+
+    def refuse(*_):
+        raise UserError("backend cuda has no kernel for /a (Sin)")
+
+    monkeypatch.setattr(bench_target, "write_graph", refuse)
+    row = prepare(device, target, options, Config(8, 128, None))["int8-cuda"].row
+    assert (row.status, row.reason) == ("skipped", "backend cuda has no kernel for /a (Sin)")
+    monkeypatch.setattr(gpu, "find_gpu", lambda: Gpu("NVIDIA L4", "8.9", None))
+    row = prepare(device, target, options, Config(8, 128, None))["int8-cuda"].row
+    assert row.reason == "backend cuda runs on compute capability 9.0, and this GPU has 8.9"
 
 
 def test_baselines_run_as_their_names_say(device, tmp_path):

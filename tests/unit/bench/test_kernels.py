@@ -11,8 +11,10 @@ FUSED = [
     "fmha_cutlassF_f16_aligned_64x64_rf_sm80(PyTorchMemEffAttention::AttentionKernel<cutlass::half_t>::Params)",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x64_4x1x1_kernel0_0",
     "triton_tem_fused_flex_attention_0",
+    "attention_64_int8_short",
 ]
 FP16_GEMMS = [
+    "gemm_128_128_gelu_none_int8",  # of backend cuda
     "nvjet_hsh_128x256_64x4_1x2_h_bz_coopA_bias_TNT",
     "sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1_execute_kernel__5x_cublas",
     "ampere_fp16_s16816gemm_fp16_128x64_ldg8_f2f_stages_64x4_tn",

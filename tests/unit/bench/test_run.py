@@ -1,7 +1,6 @@
 """A whole bench with fake systems: configs, errors, speed-ups, files after every config."""
 
 import math
-from contextlib import ExitStack
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,7 @@ from qdqbench.eval.bench.measure import ReadySystem
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, BenchTarget, compute_speedups
 from qdqbench.eval.bench.run import TimeLeft, estimate_parts, run_bench
 from qdqbench.eval.bench.systems import BenchPlan, Entry, systems_of
-from qdqbench.eval.bench.target import BatchedSplit
+from qdqbench.eval.bench.target import BatchedSplit, Target
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.utils.progress import duration
@@ -94,7 +93,7 @@ def target():
         kind="shape", name="bert-base", random_weights=True, calibration="random", shape=SHAPE, files={}
     )
     session = SimpleNamespace(recipe=load_recipe("bert-int8-linears"))
-    return SimpleNamespace(about=about, session=session, stack=ExitStack(), extra={})
+    return Target(session, about)
 
 
 @pytest.fixture

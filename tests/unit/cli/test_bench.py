@@ -127,7 +127,6 @@ def test_no_gpu_is_a_missing_device_before_anything_is_exported(tiny_bert, tmp_p
         (["--model", "bert-base", "--cpu", "--extra-recipe", "bert-fp16"], "--extra-recipe belongs to"),
         (["--model", "bert-base", "--cpu", "--exclude", "mine"], "--exclude mine: no system is called that"),
         (["--model", "bert-base", "--cpu", "--build-only"], "--build-only belongs to a bench on a GPU"),
-        (["--model", "bert-base", "--set", "engine.backend=cuda"], "bench builds its systems with TensorRT"),
         (["--model", "x", "--compile-seconds", "0"], "--compile-seconds 0.0: should be greater than 0"),
         (["--model", "bert-base", "--cpu", "--threads", "9999"], "--threads 9999 is more than the"),
         (["--model", "bert-base", "--cpu", "--streams", "99", "--threads", "1"], "--streams 99 is more than"),

@@ -9,10 +9,22 @@ import pytest
 import typer
 
 from qdqbench.cli.app import app
+from qdqbench.quantize.models.load import load_tokenizer
 from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
+from qdqbench.quantize.tasks.rows import encode, load_split
+from qdqbench.quantize.tasks.task import get_task
 
 from ...tools import measure_tables
-from ...tools.measure_tables import LATE, UNSPLIT, Step, chunks, main, measure, write_unsplit
+from ...tools.measure_tables import (
+    LATE,
+    UNSPLIT,
+    Step,
+    chunks,
+    main,
+    measure,
+    write_squad_lengths,
+    write_unsplit,
+)
 
 # writes the file that its first argument names into --out, after the seconds of its second
 CHILD = """
@@ -27,7 +39,7 @@ raise SystemExit(int(sys.argv[3]))
 
 @pytest.fixture
 def known(tmp_path):
-    return chunks(Path("models"), "glue", tmp_path / "unsplit.yaml")
+    return chunks(Path("models"), "glue", tmp_path)
 
 
 def test_every_command_and_option_and_recipe_exists(known, tmp_path):
@@ -45,7 +57,17 @@ def test_every_command_and_option_and_recipe_exists(known, tmp_path):
         ]
         asked += itertools.takewhile(lambda word: not word.startswith("--"), rest)
         assert asked
-        assert set(asked) - {str(tmp_path / "unsplit.yaml")} <= set(shipped_recipes()), step
+        assert set(asked) - {str(tmp_path / f"{UNSPLIT}.yaml")} <= set(shipped_recipes()), step
+
+
+def test_made_up_rows_have_the_lengths_of_squad(tiny_bert, tmp_path):
+    tokenizer = load_tokenizer(str(tiny_bert))
+    folder = write_squad_lengths(tmp_path, tiny_bert)
+    rows = load_split(get_task("sst2"), str(folder), "validation")
+    lengths = encode(rows, get_task("sst2"), tokenizer, 384).lengths
+    assert len(lengths) == 1024
+    assert (lengths.min() >= 30, lengths.max()) == (True, 384)
+    assert abs(lengths.mean() - 177) < 0.5
 
 
 def test_folders_are_named_once(known):

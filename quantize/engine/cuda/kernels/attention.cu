@@ -4,9 +4,9 @@
 //
 // A block takes 64 consecutive tokens as queries, whatever rows they belong to, and the keys from the start of the
 // first token's row to the end of the last one's, for some heads one after the other: the next head is loaded while
-// one is computed. A warp takes 16 of the queries and 128 keys at a time. The recipe quantizes the normalized P, so
-// a warp with more than 128 keys goes over them twice: for maximum and sum, then for P . v. Sums of S start at
-// 3 * 2^22, so that their bits are floats. The order of keys within 32 is permuted alike in P and v.
+// one is computed. A warp takes 16 of the queries and 128 keys at a time, or the last 64. The recipe quantizes the
+// normalized P, so a warp with more than 128 keys goes over them twice: for maximum and sum, then for P . v. Sums of
+// S start at 3 * 2^22, so that their bits are floats. The order of keys within 32 is permuted alike in P and v.
 #include "ptx.cuh"
 
 struct AttentionArguments {
@@ -50,31 +50,148 @@ __device__ inline float over_quad(float x, bool maximum) {
   return x;
 }
 
+// Of a warp: 16 queries and up to 128 keys, of one head. A thread has two queries (h), and of 8 keys two.
+template <int D> struct Warp {
+  static constexpr int CHUNKS = D / 16, PARTS = D / 32;  // of 16 bytes; of the inner product
+  int s[KEYS / 8][4], o[CHUNKS][2][4];
+  u32 q[PARTS][4];
+  float most[2], sum[2], shift[2], unit[2];
+  int lane, quad, t;
+
+  static __device__ inline u32 row_of(const i8* rows, int row, int chunk) {  // swizzled: eight rows are in all banks
+    return shared_address(rows + row * D + 16 * (chunk ^ row / (128 / D) % CHUNKS));
+  }
+  static __device__ inline void load_matrices(u32 (&r)[4], u32 from) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from));
+  }
+  __device__ inline void start(const i8* queries) {
+#pragma unroll
+    for (int p = 0; p < PARTS; p++) load_matrices(q[p], row_of(queries, lane % 16, 2 * p + lane / 16));
+#pragma unroll
+    for (int h = 0; h < 2; h++) most[h] = 11534336.0f, sum[h] = 0, shift[h] = 0;  // no S is that small
+  }
+  // s = S, or -infinity for keys outside [low, high) of a query.
+  template <int GROUPS> __device__ inline void score(const i8* keys, int at, const int (&low)[2], const int (&high)[2]) {
+    u32 from = row_of(keys, at + lane / 8 / CHUNKS * 8 + lane % 8, lane / 8 % CHUNKS);
+#pragma unroll
+    for (int j = 0; j < 4 * GROUPS; j += 2 / PARTS) {
+      u32 b[4];
+      load_matrices(b, from + 8 * j * D);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        if (PARTS == 1 || i == 0) mma<true>(s[j + i % (3 - PARTS)], q[0][0], q[0][1], q[0][2], q[0][3], b[2 * i], b[2 * i + 1]);
+        else mma<false>(s[j], q[PARTS - 1][0], q[PARTS - 1][1], q[PARTS - 1][2], q[PARTS - 1][3], b[2], b[3]);
+      }
+    }
+    bool whole = low[0] <= 0 && low[1] <= 0 && high[0] >= 32 * GROUPS && high[1] >= 32 * GROUPS;
+    if (__all_sync(~0u, whole)) return;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      u32 own = ones(high[h]) & ~ones(low[h]);
+#pragma unroll
+      for (int i = 0; i < 8 * GROUPS; i++)
+        s[i / 2][2 * h + i % 2] = own >> i & 1 ? s[i / 2][2 * h + i % 2] : 0xFF800000;
+    }
+  }
+  __device__ inline u32 ones(int key) const {  // a bit for each of the thread's keys before this one
+    int at = key - 2 * t;
+    return __funnelshift_lc(~0u, 0, max(0, (at >> 3) * 2 + min(at & 7, 2)));
+  }
+  template <int GROUPS> __device__ inline void weigh(float scale) {  // s = exp(S - maximum so far); sums go on
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float m = most[h];
+#pragma unroll
+      for (int j = 0; j < 4 * GROUPS; j++) m = fmaxf(m, fmaxf(__int_as_float(s[j][2 * h]), __int_as_float(s[j][2 * h + 1])));
+      most[h] = m = over_quad(m, true);
+      float before = shift[h];  // its rounding is in what was summed, so it is in what that is multiplied by
+      shift[h] = -m * scale;
+      float l = sum[h] * exp2_of(shift[h] - before);
+#pragma unroll
+      for (int i = 0; i < 8 * GROUPS; i++) {
+        int& x = s[i / 2][2 * h + i % 2];
+        x = power(x, scale, h), l += __int_as_float(x);
+      }
+      sum[h] = l;
+    }
+  }
+  template <int GROUPS> __device__ inline void weigh_again(float scale) {
+#pragma unroll
+    for (int i = 0; i < 16 * GROUPS; i++) s[i / 4][i % 4] = power(s[i / 4][i % 4], scale, i / 2 % 2);
+  }
+  __device__ inline int power(int x, float scale, int h) const {
+    return __float_as_int(exp2_of(fmaf(__int_as_float(x), scale, shift[h])));
+  }
+  __device__ inline void finish(float steps) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float all = over_quad(sum[h], false);
+      unit[h] = all > 0 ? __fdividef(steps, all) : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < 8 * CHUNKS; i++) o[i / 8][i / 4 % 2][i % 4] = 0;
+  }
+  template <int GROUPS, bool CLAMP> __device__ inline void add(const i8* values, int at) {  // P . v, P = round(s * unit)
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+      u32 a[4];
+#pragma unroll
+      for (int part = 0; part < 4; part++) {
+        u32 c[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          float p = __int_as_float(s[4 * g + part / 2 * 2 + i / 2][2 * (part % 2) + i % 2]), u = unit[part % 2];
+          c[i] = __float_as_uint(CLAMP ? fminf(p * u, 127.0f) + 12582912.0f : fmaf(p, u, 12582912.0f));
+        }
+        a[part] = low_bytes(c[0], c[1], c[2], c[3]);
+      }
+#pragma unroll
+      for (int d = 0; d < CHUNKS; d++) {
+        u32 r[4], p = row_of(values, at + lane, d) + 32 * g * D;
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(p));
+        mma<false>(o[d][0], a[0], a[1], a[2], a[3], __byte_perm(r[0], r[1], 0x6420), __byte_perm(r[2], r[3], 0x6420));
+        mma<false>(o[d][1], a[0], a[1], a[2], a[3], __byte_perm(r[0], r[1], 0x7531), __byte_perm(r[2], r[3], 0x7531));
+      }
+    }
+  }
+  // PASS 0: maximum and sum; 2: P . v with them; 1: both, of keys that are one step.
+  template <int GROUPS, int PASS, bool CLAMP>
+  __device__ inline void step(const AttentionArguments& call, const i8* keys, const i8* values, int at, const int (&low)[2], const int (&high)[2]) {
+    score<GROUPS>(keys, at, low, high);
+    if constexpr (PASS < 2) weigh<GROUPS>(call.scale); else weigh_again<GROUPS>(call.scale);
+    if constexpr (PASS == 1) finish(call.unit);
+    if constexpr (PASS > 0) add<GROUPS, CLAMP>(values, at);
+  }
+};
+
 template <int D, bool ONE, bool CODED, bool CLAMP> __device__ inline void attention_body(const AttentionArguments& call) {
-  constexpr int CHUNKS = D / 16, PARTS = D / 32, STEP = 128 / CHUNKS;  // of 16 bytes; of the inner product; rows a copy
+  constexpr int CHUNKS = D / 16, STEP = 128 / CHUNKS;  // of 16 bytes; rows a copy
   extern __shared__ __align__(128) i8 memory[];
   int buffer = (QUERIES + 2 * call.most + 4) * D;  // queries, keys, values, factors
-  int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, quad = lane / 4, t = lane % 4;
+  int thread = threadIdx.x, warp = thread / 32;
   int window = blockIdx.x * QUERIES, head0 = blockIdx.y * call.heads, first = window + 16 * warp;
   int heads = min(call.heads, call.hidden / D - head0);
+  Warp<D> w;
+  w.lane = thread % 32, w.quad = w.lane / 4, w.t = w.lane % 4;
   launch_next();
   wait_previous();
   int from = call.start[window], to = call.end[min(window + QUERIES, call.tokens) - 1];
-  int low = 1 << 30, high = 0, begin[2], size[2];
+  int low = 1 << 30, high = 0, begin[2], end[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
-    int row = min(first + quad + 8 * h, call.tokens - 1);
-    begin[h] = call.start[row], size[h] = call.end[row] - begin[h];
+    int row = min(first + w.quad + 8 * h, call.tokens - 1);
+    begin[h] = call.start[row], end[h] = call.end[row];
   }
   if (first < call.tokens) low = call.start[first], high = call.end[min(first + 15, call.tokens - 1)];
   bool whole_range = ONE || to - from <= call.most, once = whole_range && high - low <= KEYS;  // one load, one pass
 
-  // Rows of a copy are STEP apart, so the swizzle of values is the same in all rows of a thread.
+  // Rows of a copy are STEP apart, so the swizzle is the same in all rows of a thread.
   int copied = thread / CHUNKS, chunk = thread % CHUNKS, swizzled = chunk ^ copied / (128 / D) % CHUNKS;
   auto load_keys = [&](int head, u32 at, int base) {
-    u32 k = at + (QUERIES + copied) * D, v = k + call.most * D + 16 * swizzled;
+    u32 k = at + (QUERIES + copied) * D + 16 * swizzled, v = k + call.most * D;
     size_t source = size_t(base + copied) * call.pitch + head * D + 16 * chunk;
-    k += 16 * chunk;
     for (int left = min(call.most, to - base) - copied; left > 0; left -= STEP) {
       copy16(k, call.k + source);
       copy16(v, call.v + source);
@@ -87,7 +204,7 @@ template <int D, bool ONE, bool CODED, bool CLAMP> __device__ inline void attent
 #pragma unroll
     for (int i = 0; i < QUERIES / STEP; i++) {
       int token = min(window + copied + i * STEP, call.tokens - 1);
-      copy16(at + (copied + i * STEP) * D + 16 * chunk, call.q + size_t(token) * call.pitch + head * D + 16 * chunk);
+      copy16(at + (copied + i * STEP) * D + 16 * swizzled, call.q + size_t(token) * call.pitch + head * D + 16 * chunk);
     }
     if (thread < D / 4) copy16(at + (QUERIES + 2 * call.most) * D + 16 * thread, call.factor + head * D + 4 * thread);
     load_keys(head, at, from);
@@ -99,121 +216,23 @@ template <int D, bool ONE, bool CODED, bool CLAMP> __device__ inline void attent
     const i8 *qs = memory + n % 2 * buffer, *ks = qs + QUERIES * D, *vs = ks + call.most * D;
     if (n + 1 < heads && whole_range) load_head(n + 1), copies_wait<1>(); else copies_wait<0>();
     __syncthreads();
-    u32 q[2][D / 16];  // of a thread: D / 4 consecutive codes of each of its two rows
-    int s[KEYS / 8][4], o[CHUNKS][2][4];
-    float most[2] = {-1e30f, -1e30f}, sum[2] = {0, 0}, shift[2] = {0, 0}, unit[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const u32* p = (const u32*)(qs + (16 * warp + quad + 8 * h) * D) + t * (D / 16);
-      if constexpr (D == 64) *(uint4*)q[h] = *(const uint4*)p; else *(uint2*)q[h] = *(const uint2*)p;
-    }
-#pragma unroll
-    for (int d = 0; d < CHUNKS; d++)
-#pragma unroll
-      for (int i = 0; i < 8; i++) o[d][i / 4][i % 4] = 0;
+    w.start(qs + 16 * warp * D);
 
-    // S of 16 queries and the keys from key0 on that lie `at` behind the buffer's first, `base`; -infinity where a
-    // key is of another row, or was in an earlier step.
-    auto score = [&](int key0, int base, int at, int groups) {
-      const i8* keys = ks + (at + quad) * D + t * (D / 4);
+    // Steps of the keys from key0 on. They lie `at` after the buffer's first, `base`; earlier ones were in a step.
+    int at, lows[2], highs[2];
+    auto place = [&](int key0, int base) {
+      at = min(key0 - base, call.most - KEYS);
 #pragma unroll
-      for (int g = 0; g < KEYS / 32; g++) {
-        if (g >= groups) break;
-#pragma unroll
-        for (int j = 4 * g; j < 4 * g + 4; j++) {
-          u32 b[D / 16];
-          if constexpr (D == 64) *(uint4*)b = *(const uint4*)(keys + 8 * j * D); else *(uint2*)b = *(const uint2*)(keys + 8 * j * D);
-          mma<true>(s[j], q[0][0], q[1][0], q[0][1], q[1][1], b[0], b[1]);
-          if constexpr (PARTS > 1) mma<false>(s[j], q[0][2], q[1][2], q[0][3], q[1][3], b[2], b[3]);
-        }
-      }
-      int ahead[2] = {base + at - begin[0], base + at - begin[1]};  // of the row's first key
-      bool whole = groups >= 4 && key0 == base + at;
-#pragma unroll
-      for (int h = 0; h < 2; h++) whole &= ahead[h] >= 0 && ahead[h] + KEYS <= size[h];
-      if (!__all_sync(~0u, whole)) {
-        int skip = key0 - base - at, limit = 32 * groups;
-#pragma unroll
-        for (int j = 0; j < KEYS / 8; j++)
-#pragma unroll
-          for (int i = 0; i < 4; i++) {
-            int key = 8 * j + 2 * t + i % 2;
-            bool own = u32(ahead[i / 2] + key) < size[i / 2] && key >= skip && key < limit;
-            s[j][i] = own ? s[j][i] : 0xFF800000;
-          }
-      }
+      for (int h = 0; h < 2; h++)
+        lows[h] = max(begin[h], key0) - base - at, highs[h] = min(end[h], base + call.most) - base - at;
+      return min(high, base + call.most) - base - at <= 64;
     };
-    auto weigh = [&]() {  // s becomes exp(S - maximum so far); sums go on
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        float m = most[h];
-#pragma unroll
-        for (int j = 0; j < KEYS / 8; j++)
-          m = fmaxf(m, fmaxf(__int_as_float(s[j][2 * h]), __int_as_float(s[j][2 * h + 1])));
-        m = over_quad(m, true);
-        float before = shift[h];  // its rounding is in what was summed, so it is in what that is multiplied by
-        shift[h] = -m * call.scale;
-        float l = sum[h] * exp2_of(shift[h] - before);
-#pragma unroll
-        for (int j = 0; j < KEYS / 8; j++)
-#pragma unroll
-          for (int i = 0; i < 2; i++) {
-            float p = exp2_of(fmaf(__int_as_float(s[j][2 * h + i]), call.scale, shift[h]));
-            s[j][2 * h + i] = __float_as_int(p);
-            l += p;
-          }
-        sum[h] = l, most[h] = m;
-      }
-    };
-    auto finish = [&]() {
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        float all = over_quad(sum[h], false);
-        unit[h] = all > 0 ? call.unit / all : 0.0f;
-      }
-    };
-    auto add = [&](int at, int groups) {  // P . v, with P = round(s * unit)
-      const i8* values = vs + (at + lane) * D;
-      int swizzle = (at + lane) / (128 / D) % CHUNKS;
-#pragma unroll
-      for (int g = 0; g < KEYS / 32; g++) {
-        if (g >= groups) break;
-        u32 a[4];
-#pragma unroll
-        for (int h = 0; h < 2; h++)
-#pragma unroll
-          for (int half = 0; half < 2; half++) {
-            u32 c[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-              float p = __int_as_float(s[4 * g + 2 * half + i / 2][2 * h + i % 2]);
-              c[i] = __float_as_uint(CLAMP ? fminf(p * unit[h], 127.0f) + 12582912.0f : fmaf(p, unit[h], 12582912.0f));
-            }
-            a[h + 2 * half] = low_bytes(c[0], c[1], c[2], c[3]);
-          }
-#pragma unroll
-        for (int d = 0; d < CHUNKS; d++) {
-          u32 r[4], p = shared_address(values + 32 * g * D + 16 * (d ^ swizzle));
-          asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(p));
-          mma<false>(o[d][0], a[0], a[1], a[2], a[3], __byte_perm(r[0], r[1], 0x6420), __byte_perm(r[2], r[3], 0x6420));
-          mma<false>(o[d][1], a[0], a[1], a[2], a[3], __byte_perm(r[0], r[1], 0x7531), __byte_perm(r[2], r[3], 0x7531));
-        }
-      }
-    };
-    auto place = [&](int key0, int base) { return min(key0 - base, call.most - KEYS); };
-    auto groups_of = [&](int base, int at) { return (min(high, base + call.most) - base - at + 31) / 32; };
-
-    if constexpr (ONE) {
+    if (ONE || once) {
       if (high > low) {
-        int at = place(low, from), groups = groups_of(from, at);
-        score(low, from, at, groups);
-        weigh();
-        finish();
-        add(at, groups);
+        if (place(low, from)) w.template step<2, 1, CLAMP>(call, ks, vs, at, lows, highs); else w.template step<4, 1, CLAMP>(call, ks, vs, at, lows, highs);
       }
     } else {
-      for (int pass = 0; pass < 2; pass++) {
+      for (int pass = 0; pass < 4; pass += 2) {
         for (int base = from; base < to; base += call.most) {
           if (!whole_range && pass + base > from) {
             __syncthreads();
@@ -224,38 +243,31 @@ template <int D, bool ONE, bool CODED, bool CLAMP> __device__ inline void attent
           }
           int last = min(high, base + call.most);
           for (int key0 = max(low, base); key0 < last; key0 += KEYS) {
-            int at = place(key0, base), groups = groups_of(base, at);
-            if (pass == 0 || !once) score(key0, base, at, groups);
-            if (pass == 0) {
-              weigh();
+            bool few = place(key0, base);
+            if (pass) {
+              if (few) w.template step<2, 2, CLAMP>(call, ks, vs, at, lows, highs); else w.template step<4, 2, CLAMP>(call, ks, vs, at, lows, highs);
             } else {
-              if (!once) {
-#pragma unroll
-                for (int j = 0; j < KEYS / 8; j++)
-#pragma unroll
-                  for (int i = 0; i < 4; i++)
-                    s[j][i] = __float_as_int(exp2_of(fmaf(__int_as_float(s[j][i]), call.scale, shift[i / 2])));
-              }
-              add(at, groups);
+              if (few) w.template step<2, 0, CLAMP>(call, ks, vs, at, lows, highs); else w.template step<4, 0, CLAMP>(call, ks, vs, at, lows, highs);
             }
           }
         }
-        if (pass == 0) finish();
+        if (pass == 0) w.finish(call.unit);
       }
     }
-    const float4* factors = (const float4*)(qs + (QUERIES + 2 * call.most) * D) + t;
+    const float4* factors = (const float4*)(qs + (QUERIES + 2 * call.most) * D) + w.t;
 #pragma unroll
-    for (int d = 0; d < CHUNKS; d++) {
-      float4 factor = factors[4 * d];
+    for (int h = 0; h < 2; h++) {
+      int row = first + w.quad + 8 * h;
+      if (row >= call.tokens) break;
+      char* out = (char*)call.out + (CODED ? 1 : 2) * (size_t(row) * call.hidden + (head0 + n) * D + 4 * w.t);
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
-        const int *even = &o[d][0][2 * h], *odd = &o[d][1][2 * h], row = first + quad + 8 * h;
+      for (int d = 0; d < CHUNKS; d++) {
+        float4 factor = factors[4 * d];
+        const int *even = &w.o[d][0][2 * h], *odd = &w.o[d][1][2 * h];
         float x0 = float(even[0]) * factor.x, x1 = float(odd[0]) * factor.y;
         float x2 = float(even[1]) * factor.z, x3 = float(odd[1]) * factor.w;
-        size_t to = size_t(row) * call.hidden + (head0 + n) * D + 16 * d + 4 * t;
-        if (row >= call.tokens) continue;
-        if constexpr (CODED) *(u32*)((i8*)call.out + to) = codes_of(x0, x1, x2, x3);
-        else *(uint2*)((char*)call.out + 2 * to) = {half2_of(x0, x1), half2_of(x2, x3)};
+        if constexpr (CODED) *(u32*)(out + 16 * d) = codes_of(x0, x1, x2, x3);
+        else *(uint2*)(out + 32 * d) = {half2_of(x0, x1), half2_of(x2, x3)};
       }
     }
     __syncthreads();
