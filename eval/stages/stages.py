@@ -281,11 +281,10 @@ def _evaluate_optimized(session: Session, graph: Path, exported: Logits) -> arti
             expected_attention=count_attentions(gemms, session.plan.attention),
             layers_path=path.with_suffix(".json"),
         )
-        told = {"pad_id": session.pad_id, "batch_size": session.config.batch_size, "stage": "onnxruntime"}
+        told: dict[str, Any] = {"pad_id": session.pad_id, "stage": "onnxruntime"}
         with open_runner(path, graph, pad_id=session.pad_id, outputs=task.kind.outputs) as runner:
-            answers = {
-                name: predict(runner, encoded, **told) for name, (_, encoded) in session.eval_splits.items()
-            }
+            told["batch_size"] = min(session.config.batch_size, runner.max_batch)
+            answers = {name: predict(runner, each, **told) for name, (_, each) in session.eval_splits.items()}
     gold = {
         name: metrics.select_reference(task, session.gold[name], values) for name, values in exported.items()
     }

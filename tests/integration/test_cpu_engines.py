@@ -88,7 +88,7 @@ def test_what_optimizations_lose_is_recorded(sst2, tmp_path, monkeypatch):
     exported = {"validation": np.eye(2, dtype=np.float32)[session.gold["validation"]]}
     built = SimpleNamespace(int8_gemms=11, expected_int8_gemms=12, not_int8=["x"])
     monkeypatch.setattr(stages, "build_engine", lambda *_, **__: built)
-    monkeypatch.setattr(stages, "open_runner", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(stages, "open_runner", lambda *_, **__: nullcontext(SimpleNamespace(max_batch=8)))
     monkeypatch.setattr(stages, "predict", lambda *_, **__: -exported["validation"])
     monkeypatch.setattr(stages.artifacts, "expected_gemms", lambda _: [])
     found = stages._evaluate_optimized(session, tmp_path / "model.onnx", exported)
