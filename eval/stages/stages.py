@@ -172,9 +172,10 @@ def embedded(session: Session) -> list[Path]:
 def quantize_stage(session: Session) -> list[Path]:
     settings, path = session.recipe.calibration, session.folder / "calibration.json"
     if session.config.calibrated:
-        shutil.copyfile(Path(session.model_name) / path.name, path)
-        session.notes += read_record(path).notes
-        session.warnings += read_record(path).warnings
+        record = read_record(Path(session.model_name) / path.name)
+        session.notes += record.notes
+        session.warnings += record.warnings
+        write_record(path, record)
         return [path]
     batches = session.calibration_batches()
     total, seen = len(batches.split.dataset), 0
