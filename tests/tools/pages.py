@@ -392,9 +392,11 @@ def api_page() -> str:
             elif name == "Recipe":
                 lines += ["Fields: [the recipe format](recipe.md).", ""]
             lines += [
-                f"- `{method}()`: {_clean(function.__doc__)}"
+                _method_line(method, function)
                 for method, function in inspect.getmembers(value, inspect.isfunction)
-                if not method.startswith("_") and (function.__module__ or "").startswith("qdqbench")
+                if not method.startswith("_")
+                and (function.__module__ or "").startswith("qdqbench")
+                and method != "facts"  # of its display
             ]
             lines.append("")
     lines += ["## Errors", ""]
@@ -404,6 +406,13 @@ def api_page() -> str:
             if inspect.isclass(homes[name]) and issubclass(homes[name], Exception)]  # fmt: skip
     lines += table(["error", "exit status", "meaning"], rows)
     return re.sub("\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+def _method_line(name: str, function: Callable[..., Any]) -> str:
+    """Return a method with its arguments, and what it does without their meanings."""
+    taken = [each for each in inspect.signature(function).parameters if each != "self"]
+    about = _clean(re.split(r"\n\s*(?:Args|Raises):", inspect.cleandoc(function.__doc__ or ""))[0])
+    return f"- `{name}({', '.join(taken)})`: {about}".removesuffix(": ")
 
 
 def _clean(text: str | None) -> str:
