@@ -265,7 +265,7 @@ def onnxruntime_stage(session: Session) -> list[Path]:
     try:
         found = _evaluate_optimized(session, graph, read_logits(exported))
     except QdqError as error:
-        found = artifacts.OptimizedRun(lost=str(error))
+        found = artifacts.OptimizedRun(failed=str(error))
     return [exported, write_outcome(session.folder / artifacts.OPTIMIZED, found)]
 
 
@@ -294,14 +294,7 @@ def _evaluate_optimized(session: Session, graph: Path, exported: Logits) -> arti
         for values in (exported, answers)
     )
     counts = {"int8_gemms": built.int8_gemms, "expected_int8_gemms": built.expected_int8_gemms}
-    lost = [
-        f"{name} {after[name]:.4f}, as exported {before[name]:.4f}"
-        for name in before
-        if before[name] - after[name] > session.recipe.gate.max_drop
-    ]
-    if built.not_int8:
-        lost.append(f"{built.int8_gemms} of {built.expected_int8_gemms} GEMMs in INT8")
-    return artifacts.OptimizedRun(metrics=after, lost="; ".join(lost), **counts)
+    return artifacts.OptimizedRun(metrics=after, exported=before, **counts)
 
 
 def graph_stage(name: str, needs: tuple[str, ...], graph: Callable[[Session], Path]) -> Stage:
@@ -359,10 +352,6 @@ def _built(session: Session) -> Any:
     return [_placement(session), session.recipe.engine.model_dump(), available_backends(), device, *shapes]
 
 
-def _exported_answers(session: Session) -> Any:
-    return [_evaluation(session), session.recipe.gate.max_drop]
-
-
 def _measured(session: Session) -> Any:
     return [_evaluation(session), _built(session)]
 
@@ -390,7 +379,7 @@ def stages(session: Session) -> dict[str, Stage]:
         torch_stage("fake_quant", calibrated, lambda s: s.fake_quant_model): quantized,
         Stage("export", export_stage, calibrated, _exported): True,
         Stage("check", check_stage, ("export",), _placement): True,
-        Stage("onnxruntime", onnxruntime_stage, (*first, "export"), _exported_answers): True,
+        Stage("onnxruntime", onnxruntime_stage, (*first, "export"), _evaluation): True,
         Stage(
             "parity", parity, (*calibrated, "export"), lambda s: [_evaluation(s), s.config.seed]
         ): quantized,

@@ -178,9 +178,21 @@ class OptimizedRun(Strict):
     """The graph as ONNX Runtime optimizes it, evaluated next to the graph as exported."""
 
     metrics: dict[str, float] = {}
+    exported: dict[str, float] = {}  # of the graph as exported
     int8_gemms: int = 0
     expected_int8_gemms: int = 0
-    lost: str = ""  # why it is not deployed; empty where it loses nothing
+    failed: str = ""  # why there are no figures
+
+    def describe_loss(self, max_drop: float) -> str:
+        """Return what is lost beyond a drop of the metrics; empty where it may be deployed."""
+        lost = [
+            f"{name} {value:.4f}, as exported {self.exported[name]:.4f}"
+            for name, value in self.metrics.items()
+            if self.exported[name] - value > max_drop
+        ]
+        if self.int8_gemms < self.expected_int8_gemms:
+            lost.append(f"{self.int8_gemms} of {self.expected_int8_gemms} GEMMs in INT8")
+        return self.failed or "; ".join(lost)
 
 
 Result = TypeVar("Result", bound=Strict)

@@ -68,12 +68,12 @@ def test_an_engine_for_the_cpu_is_proven_verified_and_run(backend, sst2, tmp_pat
 def assert_onnxruntime_is_deployed_as_it_was_evaluated(out, tmp_path, shares):
     """With its optimizations, and without them where these lose."""
     found = artifacts.read_optimized(out)
-    assert (found.int8_gemms, found.lost) == (12, "")
-    assert found.metrics.keys() == {"accuracy"}
+    assert (found.int8_gemms, found.describe_loss(0.02)) == (12, "")
+    assert found.metrics.keys() == found.exported.keys() == {"accuracy"}
     said = answers(out / "deploy" / "run_onnxruntime.py", tmp_path / "other", lines=texts_of(out))
     np.testing.assert_allclose([[*each["scores"].values()] for each in said], shares, atol=2e-2)
-    for lost, level in (("", "ENABLE"), ("accuracy 0.1, as exported 0.9", "DISABLE")):
-        artifacts.write_outcome(out / artifacts.OPTIMIZED, found.model_copy(update={"lost": lost}))
+    for lost, level in (("", "ENABLE"), ("it is refused", "DISABLE")):
+        artifacts.write_outcome(out / artifacts.OPTIMIZED, found.model_copy(update={"failed": lost}))
         told = deploy(out, tmp_path / level)
         assert json.loads((told / "model.json").read_text())["onnxruntime"] == f"ORT_{level}_ALL"
         assert lost in (told / "README.md").read_text()
@@ -92,7 +92,7 @@ def test_what_optimizations_lose_is_recorded(sst2, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "predict", lambda *_, **__: -exported["validation"])
     monkeypatch.setattr(stages.artifacts, "expected_gemms", lambda _: [])
     found = stages._evaluate_optimized(session, tmp_path / "model.onnx", exported)
-    assert found.lost == "accuracy 0.0000, as exported 1.0000; 11 of 12 GEMMs in INT8"
+    assert found.describe_loss(0.5) == "accuracy 0.0000, as exported 1.0000; 11 of 12 GEMMs in INT8"
 
     def fails(*_):
         raise UserError("it is refused")
@@ -102,7 +102,7 @@ def test_what_optimizations_lose_is_recorded(sst2, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "onnxruntime_runner", lambda _: None)
     monkeypatch.setattr(stages, "_evaluate_optimized", fails)
     assert [path.name for path in stages.onnxruntime_stage(session)] == ["logits.npz", artifacts.OPTIMIZED]
-    assert artifacts.read_optimized(tmp_path).lost == "it is refused"
+    assert artifacts.read_optimized(tmp_path).describe_loss(0.5) == "it is refused"
 
 
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
