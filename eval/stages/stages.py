@@ -293,8 +293,12 @@ def _evaluate_optimized(session: Session, graph: Path, exported: Logits) -> arti
         merge_splits(metrics.compute(task, values[name], gold[name]) for name in gold)
         for values in (exported, answers)
     )
-    counts = {"int8_gemms": built.int8_gemms, "expected_int8_gemms": built.expected_int8_gemms}
-    return artifacts.OptimizedRun(metrics=after, exported=before, **counts)
+    return artifacts.OptimizedRun(
+        metrics=after,
+        exported=before,
+        int8_gemms=built.int8_gemms,
+        expected_int8_gemms=built.expected_int8_gemms,
+    )
 
 
 def graph_stage(name: str, needs: tuple[str, ...], graph: Callable[[Session], Path]) -> Stage:
