@@ -130,7 +130,7 @@ def _option_words(options: AutoOptions) -> list[str]:
     """Return the options of the `run` that repeats the chosen recipe, those that differ from the defaults."""
     names = {*TaskOptions.model_fields, *PoolingOptions.model_fields} if options.model else set()
     words: list[str] = []
-    for name, value in options.model_dump(include=names | {"seed", "batch_size", "limit"}).items():
+    for name, value in options.model_dump(include=names | {"prompt", "seed", "batch_size", "limit"}).items():
         if value in (AutoOptions.model_fields[name].default, []):
             continue
         for each in value if isinstance(value, list) else [value]:

@@ -8,6 +8,7 @@ from typing import Any
 from qdqbench._options import RecipeOptions, RunOptions
 from qdqbench._progress import draw_stages, shown
 from qdqbench.eval.runs.run import StageProgress, follow, require_inputs, run_until
+from qdqbench.eval.runs.tracked import track_run
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.pipeline.artifacts import backend_of
@@ -22,6 +23,7 @@ from qdqbench.quantize.utils.options import path_of, take_options
 from qdqbench.quantize.utils.progress import silent
 from qdqbench.quantize.utils.results import Results
 from qdqbench.quantize.utils.system.gpu import find_gpu
+from qdqbench.quantize.utils.trackers import TrackerName, require_tracker
 
 Progress = Callable[[StageProgress], None] | bool | None
 
@@ -63,8 +65,9 @@ def run(
     """
     config = options.config(choose_recipe(options, recipe), "qdqbench.run")
     folder = run_folder("run", config, options.out)
+    report_to = options.report_to
     with shown(progress, draw_stages) as show:
-        return start(config, folder, options.until, show, overwrite=options.overwrite)
+        return start(config, folder, options.until, show, overwrite=options.overwrite, report_to=report_to)
 
 
 def choose_recipe(options: RecipeOptions, recipe: str | Path | Recipe) -> Recipe:
@@ -79,6 +82,7 @@ def start(  # noqa: PLR0913
     *,
     overwrite: bool = False,
     say: Callable[[str], None] = silent,
+    report_to: TrackerName | None = None,
 ) -> Results:
     """Open a run directory for what was asked, and take it up to a stage as `resume` does.
 
@@ -88,10 +92,16 @@ def start(  # noqa: PLR0913
     """
     if config.recipe.engine.backend in CPU_BACKENDS:
         choose_backend(config.recipe.engine.backend)
+    require_tracker(report_to)
     session = Session(config, folder)
     identity, ready = identity_of("run", session), partial(require_inputs, session, until)
-    with owned_folder(folder, identity, overwrite=overwrite, ready=ready, say=say):
-        return _run(session, until, progress)
+    with (
+        owned_folder(folder, identity, overwrite=overwrite, ready=ready, say=say),
+        track_run(report_to, session) as tracked,
+    ):
+        results = _run(session, until, tracked.follow(progress))
+        tracked.finish(results)
+    return results
 
 
 def resume(folder: str | Path, until: str | None = None, progress: Progress = None) -> Results:

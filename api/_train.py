@@ -12,6 +12,7 @@ from qdqbench._progress import draw_seeds, draw_stages, shown
 from qdqbench._runs import Progress, choose_recipe
 from qdqbench.eval.runs.report.training import write_finetuning
 from qdqbench.eval.runs.run import follow, require_inputs, run_to, run_until
+from qdqbench.eval.runs.tracked import track_run
 from qdqbench.quantize.models.identity import model_fingerprint
 from qdqbench.quantize.pipeline.ownership import (
     RunIdentity,
@@ -32,6 +33,7 @@ from qdqbench.quantize.utils.options import take_options
 from qdqbench.quantize.utils.progress import silent
 from qdqbench.quantize.utils.results import Finetuning, LogRow, Results
 from qdqbench.quantize.utils.system.process import is_main_process
+from qdqbench.quantize.utils.trackers import open_tracker, require_tracker, row_values
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -68,11 +70,22 @@ def start_finetuning(
     """Fine-tune on all processes of a launcher; return the result and the folder of its reports."""
     task = options.find_task()
     folder = options.out or default_folder("finetune", options.model, task.name)
+    require_tracker(options.report_to)
     with own_folder("finetune", options, task, folder, note), join_group():
         accelerator = new_accelerator(options.precision)
-        request = request_of(options, task, folder, accelerator, options.max_length, command)
-        request = replace(request, keep_head=options.keep_head, report=report)
-        result = tuning.finetune(request, accelerator)
+        tracker = options.report_to if accelerator.is_main_process else None
+        known = {"model": str(options.model), "task": task.name, **options.training.model_dump()}
+        with open_tracker(tracker, folder, known) as log:
+
+            def report_row(seed: int, row: LogRow, steps: int) -> None:
+                log(row_values(row, f"seed-{seed}/"), row.step)
+                report(seed, row, steps)
+
+            request = request_of(options, task, folder, accelerator, options.max_length, command)
+            request = replace(request, keep_head=options.keep_head, report=report_row)
+            result = tuning.finetune(request, accelerator)
+            last = max(run.steps for run in result.runs)
+            log({f"validation/{name}": each.mean for name, each in result.spread.items()}, last)
         if accelerator.is_main_process:
             write_finetuning(result, folder)
     return result, folder
@@ -98,29 +111,34 @@ def qat(
     """
     config = options.config(choose_recipe(options, recipe), "qdqbench.qat")
     stages: Any = partial(shown, progress, draw_stages)
-    return start_qat(config, run_folder("run", config, options.out), stages, overwrite=options.overwrite)
+    return start_qat(config, options, stages)[0]
 
 
 def start_qat(
     config: RunConfig,
-    folder: Path,
+    options: QatOptions,
     stages: Callable[[], AbstractContextManager[Callable[..., None]]],
-    *,
-    overwrite: bool,
     note: Callable[[str], None] = silent,
-) -> Results:
+) -> tuple[Results, Path]:
     """Train on all processes of a launcher and finish the run; the others than the main one end here."""
+    folder = run_folder("run", config, options.out)
     session = Session(config, folder)
     get_settings(session)  # before anything is written
+    require_tracker(options.report_to)
     identity, ready = identity_of("run", session), partial(require_inputs, session)
-    with owned_folder(folder, identity, overwrite=overwrite, ready=ready, say=note):
+    with (
+        owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note),
+        track_run(options.report_to, session) as tracked,
+    ):
         with stages() as show:
-            start = follow(session, show)
+            start = follow(session, tracked.follow(show))
             train_on_all(session, lambda stage: run_to(session, stage, start))
         if not is_main_process():
             raise SystemExit(0)
         with stages() as show:
-            return run_until(session, None, follow(session, show))
+            results = run_until(session, None, follow(session, tracked.follow(show)))
+        tracked.finish(results)
+    return results, folder
 
 
 def own_folder(

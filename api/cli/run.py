@@ -27,7 +27,10 @@ def run(recipe: RecipeName = DEFAULT_RECIPE, *, options: RunOptions, json: Json 
     config = options.config(options.find_recipe(recipe), command_line())
     folder = run_folder("run", config, options.out)
     with progress.stages() as shown:
-        results = start(config, folder, options.until, shown, overwrite=options.overwrite, say=note)
+        tracker, overwrite = options.report_to, options.overwrite
+        results = start(
+            config, folder, options.until, shown, overwrite=overwrite, say=note, report_to=tracker
+        )
     print_results(results, folder, json=json)
 
 
@@ -35,11 +38,9 @@ def run(recipe: RecipeName = DEFAULT_RECIPE, *, options: RunOptions, json: Json 
 def qat(recipe: RecipeName = DEFAULT_QAT, *, options: QatOptions, json: Json = False) -> None:
     """Train with quantization, then continue to engine and report; on one GPU or many."""
     from qdqbench._train import start_qat
-    from qdqbench.quantize.pipeline.ownership import run_folder
 
     config = options.config(options.find_recipe(recipe), command_line())
-    folder = run_folder("run", config, options.out)
-    results = start_qat(config, folder, progress.stages, overwrite=options.overwrite, note=note)
+    results, folder = start_qat(config, options, progress.stages, note)
     print_results(results, folder, json=json)
 
 

@@ -41,13 +41,15 @@ PIPELINES = {
 }
 METRICS = {"matthews": "matthews_correlation", "pearson": "pearsonr", "spearman": "spearmanr"}
 SENTENCE = "sentence_transformers.models"  # a name of these classes that all its versions read
-SENTENCE_CONFIG = "config_sentence_transformers.json"  # prompts and similarity
 DROPPED = ("auto_map", "is_local", "local_files_only")  # code of the model's own, where it was read
 MOST_CARD_BYTES = 1 << 20
 # a plain value of a line: as YAML, a card from anywhere could expand aliases or hold what its reader fails at
 _LICENSE = re.compile(
     r"^(license|license_name):[ \t]+([\"']?)(\w[^\n\"'#]{0,200})\2[ \t]*(?:#.*)?$", re.MULTILINE
 )
+_NAME = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
+_BASE = re.compile(rf"^base_model:[ \t]*(?:\n-[ \t]+)?[\"']?({_NAME.pattern})[\"']?[ \t]*$", re.MULTILINE)
+_FOLDERS = ("model", "models", "old_models", "output", "outputs", "checkpoints", "results", "runs", "tmp")
 
 
 def describe_config(session: Session, results: Results, labels: Sequence[str]) -> dict[str, Any]:
@@ -113,10 +115,19 @@ def describe_sentences(session: Session, pooling: identity.Pooling) -> dict[str,
     }
     if pooling.dense:
         content |= _describe_dense(session, pooling.dense, width, commit)
-    if known := identity.find_model_file(name, SENTENCE_CONFIG, commit):
-        content[SENTENCE_CONFIG] = files.read_bounded(
-            known, MOST_CARD_BYTES, "a settings file", "another"
-        ).encode()
+    known = identity.find_model_file(name, identity.SENTENCE_CONFIG, commit)
+    text = files.read_bounded(known, MOST_CARD_BYTES, "a settings file", "another") if known else "{}"
+    own, task = json.loads(text), session.config.task
+    kept = own.get("prompts") or {}
+    # what was evaluated has a name too, which encode_query and encode_document look for
+    added = {
+        name: prompt
+        for name, prompt in zip(("query", "document"), task.prompts, strict=False)
+        if prompt not in kept.values() and not kept.get(name)
+    }
+    if known or added:
+        about = own | {"prompts": kept | added} if added else own
+        content[identity.SENTENCE_CONFIG] = _encode(about)
     return content
 
 
@@ -175,19 +186,34 @@ def add_hidden_state(source: Path, target: Path, recipe: str, width: int) -> Pat
     return target
 
 
-def read_license(name: str, revision: str | None) -> dict[str, str]:
-    """Return `license` and `license_name` of a model card, where they are plain values."""
+def _read_head(name: str, revision: str | None) -> str:
+    """Return the metadata of a model card; empty where there is none that can be read."""
     try:
         with quiet("transformers"):
             card = identity.find_model_file(name, "README.md", identity.model_commit(name, revision))
         text = files.read_bounded(Path(card), MOST_CARD_BYTES, "a model card", "another") if card else ""
     except Exception:
-        return {}
+        return ""
     head, end, _ = text.removeprefix("---\n").partition("\n---")
-    if not end or not text.startswith("---\n"):
-        return {}
-    values = {key: " ".join(value.split())[:100] for key, _, value in _LICENSE.findall(head)}
+    return head if end and text.startswith("---\n") else ""
+
+
+def read_license(name: str, revision: str | None) -> dict[str, str]:
+    """Return `license` and `license_name` of a model card, where they are plain values."""
+    found = _LICENSE.findall(_read_head(name, revision))
+    values = {key: " ".join(value.split())[:100] for key, _, value in found}
     return {key: value for key, value in values.items() if value}
+
+
+def find_base(model: str) -> dict[str, str]:
+    """Return the model of the Hub that a model is or was made of, by its card or its configuration."""
+    if not Path(model).exists():
+        return {"base_model": model, "base_model_relation": "quantized"}
+    told = _BASE.search(_read_head(model, None))
+    about = identity.read_model_json(model, "config.json", None) or {}
+    base = told[1] if told else str(about.get("_name_or_path"))
+    owner, _, name = base.partition("/")
+    return {"base_model": base} if _NAME.fullmatch(base) and name and owner not in _FOLDERS else {}
 
 
 def find_license(name: str, revision: str | None) -> str | None:
@@ -199,15 +225,14 @@ def describe_card(session: Session, results: Results, *, title: str, openvino: b
     """Return the metadata of the model card as YAML: what is known, and what was measured."""
     config, quantizes = session.config, session.recipe.quantizes
     kind, data = config.task.kind, str(results.data.get("source", ""))
-    base = config.model if config.model and not Path(config.model).exists() else None
+    base = find_base(config.model) if config.model else {}
     scores = kind.embeds or kind in (REGRESSION, RERANKING)  # transformers.js would answer their softmax
-    related = {"base_model_relation": "quantized"} if quantizes else {}
     repository, subset, _ = hub_set(config.task, data) if is_hub_source(data) else (None, "", None)
     stages = ((name, results.stages.get(name)) for name in ("engine", "onnxruntime"))
     measured = next(((name, row) for name, row in stages if row and row.status == "done"), None)
     metrics = [METRICS.get(name, name) for name in config.task.metrics]
     card: dict[str, Any] = {
-        **({"base_model": base, **related} if base else {}),
+        **{key: value for key, value in base.items() if quantizes or key == "base_model"},
         "library_name": "sentence-transformers" if scores else "transformers.js",
         "pipeline_tag": PIPELINES[kind.name],
         **read_license(session.model_name, config.revision),

@@ -47,7 +47,6 @@ CUDA_MODULES = "cuda_engine"  # folder of the modules that run an engine of back
 _OURS = re.compile(r"^from (qdqbench\.[\w.]+) import", re.MULTILINE)
 _IMPORT = re.compile(r"^from qdqbench\.[\w.]+\.(\w+) import", re.MULTILINE)
 BUILD_SCRIPT = "build_tensorrt.sh"
-SUMS = "SHA256SUMS"
 CACHE = "__pycache__"  # which Python writes next to scripts that ran
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_ROWS = 32  # of a batch, where the profiles take as many
@@ -100,8 +99,7 @@ def _read_pooling(session: Session) -> identity.Pooling | None:
         return None
     name, revision = session.model_name, session.config.revision
     folder = identity.read_sentence_folder(name, identity.model_commit(name, revision))
-    saved = getattr(load_config(name, revision), identity.FIELD, None)
-    return identity.choose_pooling(name, folder, saved, session.config.pooling)
+    return identity.choose_pooling(name, folder, load_config(name, revision), session.config.pooling)
 
 
 @dataclass(frozen=True)
@@ -246,6 +244,7 @@ def _collect(
         **texts,
         "labels": model_json["labels"],
         "pooling": model_json["pooling"],
+        "prompts": [*dict.fromkeys(task.prompts)],
         "gpu": gpu_graph is not None,
         "gpu_model": MODEL if gpu_graph in (None, model) else GPU_MODEL,
         "engines": gpu_graph is not None or any(runtime.backend == "cuda" for runtime in runtimes),
@@ -333,6 +332,7 @@ def _describe_model(
         },
         "labels": read_labels(session),
         "pooling": pooling.model_dump(mode="json") if pooling else None,
+        "prompt": next(iter(session.config.task.prompts), ""),
         "max_length": length,
         "stride": length // OVERLAP if kind.windows else 0,  # tokens that windows share
         "truncation": texts["truncation"],
@@ -385,7 +385,9 @@ def place(folder: Path, content: Content, *, link: bool) -> None:
         with files.atomic_folder(folder) as temporary:
             for name, source in content.items():
                 _write(temporary / name, source, link)
-            files.write_text(temporary / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+            files.write_text(
+                temporary / files.SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
+            )
     except OSError as error:
         raise UserError(
             f"cannot write {folder}: {error.strerror}; make room, or choose another folder"
@@ -399,7 +401,7 @@ def remove(folder: Path) -> None:
 
 def _list_foreign(folder: Path) -> list[str]:
     try:
-        lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+        lines = (folder / files.SUMS).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         lines = []
     listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
@@ -411,7 +413,7 @@ def _sums_of(folder: Path, content: Content, sums: Mapping[str, str]) -> dict[st
     found = {}
     for path in (path for path in folder.rglob("*") if path.is_file() or path.is_symlink()):
         name = path.relative_to(folder).as_posix()
-        if name != SUMS and CACHE not in path.relative_to(folder).parts:
+        if name != files.SUMS and CACHE not in path.relative_to(folder).parts:
             source = content.get(name)
             linked = isinstance(source, Path) and path.exists() and path.samefile(source)
             found[name] = sums[name] if linked else _sum(path)

@@ -4,20 +4,26 @@ The TorchDynamo exporter fails on ModelOpt's quantizers. Exporting a half model 
 which TensorRT-RTX keeps the INT32 sums of per-channel weights as FP16 before it scales them: they overflow.
 """
 
-import io
+import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import onnx
 
 from qdqbench.quantize.graph import rewrites
 from qdqbench.quantize.graph.index import name_runs, prune
-from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
+from qdqbench.quantize.graph.precision import (
+    constants_to_initializers,
+    drop_noop_casts,
+    halve_table,
+    to_fp16,
+)
 from qdqbench.quantize.graph.weights import drop_zero_biases, factor_scales, fold_weights
 from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.models.load import is_large
 from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.types.kind import LOGITS
@@ -81,14 +87,14 @@ def trace(
 
     device, inputs = next(model.parameters()).device, list(family_of(model.config).inputs)
     ids = torch.ones(2, 16, dtype=torch.long, device=device)
-    buffer = io.BytesIO()
-    with unprinted():
+    with unprinted(), tempfile.TemporaryDirectory(prefix="qdqbench-trace-") as folder:
+        path = Path(folder) / "model.onnx"  # torch writes weights next to it if they exceed 2 GiB
         warnings.simplefilter("ignore")  # the exporter's advice on its own deprecation
         try:
             torch.onnx.export(
                 model,
                 (),
-                buffer,  # type: ignore[arg-type]  # the TorchScript exporter takes streams
+                str(path),
                 kwargs=dict.fromkeys(inputs, ids),
                 opset_version=opset,
                 dynamo=False,
@@ -103,7 +109,10 @@ def trace(
             )
         except Exception as error:
             raise UserError(f"ONNX export failed in torch: {type(error).__name__}: {error}") from error
-    traced = onnx.load_from_string(buffer.getvalue())
+        traced = onnx.load(path)
+    if is_large(model):
+        table: Any = model.get_input_embeddings().weight
+        halve_table(traced, tuple(table.shape))
     name_runs(traced.graph, model)
     constants_to_initializers(traced)
     drop_noop_casts(traced)

@@ -133,5 +133,20 @@ def _list_exact(model: onnx.ModelProto) -> set[str]:
     return exact | sums
 
 
+def halve_table(model: onnx.ModelProto, shape: tuple[int, ...]) -> None:
+    """Keep the word embeddings, of this shape, in FP16, and cast what is taken of them, in place."""
+    tables = [item for item in model.graph.initializer if tuple(item.dims) == shape]
+    for table in tables:
+        table.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(table).astype(np.float16), table.name))
+    names, nodes = {table.name for table in tables}, []
+    for node in model.graph.node:
+        nodes.append(node)
+        if node.op_type == "Gather" and node.input[0] in names:
+            taken = node.output[0]
+            node.output[0] = f"{taken}_fp16"
+            nodes.append(cast_node(node.output[0], taken, TensorProto.FLOAT))
+    replace_nodes(model, nodes)
+
+
 def cast_node(source: str, target: str, to: int) -> onnx.NodeProto:
     return helper.make_node("Cast", [source], [target], name=f"{target}/Cast", to=to)

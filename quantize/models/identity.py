@@ -1,13 +1,16 @@
 """The identity of a model: its files, its commit on the hub, and why it cannot be loaded."""
 
+import difflib
 import hashlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
+from qdqbench.quantize.models.families.others import explain_other
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import read_json, sha256
 from qdqbench.quantize.utils.names import name_list
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 MODULES = "modules.json"
+SENTENCE_CONFIG = "config_sentence_transformers.json"  # prompts and similarity
 FIELD = "sentence_embedding"  # of a model's configuration: its `Pooling`
 POOLING_CLASS = "SentencePooling"  # of the module that pools
 Mode = Literal["mean", "cls", "last"]
@@ -54,7 +58,10 @@ class SentenceFolder:
     pooling: Pooling
     dense: str = ""  # folder of the Dense
     longest: int | None = None  # tokens at which sentence-transformers cuts a text
-    notes: tuple[str, ...] = ()
+    prompts: Mapping[str, str] = field(default_factory=dict)  # put before texts, by name
+    default_prompt: str | None = None  # name
+    pools_prompt: bool = True
+    lower_case: bool = False
 
 
 def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None:
@@ -65,24 +72,28 @@ def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None
     there = [kind for kind in _ORDER if kind in modules]
     if [*modules] != there or len(listed) != len(modules) or there[:2] != _ORDER[:2]:
         found = name_list(repr(str(each["type"]).rpartition(".")[2][:80])[1:-1] for each in listed)
-        raise UserError(f"model {name} is made of {found} ({MODULES}); supported here: {_SUPPORTED}")
+        others = explain_other(
+            part for each in listed for part in (each["type"], *str(each["type"]).split("."))
+        )
+        raise UserError(f"model {name} is made of {found} ({MODULES}); supported here: {_SUPPORTED}{others}")
     encoder, dense = modules["Transformer"], modules.get("Dense", "")
     pooling = read_model_json(name, f"{modules['Pooling']}/config.json", commit) or {}
-    own = read_model_json(name, "config_sentence_transformers.json", commit) or {}
+    own = read_model_json(name, SENTENCE_CONFIG, commit) or {}
     files = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json")
     of_texts = (read_model_json(name, f"{encoder}/{file}", commit) for file in files)
     texts: Any = next(filter(None, of_texts), {})
-    notes = []
-    if prompts := [key for key, prompt in (own.get("prompts") or {}).items() if prompt]:
-        notes.append(
-            f"the model has prompts ({', '.join(prompts)}); none is put before a text here, so give texts "
-            "with them"
-        )
-    if texts.get("do_lower_case"):
-        notes.append("the model asks for texts in lower case; here they go to the tokenizer as they are")
     last = _dense(name, dense, commit) if dense else None
     settings = Pooling(mode=_mode(name, pooling), normalize="Normalize" in modules, dense=last)
-    return SentenceFolder(encoder, settings, dense, texts.get("max_seq_length"), tuple(notes))
+    return SentenceFolder(
+        encoder,
+        settings,
+        dense,
+        texts.get("max_seq_length"),
+        {str(key): str(prompt or "") for key, prompt in (own.get("prompts") or {}).items()},
+        own.get("default_prompt_name"),
+        pooling.get("include_prompt", True),
+        bool(texts.get("do_lower_case")),
+    )
 
 
 def _mode(name: str, pooling: dict[str, Any]) -> Mode:
@@ -109,14 +120,16 @@ def _dense(name: str, folder: str, commit: str | None) -> Dense:
 
 
 def choose_pooling(
-    name: str, folder: SentenceFolder | None, saved: Any, requested: Pooling | None
+    name: str, folder: SentenceFolder | None, config: Any, requested: Pooling | None
 ) -> Pooling:
     """Choose the pooling of a model: its folder's, that of its config (`FIELD`), or the requested one."""
+    saved = getattr(config, FIELD, None)
     known = folder.pooling if folder else Pooling.model_validate(saved) if saved else None
     if known is None and requested is None:
         raise UserError(
             f"model {name} does not say how it pools tokens (no {MODULES}); "
             "give --pooling mean, cls or last, and --normalize where embeddings have length 1"
+            f"{explain_other(config.architectures or ())}"
         )
     if known and requested and (known.mode, known.normalize) != (requested.mode, requested.normalize):
         normal = "with" if known.normalize else "without"
@@ -125,6 +138,31 @@ def choose_pooling(
             "and --normalize"
         )
     return cast("Pooling", known or requested)
+
+
+def choose_prompts(name: str, revision: str | None, asked: Sequence[str], columns: int) -> tuple[str, ...]:
+    """Return what is put before the texts of each column; empty where nothing is.
+
+    `asked` are names that the model knows, or texts; none: the model's default.
+    """
+    with quiet("transformers"), explain_load_errors(name):
+        folder = read_sentence_folder(name, model_commit(name, revision))
+    known = folder.prompts if folder else {}
+    chosen = [*asked] or ([folder.default_prompt] if folder and folder.default_prompt else [])
+    if unknown := [each for each in chosen if each not in known and re.fullmatch(r"[\w-]+", each)]:
+        raise UserError(
+            f"model {name} has no prompt {unknown[0]!r}; it has {name_list(known) or 'none'}. "
+            "A text that is a prompt itself ends with a space or a colon"
+        )
+    if len(chosen) > columns:
+        raise UserError(f"{len(chosen)} prompts are too many; give one for each text of a sample, {columns}")
+    prompts = [known.get(each, each) for each in chosen]
+    if any(prompts) and folder and not folder.pools_prompt:
+        raise UserError(
+            f"model {name} does not pool the tokens of a prompt (1_Pooling/config.json, key include_prompt), "
+            "which is not supported; give --prompt '' for none"
+        )
+    return tuple(prompts * (columns // len(prompts))) if any(prompts) else ()
 
 
 def find_model_file(name: str, file: str, commit: str | None) -> Path | None:
@@ -167,7 +205,7 @@ def read_config(name: str, commit: str | None, inside: str = "") -> Any:
         raise UserError(
             f"model {name} is a {given.get('model_type')!r} (config.json, key model_type), which "
             f"transformers {__version__} does not know. Code of a model's own is never run; give a model "
-            "of another type, or update transformers"
+            f"of another type, or update transformers{explain_other([given.get('model_type')])}"
         ) from error
     listed = config.architectures or []
     if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
@@ -217,11 +255,18 @@ def has_pooling(name: str, revision: str | None = None) -> bool:
         return False
 
 
-def embedding_notes(name: str, revision: str | None, max_length: int) -> list[str]:
+def embedding_notes(name: str, revision: str | None, max_length: int, prompts: Sequence[str]) -> list[str]:
+    """Return what sentence-transformers would do otherwise."""
     with quiet("transformers"), explain_load_errors(name):
         folder = read_sentence_folder(name, model_commit(name, revision))
-    notes = [*folder.notes] if folder else []
-    if folder and folder.longest is not None and folder.longest < max_length:
+    if folder is None:
+        return []
+    notes = []
+    if (known := [key for key, prompt in folder.prompts.items() if prompt]) and not prompts:
+        notes.append(f"the model has prompts ({', '.join(known)}); --prompt puts one before each text")
+    if folder.lower_case:
+        notes.append("the model asks for texts in lower case; here they go to the tokenizer as they are")
+    if folder.longest is not None and folder.longest < max_length:
         notes.append(
             f"texts are cut at {max_length} tokens (export.max_length); sentence-transformers would cut "
             f"those of this model at {folder.longest} (max_seq_length)"
@@ -231,13 +276,23 @@ def embedding_notes(name: str, revision: str | None, max_length: int) -> list[st
 
 @contextmanager
 def explain_load_errors(name: str, what: str = "model") -> Iterator[None]:
-    where = "the folder" if Path(name).is_dir() else "no such folder here, and as a hub id"
     try:
         yield
     except HubError as error:
-        raise UserError(f"cannot load {what} {name} ({where}): {error}") from error
+        raise UserError(f"cannot load {what} {name} ({_describe_place(name)}): {error}") from error
     except UserError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
+        where = _describe_place(name)
         raise UserError(f"cannot load {what} {name} ({where}): {type(error).__name__}: {reason}") from error
+
+
+def _describe_place(name: str) -> str:
+    path, near = Path(name), list[str]()
+    if path.is_dir():
+        return "the folder"
+    with suppress(OSError):
+        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.iterdir()], n=1)
+    nearest = f", nearest is {path.parent / near[0]}" if near else ""
+    return f"no such folder here{nearest}, and as a hub id"

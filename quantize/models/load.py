@@ -17,6 +17,7 @@ from qdqbench.quantize.utils.system.quiet import quiet
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+LARGEST = (1 << 31) - (1 << 26)  # bytes of FP32 weights: protobuf's limit, less what else a graph holds
 TANH, SAME = "gelu_pytorch_tanh", "gelu_new"  # one function, as one operator and step by step
 
 
@@ -36,7 +37,7 @@ def load_model(
         inside = folder.encoder if folder else ""
         config = _supported_config(name, commit, inside)
         if kind.embeds:
-            chosen = identity.choose_pooling(name, folder, getattr(config, identity.FIELD, None), pooling)
+            chosen = identity.choose_pooling(name, folder, config, pooling)
             setattr(config, identity.FIELD, chosen.model_dump(mode="json"))
         _require_head(config, name, kind)
         model, loading = _pretrained(name, kind, commit, config, subfolder=inside)
@@ -73,14 +74,25 @@ def use_attention(model: "PreTrainedModel", implementation: str) -> None:
 
 def prepare_model(model: "PreTrainedModel") -> "PreTrainedModel":
     """Make a model quantizable in place: FP32, eval mode, our attention, modules for sums."""
+    if (name := type(model).__name__).endswith("Model"):
+        raise UserError(f"a {name} has no head; as an embedder load it by load_embedder(..., pooling=...)")
     family = family_of(model.config)
-    family.require_supported(model.config, type(model).__name__)
+    family.require_supported(model.config, name)
     use_attention(model, ATTENTION)
     if family.given_sums:
         from qdqbench.quantize.models.rewritten import add_sums
 
         add_sums(model)
-    return cast("Any", model).float().eval()  # type: ignore[no-any-return]
+    made: Any = cast("Any", model).float().eval()
+    if is_large(made):
+        table = made.get_input_embeddings().weight
+        table.data = table.data.half().float()
+    return made  # type: ignore[no-any-return]
+
+
+def is_large(model: "PreTrainedModel") -> bool:
+    """Return whether FP32 weights exceed a graph, which then has the word embeddings in FP16."""
+    return 4 * sum(weight.numel() for weight in model.parameters()) > LARGEST
 
 
 def load_encoder(  # noqa: PLR0913

@@ -12,7 +12,13 @@ from qdqbench.quantize.calibration.bias import add_biases_temporarily
 from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
 from qdqbench.quantize.models.families.known import require_family
 from qdqbench.quantize.models.identity import Pooling, embedding_notes, model_fingerprint
-from qdqbench.quantize.models.load import load_matching_tokenizer, load_model, read_class_names, use_tanh_gelu
+from qdqbench.quantize.models.load import (
+    is_large,
+    load_matching_tokenizer,
+    load_model,
+    read_class_names,
+    use_tanh_gelu,
+)
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
@@ -22,6 +28,7 @@ from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.tasks.types.tokens import is_named, read_label_names
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.results import LogRow
 from qdqbench.quantize.utils.schema import Strict, read
@@ -56,8 +63,12 @@ class RunConfig(Strict):
 def read_config(folder: Path) -> RunConfig:
     path = folder / CONFIG
     if not path.is_file():
+        beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
+        there = sorted(str(each) for each in beside if (each / CONFIG).is_file())
+        fix = f"start one with `qdqbench run --out {folder}`"
         raise UserError(
-            f"{folder} is no run directory (it has no {CONFIG}); start one with `qdqbench run --out {folder}`"
+            f"{folder} is no run directory (it has no {CONFIG}); {fix}"
+            + (f", or give one of {name_list(there)}" if there else "")
         )
     again = f"run the command that started it again with --out {folder}, which keeps its finished stages"
     return read(path, RunConfig, "run configuration", again)
@@ -68,8 +79,8 @@ def require_fit(recipe: Recipe, model: str, config: Any) -> None:
     longest = require_family(recipe.name, recipe.model.family, model, config).positions(config)
     if recipe.export.max_length > longest:
         raise UserError(
-            f"export.max_length is {recipe.export.max_length}, but model {model} has "
-            f"{longest} positions; lower export.max_length and engine.shapes.length"
+            f"export.max_length is {recipe.export.max_length}, but model {model} has {longest} positions; "
+            "give --max-length, or lower both export.max_length and engine.shapes.length in the recipe"
         )
 
 
@@ -121,7 +132,11 @@ class Session:
                 "FP32 alone; set it to 0"
             )
         if task.kind.embeds:
-            self._warn(embedding_notes(self.model_name, revision, recipe.export.max_length))
+            self._warn(embedding_notes(self.model_name, revision, recipe.export.max_length, task.prompts))
+        notes = [f"texts begin with {prompt!r}" for prompt in dict.fromkeys(task.prompts)]
+        if is_large(model):
+            notes.append("word embeddings are FP16: in FP32 a graph would exceed 2 GiB")
+        self.notes += [note for note in notes if note not in self.notes]
         require_fit(recipe, self.model_name, model.config)
         check_model_fits(task, model_labels=labels, problem_type=kind)
         return model

@@ -42,7 +42,7 @@ class Asked:
         served, endpoint = self.served, self.served.endpoint
         request = endpoint.request(**fields)
         columns = request.columns(served.task.text_columns)
-        rows = served.encode(columns)
+        rows = served.encode(columns, getattr(request, "prompt", None))
         assert served.count_rows(columns) == len(rows)
         batch = pad([(n, row.input_ids, row.token_type_ids) for n, row in enumerate(rows)], served.pad_id)[1]
         made = [*served.open_model("engine")(batch)]

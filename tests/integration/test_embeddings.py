@@ -22,6 +22,8 @@ def embedder(tmp_path_factory):
     """A sentence-transformers folder of the type that docs/results/xlm-r-case.md is about."""
     folder = write_model(tmp_path_factory.mktemp("embedder") / "model", "xlm-roberta", entries())
     write_modules(folder, MEAN)
+    about = {"prompts": {"query": "good ", "document": ""}, "default_prompt_name": None}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(about))
     return folder
 
 
@@ -45,7 +47,7 @@ class TestTexts:
     def test_a_run_without_labels(self, qdqbench, embedder, lines, folder):
         pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
         options = ["--model", embedder, "--task", "embed", "--data", lines, "--out", folder]
-        done = qdqbench("run", "int8-attention", *options)
+        done = qdqbench("run", "int8-attention", *options, "--prompt", "query")
         assert done.code == 0, done.err
         found = results(folder)
         assert found["data"]["evaluation"] == {"validation": 120}
@@ -82,8 +84,12 @@ class TestTexts:
         texts = Session(read_config(folder), folder).eval_splits["validation"][0].dataset["text"][:8]
         with np.load(folder / "logits" / "onnxruntime.npz") as saved:
             known = saved["validation.logits"][:8]
-        made = Asked.of(folder, tmp_path / "run")(texts=texts)
-        np.testing.assert_allclose([each.embedding for each in made], known, atol=2e-2)
+        ask = Asked.of(folder, tmp_path / "run")
+        np.testing.assert_allclose([each.embedding for each in ask(texts=texts)], known, atol=2e-2)
+        with_prompt = ask(texts=[f"good {text}" for text in texts], prompt="")
+        np.testing.assert_allclose([each.embedding for each in with_prompt], known, atol=2e-2)
+        without = ask(texts=texts, prompt="")
+        assert np.abs(np.array([each.embedding for each in without]) - known).max() > 0.05
         export_triton(folder, tmp_path / "out", "embed")
         given = np.array([[text.encode()] for text in texts], dtype=np.object_)
         answer = Repository(tmp_path / "out" / "models").run("embed", {"TEXT": given})
@@ -97,6 +103,9 @@ class TestTexts:
         np.testing.assert_allclose([each["embedding"] for each in made], known, atol=1e-4)
         page = (folder / "deploy" / "README.md").read_text()
         assert "Pooling in the graph: mean, normalized to length 1" in page
+        assert "Prompts that were evaluated: `good `" in page
+        kept = json.loads((folder / "deploy" / "config_sentence_transformers.json").read_text())
+        assert kept == {"prompts": {"query": "good ", "document": ""}, "default_prompt_name": None}
 
     def test_sensitivity_measures_by_cosine(self, qdqbench, embedder, lines, tmp_path):
         recipe = tmp_path / "short.yaml"

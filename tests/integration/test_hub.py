@@ -152,7 +152,8 @@ def test_an_embedder_is_one_of_sentence_transformers(kind, tmp_path, qdqbench):
     (model / "config_sentence_transformers.json").write_text(json.dumps(PROMPTS))
     data.write_text("\n".join(dict.fromkeys(sentences(120, 5)[0])) + "\n")
     given = ("--model", model, "--task", "embed", "--data", data, "--out", tmp_path / "run")
-    assert qdqbench("run", "int8-linears", *given).code in (0, 2)  # random weights
+    prompts = {"plain": ("--prompt", "passage: "), "dense": ()}[kind]
+    assert qdqbench("run", "int8-linears", *given, *prompts).code in (0, 2)  # random weights
     folder, texts = tmp_path / "run" / "deploy", sentences(4, 8)[0]
     made, mask = ask(folder / "model.onnx", folder, texts)
     before, _ = ask(tmp_path / "run" / "model.int8.onnx", folder, texts)
@@ -173,6 +174,7 @@ def test_an_embedder_is_one_of_sentence_transformers(kind, tmp_path, qdqbench):
     names = ["Transformer", "Pooling", *["Dense"] * (kind == "dense"), "Normalize"]
     assert [each["type"].rpartition(".")[2] for each in listed] == names
     assert [each["path"] for each in listed[1:]] == [f"{n}_{name}" for n, name in enumerate(names[1:], 1)]
+    assert read(folder, "model.json")["prompt"] == "".join(prompts[1:])
     assert read(folder, "config_sentence_transformers.json") == PROMPTS
     assert tei_picks(folder) == (folder / "model.onnx", "pooling_mode_mean_tokens")
     assert infinity_picks(folder) == folder / "onnx" / "model_quantized.onnx"

@@ -100,7 +100,7 @@ def hidden_states(folder: Path, batch: dict[str, Any]) -> Floats:
     import torch
     from transformers import AutoModel
 
-    model = AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+    model = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.inference_mode():
         found = model(**{name: torch.from_numpy(array) for name, array in batch.items()})
     return np.asarray(found.last_hidden_state.numpy(), dtype=np.float64)

@@ -34,7 +34,7 @@ KINDS = {"sst2-int8": "classification", "stsb-int8": "regression", "embed-int8":
 # Mean and largest difference, by the stage of the run that a library repeats: of probabilities, of scores
 # relative to their spread, of embeddings relative to their mean coordinate. ONNX Runtime optimizes here, and
 # did not in its stage, so that INT8 values flip.
-TOLERANCE = {"engine": (0.001, 0.01), "onnxruntime": (0.005, 0.25)}
+TOLERANCE = {"engine": (0.001, 0.01), "onnxruntime": (0.01, 0.25)}
 
 
 class Block(NamedTuple):

@@ -53,7 +53,7 @@ from qdqbench.quantize.engine.repair.runs import read_feeds
 from qdqbench.quantize.engine.trtexec import read_profile, read_times
 from qdqbench.quantize.graph.check.check import check_file, check_model, to_json
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.models.identity import embedding_notes
+from qdqbench.quantize.models.identity import choose_prompts, embedding_notes
 from qdqbench.quantize.models.load import read_class_names
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.tasks.rows import load_split
@@ -294,11 +294,11 @@ TARGETS: dict[str, Target] = {
         lambda: made_json(CONFIG), odd_json, "config.json",
     ),
     "model modules": Target(
-        lambda path: embedding_notes(str(path.parent), None, 128),
+        lambda path: embedding_notes(str(path.parent), None, 128, ()),
         lambda: made_json(MODULES), odd_json, "modules.json", {POOLING: lambda: made_json(MEAN)[0]},
     ),
     "model pooling": Target(
-        lambda path: embedding_notes(str(path.parents[1]), None, 128),
+        lambda path: choose_prompts(str(path.parents[1]), None, (), 2),
         lambda: made_json(MEAN), odd_json, POOLING, {"modules.json": lambda: made_json(MODULES)[0]},
     ),
     "model card": Target(lambda path: find_license(str(path.parent), None), lambda: [CARD], file="README.md"),

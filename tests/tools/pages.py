@@ -25,6 +25,7 @@ from pydantic import BaseModel
 import qdqbench
 from qdqbench.cli import schemas
 from qdqbench.cli.app import app
+from qdqbench.cli.examples import EXAMPLES
 from qdqbench.eval.bench.results import Bench
 from qdqbench.eval.runs.comparison import RunComparison
 from qdqbench.eval.runs.study import Study
@@ -254,8 +255,7 @@ def supported_page() -> str:
         [
             f"`{figure.recipe}`",
             shipped.DEVICES[figure.device],
-            shipped.format_worst(figure),
-            shipped.format_speed(figure),
+            *shipped.format_figure(figure),
             ", ".join(dict.fromkeys(f"{row.task} (n = {row.n})" for row in figure.accuracy)),
             ", ".join(dict.fromkeys(row.model for row in figure.accuracy)),
         ]
@@ -270,7 +270,7 @@ def supported_page() -> str:
         "From `recipes/figures.json`, which `tests/tools/tables.py` writes. A recipe that is not here was",
         "not measured in the form that is shipped.",
         "",
-        *table(["recipe", "on", "accuracy, worst task", "speed-up", "tasks", "models"], rows),
+        *table(["recipe", "on", *shipped.TITLES, "tasks", "models"], rows),
     ]
     return "\n".join(lines) + "\n"
 
@@ -365,7 +365,10 @@ def _command_lines(name: str, command: Any) -> list[str]:
     about = [" ".join(part.split()) for part in (command.help or "").split("\n\n")]
     text = "\n\n".join(about)
     header = ["parameter", "values", "default", "meaning"]
-    return [f"### `{name}`", "", text, "", f"    {words}", "", *(table(header, rows) if rows else []), ""]
+    page, example = EXAMPLES[name]
+    more = ["```sh", f"qdqbench {example}", "```", "", f"More: [{Path(page).stem}](../{page}).", ""]
+    shown = [*table(header, rows), ""] if rows else []
+    return [f"### `{name}`", "", text, "", f"    {words}", "", *shown, *more]
 
 
 def api_page() -> str:

@@ -50,7 +50,10 @@ def forward(model: "PreTrainedModel", batch: Batch) -> "torch.Tensor":
 
 
 def name_outputs(model: "PreTrainedModel") -> Mapping[str, tuple[str, ...]]:
-    kind = kind_of(type(model).__name__)
+    name = type(model).__name__
+    if name.endswith("ForMaskedLM"):
+        return {"logits": ("batch", "length", "label")}
+    kind = kind_of(name)
     return LOGITS if kind is None else kind.outputs
 
 

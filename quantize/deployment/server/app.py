@@ -324,7 +324,8 @@ class Service:
             self._check_rows(count)
             admitted.enter_context(self._admit(count - texts))
         try:
-            rows = await loop.run_in_executor(self._tokenizing, served.encode, columns)
+            prompt = getattr(request, "prompt", None)
+            rows = await loop.run_in_executor(self._tokenizing, served.encode, columns, prompt)
         except UserError as error:
             raise HTTPException(422, str(error)) from error
         batcher = self.batchers[request.model]

@@ -66,6 +66,14 @@ class Texts(Request):
         return {names[0]: self.texts}
 
 
+class PromptedTexts(Texts):
+    """Texts of an embedding model."""
+
+    prompt: str | None = Field(
+        None, max_length=1000, description="Before each text; null: as the run was evaluated."
+    )
+
+
 class Pairs(Request):
     """Pairs of texts."""
 
@@ -263,8 +271,8 @@ ENDPOINTS = {
     (RERANKING.name, 2): Endpoint("rank", Ranking, Ranked),
     (TOKENS.name, 1): Endpoint("tokens", Sentences, Tags),
     (QUESTIONS.name, 2): Endpoint("qa", QuestionRequest, Span),
-    (TEXTS_ALONE.name, 1): Endpoint("embed", Texts, Embedding),
-    (PAIRS.name, 2): Endpoint("embed", Texts, Embedding),
+    (TEXTS_ALONE.name, 1): Endpoint("embed", PromptedTexts, Embedding),
+    (PAIRS.name, 2): Endpoint("embed", PromptedTexts, Embedding),
 }
 
 
@@ -352,9 +360,11 @@ class Served:
             part.check()  # again: it may have changed while it was read
         return run
 
-    def encode(self, columns: Columns) -> list[Sample]:
+    def encode(self, columns: Columns, prompt: str | None = None) -> list[Sample]:
+        """Return the rows of a request; with `prompt` that is put before each text, not the run's."""
         split = Split(cast("datasets.Dataset", _Rows(columns)), "the request", "", 0, ())
-        return [*iter_encoded(split, self.task, self.tokenizer, self.max_length)]
+        task = self.task if prompt is None else self.task.model_copy(update={"prompts": (prompt,)})
+        return [*iter_encoded(split, task, self.tokenizer, self.max_length)]
 
     def count_rows(self, columns: Columns) -> int:
         """Return how many rows `encode` makes, without making the windows of long contexts."""
@@ -390,9 +400,11 @@ def open_served(folder: Path, *, fp32: bool = True) -> Served:
     task = session.config.task
     on_cpu = sidecar.backend in CPU_BACKENDS
     longest = max(profile.max[1] for profile in sidecar.profiles)
+    # each text alone, however the run was evaluated; queries come first
+    alone = EMBED.model_copy(update={"prompts": task.prompts[:1]})
     return Served(
         name=folder.resolve().name,
-        task=EMBED if task.kind.embeds else task,  # each text alone, however the run was evaluated
+        task=alone if task.kind.embeds else task,
         classes=() if task.kind.embeds else session.class_names,
         tokenizer=session.tokenizer,
         max_length=min(session.recipe.export.max_length, longest),

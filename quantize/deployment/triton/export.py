@@ -1,5 +1,6 @@
 """Write a model repository of Triton from a run, and the files that deploy it."""
 
+import json
 import re
 import shutil
 from collections.abc import Sequence
@@ -177,6 +178,7 @@ def _describe_model(session: Session, graph: Path, profiles: Sequence[Profile]) 
         "words": texts["words"],
         "truncation": texts["truncation"],
         "pad_id": session.pad_id,
+        "prompt": json.dumps(next(iter(task.prompts), ""), ensure_ascii=False),
         "profiles": [*profiles],
         "profile_numbers": [f'"{number}"' for number, _ in enumerate(profiles)],
         "lengths": lengths,

@@ -23,9 +23,9 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Read the tokenizer next to this file, and the parameters of config.pbtxt."""
         config = json.loads(args["model_config"])
-        told = {name: each["string_value"] for name, each in config["parameters"].items()}
+        told = {name: each.get("string_value", "") for name, each in config["parameters"].items()}
         self.lengths = [int(length) for length in told["lengths"].split(",")]
-        self.pad_id, self.words = int(told["pad_id"]), told["words"] == "true"
+        self.pad_id, self.words, self.prompt = int(told["pad_id"]), told["words"] == "true", told["prompt"]
         self.inputs = [each["name"] for each in config["input"]]
         self.outputs = [each["name"] for each in config["output"]]
         file = str(Path(args["model_repository"]) / args["model_version"] / "tokenizer.json")
@@ -59,7 +59,7 @@ class TritonPythonModel:
         texts = [each.decode("utf-8") if isinstance(each, bytes) else str(each) for each in found]
         if any(len(text) > MOST_CHARACTERS for text in texts):
             raise ValueError(f"a text has more than {MOST_CHARACTERS} characters")
-        return texts
+        return [f"{self.prompt}{text}" for text in texts]
 
     def _shorten(self, pair: tuple[str, ...]) -> tuple[str, ...]:
         """Cut a pair behind what truncation can keep: `tokenizers` combines all parts that it cuts off."""

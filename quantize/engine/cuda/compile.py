@@ -26,8 +26,9 @@ from qdqbench.quantize.engine.cuda.names import (
 )
 from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Linear, Norm, Operation, Plan
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
+from qdqbench.quantize.utils.names import install_command
 
-INSTALL_NVRTC = "pip install 'qdqbench[hopper]'"
+INSTALL_NVRTC = install_command("hopper")
 _ACTIVATIONS = {None: "NONE", "gelu": "GELU", "gelu_tanh": "GELU_TANH"}
 _RESIDUALS = {None: "NO_RESIDUAL", "fp16": "HALVES", "int8": "RESIDUAL_CODES"}
 _MOST_HALVES = 256  # channels of a head in PyTorch's FP16 attention

@@ -43,7 +43,7 @@ def parse_engine(data: bytes | mmap, name: object, version: str) -> EngineFile:
         why = " ".join(str(error).split())[:100]
         raise UserError(f"{name} is no whole engine of backend cuda ({why}); {again}") from error
     if other is not None:
-        found = str(told.get(other))[:40]
+        found = " ".join(str(told.get(other)).split())[:40]
         raise UserError(f"{name} has {other} {found}, and this one is {needed[other]}; {again}")
     if not plan.operations or not isinstance(plan.operations[-1], Head):
         raise UserError(f"{name} has a plan that ends without a head; {again}")

@@ -191,7 +191,7 @@ class CudaEngine:
                 array = np.concatenate([array, beyond])[rows]
             if name.startswith(f"{self.plan.head.name}."):
                 array = array.astype(np.float16)
-            yield name, np.require(array, requirements="CAW")  # a file's are read-only
+            yield name, np.require(array, requirements=["C", "A", "W"])  # a file's are read-only
 
     def run(self, batch: Mapping[str, Array]) -> dict[str, Array]:
         """Return the answers of int [B, L] inputs by name, FP32; those of masked tokens are 0."""

@@ -5,6 +5,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from qdqbench.quantize.models.families.others import explain_other
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
 
@@ -21,8 +22,17 @@ Norm = Literal["attention", "ffn", "attention input", "ffn input"]
 ENCODER_KINDS = ("qkv", "output", "ffn-in", "ffn-out")
 KINDS = (*ENCODER_KINDS, "pooler", "classifier")
 QKV: tuple[Role, ...] = ("query", "key", "value", "query, key, value")
-# over tokens, any family
-HEADS: dict[str, Role] = {"classifier": "classifier", "qa_outputs": "classifier", "pooling.dense": "pooler"}
+# over tokens, any family; from the transform on, of masked language models
+HEADS: dict[str, Role] = {
+    "classifier": "classifier",
+    "qa_outputs": "classifier",
+    "pooling.dense": "pooler",
+    "predictions.transform.dense": "pooler",
+    "lm_head.dense": "pooler",
+    "vocab_transform": "pooler",
+    "decoder": "classifier",
+    "vocab_projector": "classifier",
+}
 # what `smoothing` of the calibration section means: linears that read a LayerNorm
 SMOOTHED = ("qkv", "ffn-in")
 
@@ -199,7 +209,7 @@ class Family:
             wanted = ", ".join(f"{name} {values[0]!r}" for name, values in self.needs.items())
             raise UserError(
                 f"model {model} has {', '.join(lost)} in config.json; of family {self.name} only models "
-                f"with {wanted} are supported"
+                f"with {wanted} are supported{explain_other(found.values())}"
             )
 
     def positions(self, config: Any) -> int:

@@ -7,6 +7,7 @@ from itertools import product
 from typing import Any
 
 from qdqbench.quantize.models.families.family import Family, Residual, Role
+from qdqbench.quantize.models.families.others import explain_other
 from qdqbench.quantize.utils.errors import UserError
 
 TYPES = "token_type_ids"
@@ -46,6 +47,9 @@ BERT = Family(
     activation="hidden_act",
     intermediate="intermediate_size",
     inputs=("input_ids", "attention_mask", TYPES),
+    needs={
+        "position_embedding_type": ("absolute", None)
+    },  # transformers would compute these whatever it says
 )
 _LIKE_BERT = replace(BERT, pooler=None, inputs=BERT.inputs[:2])
 _DENSE_HEAD: dict[str, Role] = {"classifier.dense": "pooler", "classifier.out_proj": "classifier"}
@@ -179,8 +183,8 @@ def family_of(of: Any, model: str = "") -> Family:
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     raise UserError(
         f"{f'model {model}' if model else 'the model'} is a {model_type!r}; supported here: {known} "
-        f"(config.json, key model_type); for others `qdqbench recipes new --model {model or 'DIR'}` writes a "
-        "recipe"
+        "(config.json, key model_type); for other encoders `qdqbench recipes new "
+        f"--model {model or 'DIR'}` writes a recipe{explain_other([model_type])}"
     )
 
 

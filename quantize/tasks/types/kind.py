@@ -160,6 +160,7 @@ class TaskFields(Frozen):
     type: str | None = None  # name of its kind; None: classification or regression, by the number of labels
     classes: tuple[str, ...] = ()  # names of the model's classes, by their number, where the kind needs them
     values: tuple[str, ...] = ()  # labels of the data by class number; empty where they are the numbers
+    prompts: tuple[str, ...] = ()  # put before the texts of each column; empty: none
 
 
 class TaskKind(ABC):

@@ -1,5 +1,6 @@
 """What makes a deployed embedding model one of sentence-transformers, of every pooling."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -48,11 +49,14 @@ def test_the_dense_layer_is_that_of_the_model(trained, tmp_path):
     session = SimpleNamespace(
         model_name=str(folder),
         folder=tmp_path / "run",
-        config=SimpleNamespace(revision=None),
+        config=SimpleNamespace(revision=None, task=SimpleNamespace(prompts=("query: ", "passage: "))),
         recipe=SimpleNamespace(qat=trained or None),
     )
     pooling = Pooling.model_validate(model.config.sentence_embedding)
-    made = load(describe_sentences(session, pooling)["2_Dense/model.safetensors"])
+    content = describe_sentences(session, pooling)
+    evaluated = {"query": "query: ", "document": "passage: "}
+    assert json.loads(content["config_sentence_transformers.json"]) == {"prompts": evaluated}
+    made = load(content["2_Dense/model.safetensors"])
     before = load_file(folder / "2_Dense" / "model.safetensors")
     np.testing.assert_allclose(made["linear.weight"], before["linear.weight"] + trained, atol=1e-6)
     np.testing.assert_array_equal(made["linear.bias"], before["linear.bias"])

@@ -8,7 +8,8 @@ import numpy as np
 import onnx
 import pytest
 
-from qdqbench.quantize.models.identity import Pooling, model_fingerprint
+from qdqbench._options import RunOptions
+from qdqbench.quantize.models.identity import Pooling, choose_prompts, embedding_notes, model_fingerprint
 from qdqbench.quantize.models.load import load_model, load_tokenizer
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.tasks.types.embedding import PAIRS
@@ -235,3 +236,38 @@ def test_a_model_in_memory_is_quantized_and_exported_with_its_dense(tmp_path: Pa
     np.testing.assert_allclose(made, embed(quantized.model, batch), atol=0.05, rtol=0)
     assert (made != embed(model, batch)).any()
     assert qdqbench.check(exported.path).findings == []
+
+
+class TestPrompts:
+    def test_they_are_chosen_by_name_or_given(self, tmp_path: Path) -> None:
+        folder = str(write_sentence_folder(tmp_path))
+        assert choose_prompts(folder, None, (), 2) == ()
+        assert choose_prompts(folder, None, ["query: ", "passage: "], 2) == ("query: ", "passage: ")
+        about = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": "query"}
+        (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(about))
+        assert choose_prompts(folder, None, (), 2) == ("query: ", "query: ")
+        assert choose_prompts(folder, None, ["query", "document"], 2) == ("query: ", "")
+        assert choose_prompts(folder, None, [""], 1) == ()
+        told = "the model has prompts (query); --prompt puts one before each text"
+        assert told in embedding_notes(folder, None, 8, ())
+        assert embedding_notes(folder, None, 8, ("query: ",)) == []
+
+    @pytest.mark.parametrize(
+        ("asked", "told"),
+        [
+            (["querry"], "has no prompt 'querry'; it has query. A text that is a prompt itself ends with"),
+            (["query", "query"], "2 prompts are too many; give one for each text of a sample, 1"),
+            (["query"], "does not pool the tokens of a prompt (1_Pooling/config.json, key include_prompt)"),
+        ],
+    )
+    def test_others_are_refused(self, asked: list[str], told: str, tmp_path: Path) -> None:
+        folder = write_sentence_folder(tmp_path, include_prompt=False)
+        about = {"prompts": {"query": "query: "}}
+        (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(about))
+        with pytest.raises(UserError) as error:
+            choose_prompts(str(folder), None, asked, 1)
+        assert told in str(error.value)
+
+    def test_a_classifier_has_none(self) -> None:
+        with pytest.raises(UserError, match="--prompt is of embedding models; drop it"):
+            RunOptions(prompt=["query: "]).config(recipe_with(), "")

@@ -153,7 +153,7 @@ def test_a_full_queue_is_503_at_once_and_not_ready():
 def test_rows_count_from_arrival_so_that_nobody_waits_for_the_tokenizer_in_vain():
     served, texts = fake_served(), ["1"] * 4
 
-    def tokenize_slowly(columns):
+    def tokenize_slowly(columns, prompt):
         time.sleep(0.2)
         return type(served).encode(served, columns)
 
@@ -198,7 +198,7 @@ def test_too_many_requests_at_once_are_503_but_health_is_answered(monkeypatch):
 def test_what_fails_inside_is_a_500_without_its_insides(caplog):
     refused(500, "NaN or infinite", "POST", "/v1/predict", {"texts": ["nan"]})
     served = fake_served()
-    object.__setattr__(served, "encode", lambda columns: 1 / 0)
+    object.__setattr__(served, "encode", lambda columns, prompt: 1 / 0)
     sentence = "^the server failed at this request; its log says why$"
     refused(500, sentence, "POST", "/v1/predict", {"texts": ["1"]}, served=served)
     assert "ZeroDivisionError: division by zero" in caplog.text

@@ -211,6 +211,13 @@ def test_a_damaged_file_or_one_of_another_version_is_refused(engine, tmp_path):
         (planned(more=1), r"\('more' is unknown or missing in Plan\)"),
         (planned(operations=[]), "ends without a head"),
         (planned(operations=plan["operations"][1:]), "the plan reads"),
+        (planned(operations=plan["operations"][:1] + plan["operations"]), "has not one embedding"),
+        (
+            planned(operations=[*plan["operations"], plan["operations"][-1]]),
+            "has not one embedding and one head",
+        ),
+        (planned(inputs=plan["inputs"][1:]), "the plan needs the inputs attention_mask, input_ids, token"),
+        (planned(states=["nowhere"]), "the plan gives nowhere as codes, or never"),
         (written(arrays={name: a for name, a in stored.items() if name != first}), "its kernel reads"),
         (written(arrays=stored | {first: stored[first].astype(np.uint8)}), "its kernel reads"),
         (written(arrays=stored | {"more": stored[first]}), "no kernel reads more"),
