@@ -22,9 +22,7 @@ NORM = "bert.encoder.layer.0.output.LayerNorm"
 @pytest.fixture(scope="module")
 def graph(made_once):
     name = "bert-int8-residual-fused"
-    return onnx.load(
-        made_once(f"cuda-wide-{name}-32", lambda path: write_wide(path, name, 32)) / "model.onnx"
-    )
+    return onnx.load(made_once(f"cuda-wide-{name}", lambda path: write_wide(path, name, 32)) / "model.onnx")
 
 
 def found(graph, **spoilt) -> BisectResult:
