@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qdqbench._auto import auto
     from qdqbench._bench import bench
-    from qdqbench._models import Exported, Quantized, check, export, load_embedder, quantize
+    from qdqbench._models import Exported, Quantized, check, export, load, load_embedder, quantize
     from qdqbench._runs import build, evaluate, load_recipe, resume, run
+    from qdqbench._train import finetune, qat
     from qdqbench.eval.bench.results import Bench
     from qdqbench.eval.runs.run import StageProgress
     from qdqbench.eval.selection.auto.results import Auto
@@ -22,8 +23,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "_auto": "auto",
     "_bench": "bench",
-    "_models": "Exported Quantized check export load_embedder",
+    "_models": "Exported Quantized check export load load_embedder",
     "_runs": "build evaluate load_recipe resume run",
+    "_train": "finetune qat",
     "eval.selection.auto.results": "Auto",
     "eval.bench.results": "Bench",
     "eval.runs.run": "StageProgress",
@@ -56,8 +58,11 @@ __all__ = [
     "check",
     "evaluate",
     "export",
+    "finetune",
+    "load",
     "load_embedder",
     "load_recipe",
+    "qat",
     "quantize",
     "resume",
     "run",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from qdqbench._options import AutoOptions, PoolingOptions, TaskOptions
+from qdqbench._progress import draw_texts, shown
 from qdqbench.eval.selection.auto.results import BEST_RECIPE, Auto, Criteria
 from qdqbench.eval.selection.auto.run import AutoRun, run_auto
 from qdqbench.eval.selection.search.options import SearchOptions
@@ -30,14 +31,14 @@ LENGTH = 128
 def auto(
     options: AutoOptions = AutoOptions(),  # noqa: B008  (frozen)
     *,
-    progress: Callable[[str], None] = silent,
+    progress: Callable[[str], None] | bool | None = None,
     note: Callable[[str], None] = silent,
     command: str = "qdqbench.auto",
 ) -> Auto:
     """Find a recipe that meets the limits, and reuse finished steps; the result says if none does.
 
     Args:
-        progress: called with what is being done.
+        progress: True for a bar (default in notebooks), or a function that is called with what is being done.
         note: called with what was moved.
         command: recorded in the result.
 
@@ -57,9 +58,10 @@ def auto(
     folder = options.out or default_folder("auto", name, config.task.name)
     session = Session(config, folder)
     identity, ready = identity_of("auto", session), session.require_inputs
-    with owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note):
+    owned = owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note)
+    with owned, shown(progress, draw_texts) as say:
         if config.model is None:
-            progress("training the embedded default")
+            say("training the embedded default")
             embedded = write_embedded(folder / "embedded", seed=options.seed)
             written = {"model": str(embedded.model_dir), "data": str(embedded.data_dir)}
             config = config.model_copy(update=written)
@@ -72,7 +74,7 @@ def auto(
             folder=folder,
             criteria=criteria,
             options=SearchOptions(**values, length=options.length or min(LENGTH, longest)),
-            say=progress,
+            say=say,
         )
         state.session.notes += notes
         words = ["qdqbench", "run", str(folder / BEST_RECIPE), *_option_words(options)]

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from qdqbench._options import BenchOptions
+from qdqbench._progress import draw_texts, shown
 from qdqbench.eval.bench.cpu import CpuWork
 from qdqbench.eval.bench.gpu import GpuWork, background, start_compiles, start_export
 from qdqbench.eval.bench.report import write_bench_reports
@@ -32,7 +33,7 @@ from qdqbench.quantize.recipe.schema import Recipe, dump_recipe
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import write_text
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
-from qdqbench.quantize.utils.options import take_options
+from qdqbench.quantize.utils.options import path_of, take_options
 from qdqbench.quantize.utils.progress import silent
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
@@ -47,7 +48,7 @@ def bench(  # noqa: PLR0913
     target: str | Path | None = None,
     *,
     options: BenchOptions,
-    progress: Callable[[str], None] = silent,
+    progress: Callable[[str], None] | bool | None = None,
     written: Callable[[Path], None] = silent,
     note: Callable[[str], None] = silent,
     command: str = "qdqbench.bench",
@@ -58,7 +59,8 @@ def bench(  # noqa: PLR0913
 
     Args:
         target: run directory; or `model` is given.
-        progress, written: called with what is being done, and with each report.
+        progress: True for a bar (default in notebooks), or a function that is called with what is being done.
+        written: called with each report.
         note: called with what was moved, and with about how long it takes.
         command: recorded in the result.
 
@@ -66,7 +68,7 @@ def bench(  # noqa: PLR0913
         UserError: arguments that do not fit together, or a target that cannot be used.
         MissingDevice: the GPU or the runtime that is asked for is not there; before anything is exported.
     """
-    path = None if target is None else Path(target)
+    path = None if target is None else path_of(target, "target")
     _check_target(path, options)
     pooling = options.find_pooling()
     if path:
@@ -92,9 +94,10 @@ def bench(  # noqa: PLR0913
     if unknown := sorted({*(options.exclude or ())} - {*known}):
         raise UserError(f"--exclude {', '.join(unknown)}: no system is called that, but {', '.join(known)}")
     plan = _plan(options, cpu)
-    progress("exporting")
     place = options.out or path or ownership.default_folder("bench", options.model, own_recipe.name)
     with ExitStack() as stack:
+        announce = stack.enter_context(shown(progress, draw_texts))
+        announce("exporting")
         stack.enter_context(_owned_folder(place, path, own_recipe, options, note))
         work = CpuWork() if cpu else GpuWork(stack.enter_context(background(os.cpu_count() or 1)))
         if path:
@@ -110,8 +113,8 @@ def bench(  # noqa: PLR0913
             plan = plan.model_copy(update={"splits": splits})
         check_lengths(opened, plan.lengths)
         save = partial(write_bench, place / BENCH_FILE)
-        shown = {"announce": progress, "note": note}
-        result = run_bench(opened, plan, work, command=command, backend=backend, save=save, **shown)
+        told = {"announce": announce, "note": note}
+        result = run_bench(opened, plan, work, command=command, backend=backend, save=save, **told)
         return result if options.build_only else _report(result, place, written)
 
 

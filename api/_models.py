@@ -1,40 +1,62 @@
 """A model in memory and the files made of it: calibrate, export, check."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
-from qdqbench._options import CheckOptions, PoolingOptions
-from qdqbench.quantize.calibration import ptq
+from qdqbench._options import CheckOptions, PoolingOptions, RunOptions
+from qdqbench._progress import draw_samples, draw_stages, shown
+from qdqbench._samples import Batches, Samples, find_texts, list_samples
+from qdqbench.quantize.calibration import ptq, smoothing
 from qdqbench.quantize.calibration.fakequant.quantizers import name_outputs
-from qdqbench.quantize.calibration.record import CalibrationRecord
+from qdqbench.quantize.calibration.record import (
+    CalibrationRecord,
+    ChannelSplit,
+    read_record,
+    trained_record,
+    write_record,
+)
 from qdqbench.quantize.engine.backend import gpu_backend
 from qdqbench.quantize.graph.check.check import CheckReport, check_file
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.load import load_model, load_tokenizer, prepare_model, use_tanh_gelu
+from qdqbench.quantize.models.identity import has_pooling
+from qdqbench.quantize.models.load import (
+    load_config,
+    load_model,
+    load_tokenizer,
+    prepare_model,
+    use_tanh_gelu,
+)
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.pipeline.inspect_target import find_checked_graph, recipe_modules
-from qdqbench.quantize.pipeline.session import require_fit
+from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder
+from qdqbench.quantize.pipeline.session import Session, require_fit
 from qdqbench.quantize.recipe.plan import Plan, resolve
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe
-from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
+from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
+from qdqbench.quantize.tasks.task import kind_of
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.embedding import PAIRS
-from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE, count_of
-from qdqbench.quantize.utils.options import parse_options, take_options
-from qdqbench.quantize.utils.progress import silent
+from qdqbench.quantize.utils.options import parse_options, path_of, take_options
+from qdqbench.quantize.utils.results import Results, Timing
 from qdqbench.quantize.utils.shown import Shown
+from qdqbench.quantize.utils.system.quiet import quiet
 
 if TYPE_CHECKING:
     import pandas
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Samples = Iterable[Mapping[str, Any]]
+
+SCALES, RECIPE = "calibration.json", "recipe.yaml"  # in a folder that `save_pretrained` wrote
 
 
 @dataclass(frozen=True, repr=False)
@@ -45,6 +67,8 @@ class Quantized(Shown):
     recipe: Recipe
     plan: Plan
     record: CalibrationRecord
+    original: "PreTrainedModel"  # in FP32, as it was given
+    tokenizer: "PreTrainedTokenizerBase | None" = None
 
     def to_frame(self) -> "pandas.DataFrame":
         """One row a quantizer: where it is, and its amax."""
@@ -65,6 +89,149 @@ class Quantized(Shown):
         """Write it as ONNX, as `export` does."""
         return export(self, path)
 
+    def save_pretrained(self, folder: str | Path) -> Path:
+        """Write a folder that transformers loads as FP32, and `qdqbench.load` with its scales, bit for bit.
+
+        Weights that were trained since are saved as they are now.
+
+        Raises:
+            UserError: the folder holds other files.
+            CheckFailed: the folder would not give the model again, as after a change of its layers.
+        """
+        folder = path_of(folder, "folder")
+        there = (
+            {path.name for path in folder.iterdir()}
+            if folder.is_dir()
+            else {*[folder.name] * folder.exists()}
+        )
+        if there and not {SCALES, RECIPE, "config.json"} <= there:
+            raise UserError(f"{folder} holds something else; give a new folder, or one that was saved before")
+        plain, record = self._unquantized()
+        files.require_writable(folder)
+        with quiet("transformers"):
+            plain.save_pretrained(folder)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(folder)
+        write_record(folder / SCALES, record)
+        files.write_text(folder / RECIPE, dump_recipe(self.recipe))
+        return folder
+
+    def _unquantized(self) -> "tuple[PreTrainedModel, CalibrationRecord]":
+        """Return the model without quantizers, and the record that puts them there again."""
+        import torch
+
+        plain: Any = prepare_model(cast("Any", copy.deepcopy(self.original)).cpu())
+        smoothing.keep_equal(self.model, self.record.splits)()  # after the last step of a training
+        own = {name: value.cpu() for name, value in self.model.state_dict().items()}
+
+        def gives_own(record: CalibrationRecord) -> bool:
+            rebuilt = _restore(plain, self.recipe, record).model.state_dict()
+            return own.keys() == rebuilt.keys() and all(torch.equal(own[name], rebuilt[name]) for name in own)
+
+        if gives_own(self.record):
+            return plain, self.record
+        record, family = trained_record(self.model, self.record), self.plan.family
+        weights = smoothing.remove_factors(self.model, record.smoothing)
+        weights = smoothing.remove_copies(weights, record.splits, family)
+        shapes = {name: weights[name].shape if name in weights else None for name in plain.state_dict()}
+        fits = shapes == {name: value.shape for name, value in plain.state_dict().items()}
+        if fits:
+            plain.load_state_dict({name: weights[name] for name in shapes})
+        if not fits or not gives_own(record):
+            raise CheckFailed("layers of the model were changed since it was quantized; quantize it again")
+        return plain, record
+
+    def evaluate(
+        self,
+        task: str,
+        data: Any = "hub",
+        *,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        progress: Any = None,
+        **options: Any,
+    ) -> Results:
+        """Measure its accuracy on a task, and that of its weights in FP32: `stages` of the results.
+
+        Args:
+            task: as of `run`.
+            data: as of `run`; rows in memory too.
+            tokenizer: of a model that came without one.
+            progress: as of `run`.
+            options: others of `run`, such as text_column or limit.
+
+        Raises:
+            UserError: input that cannot be used.
+        """
+        from qdqbench.eval.runs.collect import collect
+        from qdqbench.eval.runs.run import follow, run_to
+
+        with (
+            tempfile.TemporaryDirectory(prefix="qdqbench-evaluate-") as folder,
+            self._session(Path(folder) / "run", task, data, tokenizer, options) as session,
+            shown(progress, draw_stages) as show,
+        ):
+            costs: dict[str, Timing] = {}
+            for stage in ("baseline", "fake_quant"):
+                costs |= run_to(session, stage, follow(session, show, stage))
+            return collect(session, costs, "fake_quant")
+
+    def deploy(
+        self,
+        folder: str | Path,
+        task: str,
+        data: Any = "hub",
+        *,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
+        progress: Any = None,
+        **options: Any,
+    ) -> Results:
+        """Take it through a run with the scales that it has: engine, evaluation, report.
+
+        `FOLDER/deploy` loads in other libraries and has scripts that need no qdqbench. FP32, to which INT8 is
+        compared, has the weights of this model.
+
+        Args:
+            folder: run directory to write.
+            task: as of `run`.
+            data: as of `run`; rows in memory too.
+            tokenizer: of a model that came without one.
+            progress: as of `run`.
+            options: others of `run`, such as overwrite, backend or limit.
+
+        Raises:
+            UserError: input that cannot be used, or a folder that holds something else.
+        """
+        from qdqbench.eval.runs.run import follow, run_until
+
+        with (
+            self._session(path_of(folder, "folder"), task, data, tokenizer, options) as session,
+            shown(progress, draw_stages) as show,
+        ):
+            return run_until(session, None, follow(session, show))
+
+    @contextmanager
+    def _session(
+        self, out: Path, task: str, data: Any, tokenizer: Any, options: dict[str, Any]
+    ) -> Iterator[Session]:
+        """Yield a run of this model, which is saved in its folder."""
+        tokenizer = _tokenizer_of(tokenizer) or self.tokenizer
+        if tokenizer is None:
+            raise UserError("the model came without a tokenizer; give tokenizer=")
+        if not task or {"model", "revision", "out", "until"} & {*options}:
+            raise UserError("give a task, and no model, revision, out or until in the options")
+        with tempfile.TemporaryDirectory(prefix="qdqbench-model-") as temporary:
+            saved = replace(self, tokenizer=tokenizer).save_pretrained(Path(temporary) / "model")
+            asked = parse_options(RunOptions, {"model": saved, "task": task, "data": data, **options})
+            config = asked.config(asked.adapt(self.recipe.ptq), "qdqbench.Quantized")
+            config = config.model_copy(update={"calibrated": True})
+            session = Session(config, out)
+            identity = identity_of("run", session)
+            with owned_folder(out, identity, overwrite=asked.overwrite, ready=session.require_inputs):
+                own = out / "model"
+                shutil.rmtree(own, ignore_errors=True)
+                shutil.move(saved, own)
+                yield Session(config.model_copy(update={"model": str(own)}), out)
+
 
 @dataclass(frozen=True, repr=False)
 class Exported(Shown):
@@ -72,6 +239,10 @@ class Exported(Shown):
 
     path: Path
     notes: list[str]
+
+    def __fspath__(self) -> str:
+        """Return its path, for whatever takes one."""
+        return str(self.path)
 
     def facts(self) -> dict[str, Any]:
         """Return what is shown of it."""
@@ -103,7 +274,7 @@ def quantize(
     recipe: str | Path | Recipe = DEFAULT_RECIPE,
     *,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
-    progress: Callable[[int], None] = silent,
+    progress: Callable[[int], None] | bool | None = None,
 ) -> Quantized:
     """Calibrate a model in memory (PTQ): quantizers where the recipe says, scales from the samples.
 
@@ -117,38 +288,102 @@ def quantize(
         tokenizer: of texts (default: that of the model's folder or hub id).
         recipe: shipped name, YAML file, or what `load_recipe` gave; of its calibration section split,
             samples and seed are not used.
-        progress: called with the number of samples of each batch.
+        progress: True for a bar (default in notebooks), or a function that is called with the number of
+            samples of each batch.
 
     Raises:
         UserError: an architecture, samples or a recipe that do not fit.
         CheckFailed: weights or an amax that are not finite, positive and plausible; names every layer.
     """
-    chosen = recipe
+    chosen, texts, tokenizer = recipe, find_texts(samples), _tokenizer_of(tokenizer)
     if isinstance(model, str | Path):
-        tokenizer = tokenizer or (load_tokenizer(str(model)) if _are_texts(samples) else None)
-        model = load_model(str(model))
+        with suppress(*[] if texts else [UserError]):  # tokens need none
+            tokenizer = tokenizer or load_tokenizer(str(model))
+        model = _load(str(model))
     if not hasattr(model, "config"):
         raise UserError(f"a {type(model).__name__} is no transformers model; give one, its folder or hub id")
+    if getattr(model, "base_model", None) is model:
+        raise UserError(
+            f"a {type(model).__name__} has no head; load it as a classifier, or with load_embedder()"
+        )
+    if any(name.endswith("_quantizer") for name, _ in model.named_modules()):
+        raise UserError("the model has quantizers already; give the original")
     if not isinstance(chosen, Recipe):
         chosen = load_recipe(str(chosen), lambda: family_of(model.config))
     if not chosen.quantizes:
         raise UserError(f"recipe {chosen.name} quantizes nothing; give one with INT8 rules")
     require_fit(chosen, type(model).__name__, model.config)
-    twin = prepare_model(copy.deepcopy(model))
-    if chosen.export.gelu == "tanh":
-        use_tanh_gelu(twin, type(model).__name__)
-    plan = resolve(chosen, module_table(twin), twin.base_model_prefix)
+    twin, plan = _prepare(model, chosen)
     longest = plan.family.positions(twin.config)
-    if _are_texts(samples):
+    if texts:
         if tokenizer is None:
             raise UserError("the calibration samples are texts; give their tokenizer too: tokenizer=...")
         cut = min(longest, chosen.export.max_length)
-        encoded = tokenizer([*samples], truncation=True, max_length=cut)
+        encoded = tokenizer(texts, truncation=True, max_length=cut)
         samples = [{"input_ids": ids} for ids in encoded["input_ids"]]
-    batches = _Batches(_list_samples(samples), chosen.calibration.batch_size, longest)
-    record = ptq.calibrate(twin, plan, batches, chosen.calibration, progress)
-    record.data["source"] = "samples in memory"
-    return Quantized(twin, chosen, plan, record)
+    embeddings: Any = model.get_input_embeddings()
+    sizes = {"input_ids": int(embeddings.num_embeddings)}
+    if "token_type_ids" in plan.family.inputs:
+        sizes["token_type_ids"] = model.config.type_vocab_size
+    settings = chosen.calibration.model_copy(update={"split": "memory"})
+    batches = Batches(list_samples(samples), settings.batch_size, longest, sizes)
+    with shown(progress, draw_samples) as show:
+        record = ptq.calibrate(twin, plan, batches, settings, show)
+    record.data |= {"source": "samples in memory", "split": settings.split}
+    _tie_copies(twin, record)
+    return Quantized(twin, chosen, plan, record, model, tokenizer)
+
+
+def load(folder: str | Path) -> Quantized:
+    """Load what `Quantized.save_pretrained` wrote.
+
+    Args:
+        folder: that was saved.
+
+    Raises:
+        UserError: no such folder.
+    """
+    folder = path_of(folder, "folder")
+    if not (folder / SCALES).is_file() or not (folder / RECIPE).is_file():
+        raise UserError(
+            f"{folder} holds no quantized model (no {SCALES} and {RECIPE}); save_pretrained writes one"
+        )
+    recipe, record = load_recipe(str(folder / RECIPE)), read_record(folder / SCALES)
+    tokenizer = load_tokenizer(str(folder)) if (folder / "tokenizer_config.json").is_file() else None
+    return replace(_restore(_load(str(folder)), recipe, record), tokenizer=tokenizer)
+
+
+def _load(name: str) -> "PreTrainedModel":
+    """Load a model with the head that it has."""
+    own = next(iter(load_config(name).architectures or ()), "")
+    return load_model(name, kind=PAIRS if has_pooling(name) else kind_of(own) or CLASSIFICATION)
+
+
+def _prepare(model: "PreTrainedModel", recipe: Recipe) -> "tuple[PreTrainedModel, Plan]":
+    """Return a copy of a model as the recipe computes it, and what becomes INT8 of it."""
+    twin = prepare_model(copy.deepcopy(model))
+    if recipe.export.gelu == "tanh":
+        use_tanh_gelu(twin, type(model).__name__)
+    return twin, resolve(recipe, module_table(twin), twin.base_model_prefix)
+
+
+def _restore(model: "PreTrainedModel", recipe: Recipe, record: CalibrationRecord) -> Quantized:
+    twin, plan = _prepare(model, recipe)
+    ptq.restore(twin, plan, record)
+    _tie_copies(twin, record)
+    return Quantized(twin, recipe, plan, record, model)
+
+
+def _tie_copies(model: "PreTrainedModel", record: CalibrationRecord) -> None:
+    """Let copies of outlier channels follow their originals in any training, such as that of a Trainer."""
+    if record.splits:
+        hook = partial(_tie, splits=record.splits)
+        cast("Any", model).register_forward_pre_hook(hook)
+
+
+def _tie(model: "PreTrainedModel", *_: Any, splits: dict[str, ChannelSplit]) -> None:
+    if model.training:
+        smoothing.keep_equal(model, splits)()
 
 
 def export(quantized: Quantized, path: str | Path) -> Exported:
@@ -164,12 +399,18 @@ def export(quantized: Quantized, path: str | Path) -> Exported:
         UserError: the exporter fails.
         CheckFailed: a weight was not quantized, a constant does not fit FP16, or the graph is not valid.
     """
+    path = path_of(path, "path")
+    if not isinstance(quantized, Quantized):
+        raise UserError(f"a {type(quantized).__name__} is not quantized; give what quantize() gave")
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; give the file to write, such as {path / 'model.onnx'}")
     recipe, notes = quantized.recipe, list[str]()
+    smoothing.keep_equal(quantized.model, quantized.record.splits)()  # after the last step of a training
     asked = recipe.engine.backend
     settings = ExportSettings.of(recipe, gpu_backend() if asked == "auto" else asked)
     traced = trace(quantized.model, recipe.export.opset, name_outputs(quantized.model))
-    write_graph(traced, quantized.plan, settings, Path(path), notes)
-    return Exported(Path(path), notes)
+    write_graph(traced, quantized.plan, settings, path, notes)
+    return Exported(path, notes)
 
 
 @take_options
@@ -182,73 +423,14 @@ def check(target: str | Path, options: CheckOptions = CheckOptions()) -> CheckRe
     Raises:
         UserError: an unreadable file, a run without a graph, a recipe that does not fit, an unknown code.
     """
-    path, own = find_checked_graph(Path(target))
+    path, own = find_checked_graph(path_of(target, "target"))
     recipe = options.recipe or own
     expected = recipe_modules(path, recipe) if recipe else None
     return check_file(path, expected_quantized=expected, allow=options.allow or ())
 
 
-def _are_texts(samples: Any) -> bool:
-    return isinstance(samples, Sequence) and len(samples) > 0 and isinstance(samples[0], str)
-
-
-def _list_samples(samples: Any) -> Samples:
-    """Return samples as items: of one batch that one, of a data frame its rows."""
-    if isinstance(samples, Mapping):
-        if "input_ids" not in samples:
-            raise UserError(
-                f"a {type(samples).__name__} of {', '.join(map(str, samples)) or 'nothing'} holds no "
-                "input_ids; give one of its splits, or a batch with them"
-            )
-        return [samples]
-    if hasattr(samples, "to_dict") and hasattr(samples, "columns"):
-        return [*samples.to_dict("records")]
-    if isinstance(samples, str) or not isinstance(samples, Iterable):
-        raise UserError(f"a {type(samples).__name__} is no calibration data; give a list of samples or texts")
-    return samples
-
-
-@dataclass(frozen=True)
-class _Batches:
-    """Samples as batches of equal length, made again on each pass."""
-
-    samples: Samples
-    batch_size: int
-    longest: int  # tokens of a sample
-
-    def __post_init__(self) -> None:
-        if iter(self.samples) is self.samples:
-            raise UserError("calibration goes over its samples more than once; give a list, not an iterator")
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        rows = (row for given in self.samples for row in _rows(given, self.longest))
-        for _, batch in equal_length_batches(rows, self.batch_size, pad_id=0):  # of one length: no padding
-            yield batch
-
-
-def _rows(given: Mapping[str, Any], longest: int) -> Iterator[Sample]:
-    """Yield the samples of an item without padding; `UserError` names what does not fit."""
-    if not isinstance(given, Mapping):
-        raise UserError(f"a calibration sample is a {type(given).__name__}; give a dict with input_ids")
-    if "input_ids" not in given:
-        raise UserError(f"a calibration sample has {', '.join(given) or 'nothing'}, but no input_ids")
-    ids = _array(given["input_ids"])
-    mask = _array(given.get("attention_mask", np.ones_like(ids)))
-    types = _array(given.get("token_type_ids", np.zeros_like(ids)))
-    if not ids.shape == mask.shape == types.shape:
-        shapes = ", ".join(str(list(array.shape)) for array in (ids, mask, types))
-        names = "input_ids, attention_mask and token_type_ids"
-        raise UserError(f"{names} of a calibration sample have shapes {shapes}; give one shape")
-    for row, kept in enumerate(mask.astype(bool)):
-        if kept.sum() > longest:
-            raise UserError(
-                f"a calibration sample has {kept.sum()} tokens, but the model has {longest} positions; cut it"
-            )
-        if kept.any():
-            yield Sample(row, ids[row][kept], types[row][kept], False)
-
-
-def _array(values: Any) -> Any:
-    """Int64 [B, L] of lists, arrays or tensors on any device, [L] too."""
-    found = np.asarray(values.cpu() if hasattr(values, "cpu") else values, dtype=np.int64)
-    return np.atleast_2d(found)
+def _tokenizer_of(given: Any) -> Any:
+    tokenizer = load_tokenizer(str(given)) if isinstance(given, str | Path) else given
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise UserError(f"a {type(given).__name__} is no tokenizer; give one, its folder or hub id")
+    return tokenizer

@@ -1,5 +1,7 @@
 """Options of every command and of the function that does the same: said once, in the order of `--help`."""
 
+import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +15,7 @@ from qdqbench.quantize.utils.limits import BackendChoice
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.options import Duration, Options
 from qdqbench.quantize.utils.schema import field
+from qdqbench.quantize.utils.trackers import TrackerName
 
 if TYPE_CHECKING:
     from qdqbench.quantize.models.identity import Pooling
@@ -23,6 +26,16 @@ if TYPE_CHECKING:
 MIN_ROWS = 4  # train rows that can be divided
 REVISION = "Branch, tag or commit of a hub model (default: its default branch)."
 POSITIONAL: Any = {"positional": True}  # of a field that is an argument on the command line
+
+
+def save_data(value: Any) -> Any:
+    """Return a path as it is given; rows in memory are saved in `runs/data`, and theirs is returned."""
+    if value is None or isinstance(value, str | os.PathLike):
+        return value
+    from qdqbench.quantize.pipeline.ownership import RUNS
+    from qdqbench.quantize.tasks.memory import save_rows
+
+    return save_rows(value, RUNS / "data")
 
 
 class PoolingOptions(Options):
@@ -44,33 +57,60 @@ class TaskOptions(Options):
     """The model, and the task with its data."""
 
     model: str | None = field("Model folder or hub id (default: the embedded default).")
-    task: str | None = field("GLUE task, embed, tokens, qa, squad, squad_v2, or any name with --text-column.")
+    task: str | None = field(
+        "GLUE task, embed, tokens, qa, squad, squad_v2, or any name (default: that of your own --data)."
+    )
     data: str = field(
         "hub or hub:OWNER/NAME, with :CONFIG and @REVISION; a folder; or a file with all samples.", "hub"
     )
     revision: str | None = field(REVISION)
-    text_column: list[str] | None = field("Text column of your own data; give it twice for pairs.")
-    label_column: str | None = field("Label column of your own data.")
-    num_labels: int | None = field("Classes of your own data; 1 is regression.", ge=1)
+    text_column: list[str] | None = field("Text column of your own data (default: text); two for pairs.")
+    label_column: str | None = field("Label column of your own data (default: label).")
+    num_labels: int | None = field("Classes of your own data (default: counted); 1 is regression.", ge=1)
     metric: list[str] | None = field("Metric of your own data; repeatable, the first is primary.")
+
+    _save_data = field_validator("data", mode="before")(save_data)
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _refuse_object(cls, value: Any) -> Any:
+        if hasattr(value, "save_pretrained"):
+            raise ValueError("is in memory; save it and its tokenizer, and give the folder")
+        return value
 
     def find_task(self) -> "Task":
         """Return the task, without model and task the embedded default's; errors as `tasks.task.get_task`."""
-        from qdqbench.quantize.tasks.task import EMBEDDED, get_task
+        from qdqbench.quantize.tasks.rows import count_classes
+        from qdqbench.quantize.tasks.task import DEFAULT_TEXT, EMBEDDED, KNOWN, find_nearest, get_task
 
-        if (self.model is None) != (self.task is None):
+        name, count, columns = self.task, self.num_labels, self.text_column or ()
+        own = self.data != "hub" or bool(columns)
+        if name is None and own:
+            stem = re.sub(r"[^\w.-]+", "-", Path(self.data).resolve().stem)
+            name = f"own-{stem}" if stem in KNOWN else stem
+        if name is not None and own and not columns and not find_nearest(name):
+            columns = [DEFAULT_TEXT]
+        if (self.model is None) != (name is None):
             raise UserError(
-                "--model and --task belong together; give both, or neither for the embedded default"
+                "--model and --task belong together; give both, or --model and --data of your own, or none "
+                "for the embedded default"
             )
-        if self.task is None:
+        if name is None:
             return EMBEDDED
+        if count is None and columns and name not in KNOWN:
+            counted = get_task(name, text_columns=columns, label_column=self.label_column, num_labels=2)
+            count = count_classes(counted, self.data, self._count_outputs())
         return get_task(
-            self.task,
-            text_columns=self.text_column or (),
+            name,
+            text_columns=columns,
             label_column=self.label_column,
-            num_labels=self.num_labels,
+            num_labels=count,
             metrics=self.metric or (),
         )
+
+    def _count_outputs(self) -> int | None:
+        """Return the number of outputs of a model whose head is kept."""
+        return None
 
 
 class FolderOptions(Options):
@@ -125,6 +165,14 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
 
         return self.adapt(find_recipe(name, self.model, self.revision))
 
+    def _count_outputs(self) -> int | None:
+        from qdqbench.quantize.models.identity import has_pooling
+        from qdqbench.quantize.models.load import load_config
+
+        if self.model is None or self.pooling or has_pooling(self.model, self.revision):
+            return 1  # embeddings of pairs have scores
+        return int(load_config(self.model, self.revision).num_labels)
+
     def config(self, recipe: "Recipe", command: str) -> "RunConfig":
         """Return the configuration of a run; `UserError`s as `find_task`, and where options do not fit."""
         from qdqbench.quantize.models.identity import choose_prompts, has_pooling
@@ -160,7 +208,13 @@ class EvaluationOptions(RecipeOptions):
     limit: int | None = field("Evaluate on this many samples; the report warns.", ge=1)
 
 
-class QatOptions(EvaluationOptions):
+class TrackerOptions(Options):
+    """An experiment tracker."""
+
+    report_to: TrackerName | None = field("Experiment tracker for the training log and the results.")
+
+
+class QatOptions(TrackerOptions, EvaluationOptions):
     """Options of `qat`."""
 
     shapes: Literal["auto"] | None = field("auto: profiles for the data's lengths (default: the recipe's).")
@@ -227,7 +281,7 @@ class TrainingOptions(FolderOptions, TaskOptions, Training):
         return Training(**values | {"patience": self.patience or None})
 
 
-class FinetuneOptions(TrainingOptions):
+class FinetuneOptions(TrackerOptions, TrainingOptions):
     """Options of `finetune`."""
 
     max_length: int = field("Maximum sequence length in tokens.", 128, ge=8)
@@ -329,3 +383,4 @@ class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
     build_only: bool = field("Only export, build and compile, for a bench that follows; on a GPU.", False)
     exclude: list[str] | None = field("System to leave out, by its name in bench.json; repeatable.")
     seed: int = field("Seed of weights, inputs and bootstrap.", 0, ge=0)
+    _save_data = field_validator("data", mode="before")(save_data)

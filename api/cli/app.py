@@ -8,14 +8,15 @@ from typing import Annotated, Any
 import typer
 
 from qdqbench.cli import bench, diagnose, doctor, inspect, recipes, run, serve, train, tune
+from qdqbench.cli.examples import epilog
 from qdqbench.cli.progress import reset_clock
 from qdqbench.cli.terminal import complain
 from qdqbench.quantize.utils.errors import QdqError, UserError
 from qdqbench.quantize.utils.system import process
 
+NAME, COMPLETION = "qdqbench", "_QDQBENCH_COMPLETE"
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -32,7 +33,8 @@ COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {  # by what they are for
 }
 for panel, commands in COMMANDS.items():
     for command in commands:
-        app.command(rich_help_panel=panel)(command)
+        name = command.__name__.replace("_", "-")
+        app.command(name, rich_help_panel=panel, epilog=epilog(name))(command)
 
 
 def _version(asked: bool) -> None:
@@ -57,8 +59,12 @@ def _invoke() -> None:
     """Run the command; typer's own main exits with 2 and a box for a wrong option, with 130 for Ctrl-C."""
     usage_error: Any = typer.BadParameter.__mro__[1]  # click's class, which newer typers bring along
     try:
-        command = typer.main.get_command(app)
-        with command.make_context("qdqbench", sys.argv[1:]) as context:
+        command, words = typer.main.get_command(app), sys.argv[1:]
+        if COMPLETION in os.environ:  # a shell asks
+            command.main(prog_name=NAME)
+        if words[:1] == ["help"]:
+            words = [*words[1:], "--help"]
+        with command.make_context(NAME, words) as context:
             command.invoke(context)
     except typer.Exit as stop:
         sys.exit(stop.exit_code)
@@ -66,7 +72,7 @@ def _invoke() -> None:
         message = " ".join(error.format_message().split()).replace("Value error, ", "")
         if not message:  # no command was given, and the help that then is shown has been printed
             sys.exit(1)
-        where = error.ctx.command_path if error.ctx else "qdqbench"
+        where = error.ctx.command_path if error.ctx else NAME
         raise UserError(f"{message.rstrip('.')}; see `{where} --help`") from error
 
 

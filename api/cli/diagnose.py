@@ -1,6 +1,9 @@
 """The commands `check`, `diagnose` and `fix`: files of any origin. Everything heavy is imported inside."""
 
+import shutil
+import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +13,7 @@ from qdqbench.cli.options import command
 from qdqbench.cli.progress import status
 from qdqbench.cli.terminal import Json, console, plain, print_json
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.names import install_command
 
 if TYPE_CHECKING:
     from qdqbench.quantize.engine.diagnose.findings import Diagnosis, Finding
@@ -65,7 +69,7 @@ def diagnose(
     files: Annotated[
         list[Path],
         typer.Argument(
-            help="Files of one build: ONNX, log, layer table, kernel profile, query times, engine, cache."
+            help="Files of one build: ONNX, log, layers, profile, query times, engine, cache; - is stdin."
         ),
     ],
     load_engine: Annotated[
@@ -76,9 +80,14 @@ def diagnose(
     """Find why INT8 is slow, wrong or missing: files of any origin, read together, worst finding first."""
     from qdqbench.quantize.engine.diagnose.diagnose import diagnose as diagnosed
 
-    with status() as say:
+    with status() as say, TemporaryDirectory() as folder:
         say("reading")
-        found = diagnosed(files, load_engine=load_engine)
+        piped = Path(folder, "stdin")
+        if Path("-") in files:
+            with piped.open("wb") as stream:
+                shutil.copyfileobj(sys.stdin.buffer, stream)
+        given = [piped if path == Path("-") else path for path in files]
+        found = diagnosed(given, load_engine=load_engine)
     if json:
         print_json(found.model_dump(mode="json") | {"errors": len(found.errors)})
     else:
@@ -200,7 +209,8 @@ def _print_fix(report: "FixReport") -> None:
     if second and not second.refused:
         out.print(f"engine: {plain(second.engine)}; read, not run")
     elif second is None:
-        out.print("[yellow]note[/] no engine was built: pip install 'qdqbench\\[rtx]' builds without a GPU")
+        command = plain(install_command("rtx"))
+        out.print(f"[yellow]note[/] no engine was built: {command} builds without a GPU")
 
 
 def _gemms(row: "EngineRow") -> str:

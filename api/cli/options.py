@@ -12,7 +12,19 @@ from pydantic.fields import FieldInfo
 from qdqbench._options import POSITIONAL
 from qdqbench.quantize.utils.options import take_options
 
-RecipeName = Annotated[str, typer.Argument(help="Shipped name, with or without the family, or YAML file.")]
+
+def _complete_recipe(typed: str) -> list[str]:
+    from qdqbench.quantize.recipe.schema import family_free_recipes, shipped_recipes
+
+    return [name for name in (*family_free_recipes(), *shipped_recipes()) if name.startswith(typed)]
+
+
+RecipeName = Annotated[
+    str,
+    typer.Argument(
+        help="Shipped name, with or without the family, or YAML file.", autocompletion=_complete_recipe
+    ),
+]
 LONG_CHOICES = 16  # characters; wider ones squeeze the help
 
 

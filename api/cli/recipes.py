@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qdqbench._options import CacheRecipeOptions, NewRecipeOptions
+from qdqbench.cli.examples import epilog
 from qdqbench.cli.options import RecipeName, command
 from qdqbench.cli.terminal import Json, clean, console, print_json, show, show_json
 from qdqbench.quantize.utils.errors import UserError
@@ -22,7 +23,7 @@ SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 recipes_app = typer.Typer(no_args_is_help=True, help="List, show, write, validate and document recipes.")
 
 
-@recipes_app.command("list")
+@recipes_app.command("list", epilog=epilog("recipes list"))
 def recipes_list(
     model: Annotated[str | None, typer.Option(help="Folder or hub id; list only what fits it.")] = None,
     json: Json = False,
@@ -35,7 +36,15 @@ def recipes_list(
 
     rows = list_shipped(None if model is None else family_of(load_config(model)))
     if json:
-        figures = ([figure.model_dump(mode="json") for figure in row.figures] for row in rows)
+        figures = (
+            [
+                figure.model_dump(mode="json")
+                | {"mean": figure.mean and figure.mean.model_dump(mode="json")}
+                | {"held_out": figure.held_out and figure.held_out.model_dump(mode="json")}
+                for figure in row.figures
+            ]
+            for row in rows
+        )
         show_json(
             Recipes(recipes=[row._asdict() | {"figures": of} for row, of in zip(rows, figures, strict=True)])
         )
@@ -43,24 +52,26 @@ def recipes_list(
         _print_recipes(rows)
 
 
-@recipes_app.command("show")
+@recipes_app.command("show", epilog=epilog("recipes show"))
 def recipes_show(
     recipe: RecipeName,
     resolved: Annotated[bool, typer.Option("--resolved", help="Write every default out.")] = False,
+    model: Annotated[str | None, typer.Option(help="Folder or hub id; its family completes a name.")] = None,
     json: Json = False,
 ) -> None:
     """Print a recipe as YAML."""
     from qdqbench.cli.schemas import ShownRecipe
-    from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, shipped_recipes
+    from qdqbench.quantize.recipe.schema import dump_recipe, find_recipe, load_recipe, shipped_recipes
 
-    loaded, source = load_recipe(recipe), Path(shipped_recipes().get(recipe, recipe))
+    loaded, shipped = find_recipe(recipe, model) if model else load_recipe(recipe), shipped_recipes()
+    source = Path(shipped.get(recipe) or (recipe if Path(recipe).is_file() else shipped[loaded.name]))
     if json:
         show_json(ShownRecipe(name=loaded.name, source=str(source), recipe=loaded.model_dump(mode="json")))
     else:
         sys.stdout.write(dump_recipe(loaded) if resolved else source.read_text(encoding="utf-8"))
 
 
-@recipes_app.command("validate")
+@recipes_app.command("validate", epilog=epilog("recipes validate"))
 def recipes_validate(
     recipe: Annotated[list[str], typer.Argument(help="Shipped names or YAML files.")], json: Json = False
 ) -> None:
@@ -76,7 +87,7 @@ def recipes_validate(
         show_json(ValidRecipes(valid=recipe))
 
 
-@recipes_app.command("new")
+@recipes_app.command("new", epilog=epilog("recipes new"))
 @command
 def recipes_new(*, options: NewRecipeOptions, json: Json = False) -> None:
     """Write a recipe for a model of any type, and list what was recognized in it and what was not."""
@@ -85,7 +96,7 @@ def recipes_new(*, options: NewRecipeOptions, json: Json = False) -> None:
     _write_new(new_recipe(options.model, options.revision), options, json, render_new)
 
 
-@recipes_app.command("from-cache")
+@recipes_app.command("from-cache", epilog=epilog("recipes from-cache"))
 @command
 def recipes_from_cache(
     cache: Annotated[Path, typer.Argument(help="Calibration cache of TensorRT 5 to 10.", show_default=False)],
@@ -100,7 +111,7 @@ def recipes_from_cache(
     _write_new(made, options, json, _cache_lines)
 
 
-@recipes_app.command("schema")
+@recipes_app.command("schema", epilog=epilog("recipes schema"))
 def recipes_schema() -> None:
     """Print the JSON Schema of a recipe: editors complete and check YAML with it."""
     from qdqbench.quantize.recipe.schema import Recipe
@@ -126,16 +137,16 @@ def _print_recipes(rows: "Sequence[Shipped]") -> None:
 
     from qdqbench.quantize.recipe import shipped
 
-    to, table = console(), Table(box=None)
-    for title in ("recipe", "on", "accuracy, worst", "speed-up"):
-        table.add_column(title, no_wrap=True)
+    to, table = console(), Table(box=None, padding=(0, 1, 0, 0))
+    for title in ("recipe", "on", *shipped.TITLES):
+        table.add_column(title, no_wrap=title == "recipe")
     for row in rows:
         if not row.figures:
             on = ", ".join(f"{shipped.DEVICES[device]} *" for device in row.start_on)
-            table.add_row(row.recipe, on, shipped.NOT_MEASURED, shipped.NOT_MEASURED, style="dim")
+            table.add_row(row.recipe, on, style="dim")
         for number, figure in enumerate(row.figures):
             on = f"{shipped.DEVICES[figure.device]}{' *' if figure.device in row.start_on else ''}"
-            cells = shipped.format_worst(figure), shipped.format_speed(figure)
+            cells = (cell.replace(shipped.NOT_MEASURED, "") for cell in shipped.format_figure(figure))
             table.add_row("" if number else row.recipe, on, *cells)
     to.print(table)
     measured = [figure for row in rows for figure in row.figures]

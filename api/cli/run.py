@@ -12,12 +12,10 @@ from qdqbench.cli import progress
 from qdqbench.cli.options import RecipeName, command, note
 from qdqbench.cli.terminal import Json, RunFolder, command_line, console, print_json, show, show_report
 from qdqbench.quantize.utils.errors import CheckFailed
-from qdqbench.quantize.utils.names import DEFAULT_RECIPE
+from qdqbench.quantize.utils.names import DEFAULT_QAT, DEFAULT_RECIPE
 
 if TYPE_CHECKING:
     from qdqbench.quantize.utils.results import Results
-
-DEFAULT_QAT = "int8-attention-qat"
 
 
 @command
@@ -29,32 +27,21 @@ def run(recipe: RecipeName = DEFAULT_RECIPE, *, options: RunOptions, json: Json 
     config = options.config(options.find_recipe(recipe), command_line())
     folder = run_folder("run", config, options.out)
     with progress.stages() as shown:
-        results = start(config, folder, options.until, shown, overwrite=options.overwrite, say=note)
+        tracker, overwrite = options.report_to, options.overwrite
+        results = start(
+            config, folder, options.until, shown, overwrite=overwrite, say=note, report_to=tracker
+        )
     print_results(results, folder, json=json)
 
 
 @command
 def qat(recipe: RecipeName = DEFAULT_QAT, *, options: QatOptions, json: Json = False) -> None:
     """Train with quantization, then continue to engine and report; on one GPU or many."""
-    from qdqbench.eval.runs.run import follow, require_inputs, run_to, run_until
-    from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder
-    from qdqbench.quantize.pipeline.session import Session
-    from qdqbench.quantize.training.qat import get_settings, train_on_all
-    from qdqbench.quantize.utils.system.process import is_main_process
+    from qdqbench._train import start_qat
 
     config = options.config(options.find_recipe(recipe), command_line())
-    folder = run_folder("run", config, options.out)
-    session = Session(config, folder)
-    get_settings(session)  # before anything is written
-    identity, ready = identity_of("run", session), partial(require_inputs, session)
-    with owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note):
-        with progress.stages() as shown:
-            start = follow(session, shown)
-            train_on_all(session, lambda stage: run_to(session, stage, start))
-        if is_main_process():
-            with progress.stages() as shown:
-                results = run_until(session, None, follow(session, shown))
-            print_results(results, folder, json=json)
+    results, folder = start_qat(config, options, progress.stages, note)
+    print_results(results, folder, json=json)
 
 
 def print_results(results: "Results", folder: Path, *, json: bool) -> None:

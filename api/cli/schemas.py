@@ -10,7 +10,8 @@ class Recipes(Strict):
 
     recipes: list[dict[str, Any]]
     """For each recipe `recipe`, `name` (without the family), `family`, `model_types`, `description`,
-    `figures` (measured on each device), and `start_on` (devices on which it is the one to start with)."""
+    `figures` (measured on each device), and `start_on` (devices on which it is the one to start with).
+    A figure has the `mean` over tasks, and over `held_out` ones."""
 
 
 class ShownRecipe(Strict):

@@ -10,6 +10,7 @@ from qdqbench.cli.progress import status
 from qdqbench.cli.terminal import Json, RunFolder, plain, say, show_json
 from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.utils.errors import MissingDevice
+from qdqbench.quantize.utils.names import install_command
 
 EXTRA = ("fastapi", "starlette", "uvicorn", "prometheus_client")  # of the extra `serve`
 
@@ -23,7 +24,7 @@ def serve(run: RunFolder, settings: Settings) -> None:
         if (error.name or "").partition(".")[0] not in EXTRA:
             raise
         raise MissingDevice(
-            f"serve needs {error.name}, which is not installed; `pip install 'qdqbench[serve]'`"
+            f"serve needs {error.name}, which is not installed; `{install_command('serve')}`"
         ) from error
     from qdqbench.quantize.deployment.server.served import open_served
 

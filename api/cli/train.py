@@ -1,42 +1,26 @@
 """The commands `finetune` and `study`; registered in cli.py. Everything heavy is imported inside."""
 
-from contextlib import AbstractContextManager
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from qdqbench._options import FinetuneOptions, StudyOptions, TrainingOptions
+from qdqbench._options import FinetuneOptions, StudyOptions
 from qdqbench.cli import progress
 from qdqbench.cli.options import command, note
 from qdqbench.cli.terminal import Json, command_line, show_report
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
-    from qdqbench.quantize.tasks.task import Task
-    from qdqbench.quantize.training.finetune import FinetuneRequest
 
 
 @command
 def finetune(*, options: FinetuneOptions, json: Json = False) -> None:
     """Fine-tune an encoder: the FP32 baseline of a task, over seeds, on one GPU or many."""
-    from qdqbench.eval.runs.report.training import finetuning_report, write_finetuning
-    from qdqbench.quantize.pipeline.ownership import default_folder
-    from qdqbench.quantize.training.finetune import RESULT, finetune, require_all
-    from qdqbench.quantize.training.loop import join_group, new_accelerator
+    from qdqbench._train import start_finetuning
+    from qdqbench.eval.runs.report.training import finetuning_report
+    from qdqbench.quantize.training.finetune import RESULT, require_all
+    from qdqbench.quantize.utils.system.process import is_main_process
 
-    task = options.find_task()
-    folder = options.out or default_folder("finetune", options.model, task.name)
-    with _own_folder("finetune", options, task, folder), join_group():
-        accelerator = new_accelerator(options.precision)
-        with progress.seeds(options.seeds, quiet=not accelerator.is_main_process) as report:
-            request = _request(options, task, folder, accelerator, options.max_length)
-            result = finetune(replace(request, keep_head=options.keep_head, report=report), accelerator)
-        if accelerator.is_main_process:
-            write_finetuning(result, folder)
-    if accelerator.is_main_process:
+    with progress.seeds(options.seeds, quiet=not is_main_process()) as report:
+        result, folder = start_finetuning(options, command_line(), report, note)
+    if is_main_process():
         written = [f"report: {folder / 'finetune.html'}"]
         if result.best_seed is not None:
             written.append(f"model: {folder / f'seed-{result.best_seed}' / 'model'}")
@@ -53,6 +37,7 @@ def study(
     json: Json = False,
 ) -> None:
     """Measure FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
+    from qdqbench._train import own_folder, request_of
     from qdqbench.eval.runs.study import STUDY_FILE, study, study_report
     from qdqbench.quantize.pipeline.ownership import default_folder
     from qdqbench.quantize.recipe.schema import find_recipe
@@ -62,55 +47,11 @@ def study(
     recipes = [options.adapt(find_recipe(name, options.model, options.revision)) for name in recipe]
     task = options.find_task()
     folder = options.out or default_folder("study", options.model, task.name)
-    with _own_folder("study", options, task, folder), join_group(), progress.status() as say:
+    with own_folder("study", options, task, folder, note), join_group(), progress.status() as say:
         accelerator = new_accelerator(options.precision)
         longest = max(each.export.max_length for each in recipes)
-        request = _request(options, task, folder, accelerator, longest)
+        request = request_of(options, task, folder, accelerator, longest, command_line())
         found = study(request, recipes, accelerator, say)
     show_report(found, json, study_report, f"results: {folder / STUDY_FILE}")
     failed = [f"seed {row.seed} with {row.recipe}" for row in found.rows if row.status == "failed"]
     require_all(failed, folder / STUDY_FILE)
-
-
-def _own_folder(
-    kind: str, options: TrainingOptions, task: "Task", folder: Path
-) -> AbstractContextManager[None]:
-    from qdqbench.quantize.models.identity import model_fingerprint
-    from qdqbench.quantize.pipeline.ownership import RunIdentity, model_location, owned_folder
-    from qdqbench.quantize.training.finetune import require_base
-
-    def ready() -> None:
-        if options.model is not None:
-            require_base(options.model, options.revision, task, options.data)
-
-    sha256 = None if options.model is None else model_fingerprint(options.model, options.revision)
-    place = model_location(options.model, options.revision)
-    identity = RunIdentity(kind=kind, model=place, model_sha256=sha256, task=task.name)
-    return owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note)
-
-
-def _request(
-    options: TrainingOptions, task: "Task", folder: Path, accelerator: "Accelerator", max_length: int
-) -> "FinetuneRequest":
-    from qdqbench.quantize.training.finetune import FinetuneRequest
-
-    base, data = options.model, options.data
-    if base is None:
-        from qdqbench.quantize.tasks.embedded import write_embedded
-
-        with accelerator.main_process_first():
-            run = write_embedded(folder / "embedded")
-        base, data = str(run.model_dir), str(run.data_dir)
-    return FinetuneRequest(
-        base=base,
-        task=task,
-        data=data,
-        folder=folder,
-        settings=options.training,
-        seeds=options.seeds,
-        max_length=max_length,
-        keep_head=False,
-        limit=options.limit,
-        command=command_line(),
-        revision=options.revision,
-    )

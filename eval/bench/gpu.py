@@ -37,8 +37,10 @@ from qdqbench.eval.bench.results import BenchKernels, BenchRow
 from qdqbench.eval.bench.target import Target, model_target, recipe_for
 from qdqbench.quantize.engine.backend import gpu_backend
 from qdqbench.quantize.engine.cpu_runtimes import Compute
-from qdqbench.quantize.engine.cuda.compile import CAPABILITY, load_nvrtc
-from qdqbench.quantize.engine.cuda.runtime import PACKED, CudaEngine, choose_graph, fill, load_kernels
+from qdqbench.quantize.engine.cuda.compile import load_nvrtc
+from qdqbench.quantize.engine.cuda.model import load_kernels
+from qdqbench.quantize.engine.cuda.names import CAPABILITY
+from qdqbench.quantize.engine.cuda.runtime import PACKED, CudaEngine, choose_graph, fill
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, Tokens, count_positions
 from qdqbench.quantize.engine.profiles import Profile, choose_profile
 from qdqbench.quantize.engine.runtime.engine import Engine

@@ -28,7 +28,13 @@ from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.index import count_attentions
 from qdqbench.quantize.models.inputs import MASK, TOKENS
-from qdqbench.quantize.pipeline.artifacts import backend_of, cpu_compute, engine_profiles, list_expected_gemms
+from qdqbench.quantize.pipeline.artifacts import (
+    backend_of,
+    cpu_compute,
+    engine_profiles,
+    list_expected_gemms,
+    twin_compute,
+)
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
@@ -100,6 +106,7 @@ class Effort:
     streams: tuple[int, ...] = (1,)
     least: int = 5  # launches per round, where they take at most twice the seconds
     rest_s: float = 0.0  # before each burst
+    warm: int = WARM_LAUNCHES  # before every burst
 
 
 # rounds are balanced for two systems; on a CPU, which others use too, more of them
@@ -204,7 +211,7 @@ def _pace(system: ReadySystem, effort: Effort) -> tuple[int, int]:
     """Return launches of every burst, warm ones and timed ones, from the time that a warm launch takes."""
     lane, timer = system.lanes[0], system.timer
     each = timer.latencies(lane, 1)[0]
-    warm = WARM_LAUNCHES if each < SLOW_MS else 0
+    warm = effort.warm if each < SLOW_MS else 0
     if warm:
         timer.latencies(lane, warm)
     if effort.iterations is not None:
@@ -479,7 +486,7 @@ def measure_speedup(engine: OpenEngine, baseline: OpenEngine, shape: Shape) -> S
     # an engine without profiles packs its tokens on the host, which belongs to its time
     timer = CudaTimer() if has_profiles(backend_of(recipe)) else WallTimer()
     effort = ON_CPU if on_cpu else ON_GPU
-    compute = cpu_compute(recipe) if on_cpu else recipe.precision.compute
+    compute = twin_compute(recipe)
     ours = ReadySystem("int8", "int8", [engine.lane(shape)], timer)
     theirs = ReadySystem(compute, compute, [baseline.lane(shape)], timer)
     config = f"b{shape[0]} s{shape[1]}"

@@ -1,60 +1,72 @@
-"""The quick bench that ends a run on a CPU: its engine against its twin without INT8 at one shape."""
+"""The quick bench that ends a run: its engine against its twin without INT8 at one shape."""
+
+import os
+from contextlib import ExitStack
 
 from qdqbench.eval.bench.cpu import CpuWork
+from qdqbench.eval.bench.gpu import GpuWork, background
 from qdqbench.eval.bench.report import stale_files
 from qdqbench.eval.bench.results import BENCH_FILE, read_bench, write_bench
-from qdqbench.eval.bench.run import run_bench
-from qdqbench.eval.bench.systems import TABLE, BenchPlan
+from qdqbench.eval.bench.run import require_gpu, run_bench
+from qdqbench.eval.bench.systems import BenchPlan, systems_of
 from qdqbench.eval.bench.target import session_target
 from qdqbench.quantize.pipeline.artifacts import Skipped, backend_of, cpu_compute, read_built, read_engine_run
 from qdqbench.quantize.pipeline.session import Session
-from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.utils.errors import QdqError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
-BATCH, LENGTH, INPUT_SETS = 8, 128, 4
-ROUNDS, DURATION_S = 12, 3.0  # with what is prepared and checked about ten seconds
+BATCH, GPU_BATCH, LENGTH, INPUT_SETS = 8, 32, 128, 4
+ROUNDS, DURATION_S = 10, 2.0  # with what is prepared and checked about ten seconds on a CPU
 
 
 def bench_quickly(session: Session) -> str:
-    """Write `bench.json` of a run whose engine ran on this CPU; return why that failed.
+    """Write `bench.json` of a run whose engine ran here; return why that failed.
 
-    A bench of the same files stays, and so does any that is not quick.
+    A bench of the same files stays, and so does any that is not quick. On a GPU the twin is the FP16 engine
+    of the same backend; next to CUDA kernels, which have none, it is PyTorch in FP16.
     """
     folder, recipe = session.folder, session.recipe
     backend = backend_of(recipe)
-    if backend not in CPU_BACKENDS or not recipe.quantizes:
+    if not recipe.quantizes or isinstance(read_built(folder), Skipped):
         return ""
-    if isinstance(read_built(folder), Skipped) or isinstance(read_engine_run(folder), Skipped):
+    if isinstance(read_engine_run(folder), Skipped):
         return ""
+    on_cpu, twin = backend in CPU_BACKENDS, "torch-fp16" if backend == "cuda" else "fp16"
+    twin = f"{cpu_compute(recipe)}-{backend}" if on_cpu else twin
     try:
         if (folder / BENCH_FILE).is_file():
             known = read_bench(folder / BENCH_FILE)
             if not known.settings.quick or not stale_files(known, folder):
                 return ""
-        twin = f"{cpu_compute(recipe)}-{backend}"
-        others = {each.name for each in TABLE if each.device == "cpu"} - {twin, f"int8-{backend}"}
         plan = BenchPlan(
             quick=True,
-            device="cpu",
-            batches=[BATCH],
+            device="cpu" if on_cpu else "gpu",
+            batches=[BATCH if on_cpu else GPU_BATCH],
             lengths=[min(LENGTH, recipe.export.max_length)],
             dataset=None,
-            streams=[],
+            streams=[] if on_cpu else [1],
             rounds=ROUNDS,
             duration_s=DURATION_S,
             iterations=None,
             input_sets=INPUT_SETS,
             engine_shapes="recipe",
             seed=session.config.seed,
-            threads=find_cpu().cores,
-            baselines=False,
-            fp32=True,
-            exclude=tuple(others),
+            threads=find_cpu().cores if on_cpu else None,
+            baselines=backend == "cuda",
+            fp32=on_cpu,
         )
-        bench = run_bench(session_target(session), plan, CpuWork(), command=session.config.command)
-    except (UserError, CheckFailed, MissingDevice) as error:
-        return f"no quick bench: {error}"
+        target, command = session_target(session), session.config.command
+        others = {*systems_of(target, plan)} - {twin, "int8"}
+        plan = plan.model_copy(update={"exclude": tuple(others)})
+        with ExitStack() as stack:
+            if on_cpu:
+                bench = run_bench(target, plan, CpuWork(), command=command)
+            else:
+                work = GpuWork(stack.enter_context(background(os.cpu_count() or 1)))
+                bench = run_bench(target, plan, work, command=command, backend=require_gpu(backend))
+    except (QdqError, RuntimeError) as error:  # of CUDA too: no report is lost for it
+        return f"no quick bench: {' '.join(str(error).split())[:300]}"
     if bench.errors:
         return f"no quick bench: {bench.errors[0]}"
     write_bench(folder / BENCH_FILE, bench)

@@ -254,6 +254,12 @@ class Bench(Tabular):
     prepare_s: float | None = None
     """Wall time of builds and compilations before the first config in seconds; null if not known."""
 
+    def facts(self) -> dict[str, Any]:
+        """Return what a notebook shows of it."""
+        least = [min(each.speedups, key=lambda row: row.value) for each in self.configs if each.speedups]
+        speed = {row.config: f"{row.value:.2f}x over {row.baseline}" for row in least}
+        return {"device": self.device, "systems": len(self.systems), **speed, "errors": len(self.errors)}
+
     @property
     def labels(self) -> dict[str, str]:
         return {system.name: system.label for system in self.systems}

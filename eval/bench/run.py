@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -282,6 +283,8 @@ def _measure_config(
     streams = () if split else tuple(options.streams)
     least, rest_s = (1 if split else CPU_LEAST, CPU_REST_S) if on_cpu else (Effort.least, 0.0)
     effort = Effort(options.rounds, options.duration_s, options.iterations, streams, least, rest_s)
+    if options.quick and on_cpu:
+        effort = replace(effort, least=1, warm=1)
     label = f"b{config.batch} {'data set' if split else f's{config.length}'}"
     with here.stack as stack:
         stack.callback(gc.collect)
@@ -408,7 +411,7 @@ def _notes(target: Target, options: BenchPlan, backend: tuple[str, str], capabil
     if target.about.random_weights:
         notes.append("random weights: latency is that of the shape, accuracy means nothing")
     if options.device == "gpu":
-        return notes + find_hazards(*backend, capability)
+        return notes + (find_hazards(*backend, capability) if backend[1] else [])
     on_cpu = "measured on a CPU: says nothing about a GPU"
     busy = [] if options.quick else busy_notes()  # after the stages of a run any CPU was busy
     return [*notes, *cpu_hazards(find_cpu()), on_cpu, *busy]

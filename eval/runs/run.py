@@ -89,7 +89,7 @@ def run_until(
     Args:
         session: in a folder that this process holds.
         show: called as a stage starts, with its name and whether it is reused.
-        quick_bench: time the engine too, where it runs on this CPU and was not timed yet.
+        quick_bench: time the engine too, where it runs here and was not timed yet.
 
     Raises:
         UserError: no such stage in this run, or data that the recipe's engine would not take.

@@ -167,7 +167,12 @@ def embedded(session: Session) -> list[Path]:
 
 
 def quantize_stage(session: Session) -> list[Path]:
-    settings = session.recipe.calibration
+    settings, path = session.recipe.calibration, session.folder / "calibration.json"
+    if session.config.calibrated:
+        shutil.copyfile(Path(session.model_name) / path.name, path)
+        session.notes += read_record(path).notes
+        session.warnings += read_record(path).warnings
+        return [path]
     batches = session.calibration_batches()
     total, seen = len(batches.split.dataset), 0
 
@@ -181,7 +186,6 @@ def quantize_stage(session: Session) -> list[Path]:
     found.data |= {"source": split.source, "split": settings.split, "fingerprint": split.fingerprint}
     session.notes += found.notes
     session.warnings += found.warnings
-    path = session.folder / "calibration.json"
     write_record(path, found)
     return [path]
 
@@ -276,6 +280,8 @@ def _placement(session: Session) -> Any:
 
 def _calibration(session: Session) -> Any:
     settings = session.recipe.calibration
+    if session.config.calibrated:  # the record is hashed with the model
+        return _placement(session)
     data = source_fingerprint(session.config.task, session.data_source, settings.split)
     return [_placement(session), data, settings.model_dump()]
 

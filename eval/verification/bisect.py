@@ -5,24 +5,35 @@ tensors inside of that block are marked as outputs, a few per engine, in the ord
 tensor makes the builder keep it and can change what it fuses: when the fault vanishes with it, that is said.
 """
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto
 
+from qdqbench.eval.metrics.parity import LIMIT_FRACTION, LIMIT_STEP
 from qdqbench.eval.metrics.runners import session_of
 from qdqbench.eval.verification import blocks
 from qdqbench.eval.verification.checks import MIN_LIMIT, TensorError, compare_tensors, kept_positions
 from qdqbench.eval.verification.engine import batch_of, block_cases, engine_of, widest
+from qdqbench.quantize.engine.cuda.file import list_rows
+from qdqbench.quantize.engine.cuda.interpret import compute
+from qdqbench.quantize.engine.cuda.match import match_graph
+from qdqbench.quantize.engine.cuda.model import load_kernels
+from qdqbench.quantize.engine.cuda.pack import pack
+from qdqbench.quantize.engine.cuda.plan import Linear, Operation
+from qdqbench.quantize.engine.cuda.runtime import CudaEngine
+from qdqbench.quantize.engine.cuda.tokens import pack_tokens
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex, module_of, tensor_values
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.families.family import Family
-from qdqbench.quantize.models.inputs import select_inputs
+from qdqbench.quantize.models.inputs import MASK, select_inputs
 from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.arrays import Array
@@ -186,6 +197,8 @@ BLOCK_LIMIT = 0.1  # relative error of a block; rounding flips of a correct one 
 INNER_LIMIT = 0.05  # of a tensor inside of a block
 JUMP = 3.0  # over the largest error of the tensors it is made from
 PER_STEP = 8  # tensors marked in one engine
+HALF_LIMIT = 4e-3  # of FP16 tensors of a kernel, which adds in another order: over the largest value
+FEW_CODES = 3  # of a small tensor that may differ by a step
 Feeds = Mapping[str, Array]
 GraphRunner = Callable[[onnx.ModelProto, Feeds], dict[str, Array]]
 
@@ -259,6 +272,70 @@ def bisect(  # noqa: PLR0913
     search.run(per_step)
     _explain(search, layers)
     return result
+
+
+def bisect_kernels(engine: CudaEngine, model: onnx.ModelProto, feeds: Feeds, family: Family) -> BisectResult:
+    """Find the first operation of backend cuda whose kernels make other numbers than the interpreter.
+
+    Each gets what the engine's kernels made before it; weights and scales are packed from the graph again.
+
+    Raises:
+        UserError: inputs that no kernel takes, or an engine of another graph.
+    """
+    plan, arrays = pack(match_graph(model))
+    if engine.plan != plan:
+        raise UserError("the engine has another plan than its graph; build it again")
+    tokens, kept = pack_tokens(plan, arrays, feeds), dict[str, Any]()
+    answers = engine.forward(engine.load(tokens), kept)
+    count = len(tokens.ids) if plan.head.pooling == "tokens" else len(tokens.starts) - 1
+    got = {name: made[: len(tokens.ids)].cpu().numpy() for name, made in kept.items()}
+    got |= {name: made[:count].cpu().numpy() for name, made in answers.items()}
+    compared: list[tuple[str, Operation, TensorError, Array]] = []
+    for operation in plan.operations:
+        layer = family.layer_of(operation.name)
+        block = operation.name if layer is None else f"layer.{layer}"
+        for name, expected in compute(operation, plan, arrays, got, tokens).items():
+            row = compare_kernel(operation, name, got[name], expected)
+            compared.append((block, operation, row, expected))
+    result = BisectResult(blocks={})
+    for block, _, row, _ in compared:
+        result.blocks[block] = max(result.blocks.get(block, row), row, key=_excess)
+    place = next((place for place, (_, _, row, _) in enumerate(compared) if not row.holds), None)
+    if place is None:
+        result.notes.append(
+            "every kernel makes what the interpreter makes. A wrong block is then in the plan: report it"
+        )
+        return result
+    result.block, operation, result.error, expected = compared[place]
+    result.before = compared[place - 1][2] if place else None
+    result.tensor, result.node, result.operator = result.error.tensor, operation.name, operation.op
+    result.layers = [list_rows(plan)[plan.operations.index(operation)].name]
+    result.notes.append(f"its ONNX nodes: {', '.join(operation.nodes)}")
+    nodes = {node.name or node.output[0]: node for node in model.graph.node}
+    mask, nonfinite = np.asarray(feeds[MASK], bool), result.error.error is None
+    last = nodes[operation.nodes[-1]]
+    deviation = Deviation(GraphIndex(model), last, family, got[result.tensor], expected, mask, nonfinite)
+    result.cause, result.advice = likely_cause(deviation)
+    return result
+
+
+def _excess(row: TensorError) -> float:
+    return math.inf if row.error is None else row.error / row.limit
+
+
+def compare_kernel(operation: Operation, name: str, got: Array, expected: Array) -> TensorError:
+    """Compare a tensor by its largest deviation; codes that differ by a step, by their share."""
+    off, largest = np.abs(got.astype(np.float64) - expected), float(np.abs(expected).max(initial=1e-30))
+    if not np.isfinite(off).all():
+        return TensorError(tensor=name, error=None, limit=HALF_LIMIT)
+    deviation = float(off.max(initial=0)) / largest
+    if expected.dtype != np.int8:
+        return TensorError(tensor=name, error=deviation, limit=HALF_LIMIT)
+    if off.max(initial=0) > LIMIT_STEP:
+        return TensorError(tensor=name, error=deviation, limit=LIMIT_STEP / largest)
+    activated = isinstance(operation, Linear) and operation.activation is not None
+    share = LIMIT_FRACTION * (2 if activated else 1)  # the chip's tanh has an error of 2^-11
+    return TensorError(tensor=name, error=float((off > 0).mean()), limit=max(share, FEW_CODES / off.size))
 
 
 @dataclass
@@ -404,7 +481,8 @@ def bisect_lines(result: BisectResult) -> list[str]:
     lines.append(f"likely cause: {result.cause}")
     if result.advice:
         lines.append(f"what to do: {result.advice}")
-    return [*lines, *result.notes, f"{result.engines} engines were built for this"]
+    built = [f"{result.engines} engines were built for this"] if result.engines else []
+    return [*lines, *result.notes, *built]
 
 
 def _error_text(row: TensorError) -> str:
@@ -434,11 +512,6 @@ def bisect_run(folder: Path) -> BisectResult:
         raise MissingDevice("bisecting runs engines, and CUDA shows no GPU here; run it on the engine's GPU")
     if isinstance(built, artifacts.Skipped):
         raise UserError(f"{folder} has no engine ({built.skipped}); build it first")
-    if built.backend == "cuda":
-        raise UserError(
-            f"{folder} has an engine of backend cuda, whose kernels write no tensors that bisect could mark; "
-            "its verification compares it block by block"
-        )
     path = artifacts.graph_path(session)
     sidecar = check_sidecar(folder / "engine" / built.file, path)
     gemms = artifacts.expected_gemms(session)
@@ -450,6 +523,9 @@ def bisect_run(folder: Path) -> BisectResult:
     _, encoded = next(iter(session.eval_splits.values()))
     case = block_cases(encoded.lengths, widest(sidecar.profiles), session.config.seed)[0]
     batch = batch_of(encoded, case, session.pad_id)
+    if built.backend == "cuda":
+        engine, _ = load_kernels(folder / "engine" / built.file)
+        return bisect_kernels(engine, read_model(path), batch, session.plan.family)
     verified = artifacts.read_verified(folder)
     rows = [] if isinstance(verified, artifacts.Skipped) else verified.blocks
     with blocks.open_reference(session) as (reference, fp32):

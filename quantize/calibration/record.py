@@ -104,6 +104,17 @@ def read_quantizer_state(name: str, quantizer: Any, rms: float | None) -> Quanti
     )
 
 
+def trained_record(model: Any, record: CalibrationRecord) -> CalibrationRecord:
+    """Return the record of a model that was trained since: its biases have what calibration added."""
+    states = {
+        name: read_quantizer_state(name, quantizer, record.quantizers[name].rms)
+        for name, quantizer in fake.list_quantizers(model).items()
+    }
+    require_plausible(states)
+    changed = {"quantizers": states, "shifts": {}, "centers": {}, "biases": {}}
+    return record.model_copy(update=changed)
+
+
 def read_record(path: Path) -> CalibrationRecord:
     return read(path, CalibrationRecord, "calibration record", "quantize again")
 

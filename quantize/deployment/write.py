@@ -4,10 +4,12 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +18,8 @@ import onnx
 
 from qdqbench.quantize.deployment import hub
 from qdqbench.quantize.engine.cpu_runtimes import write_openvino_ir
+from qdqbench.quantize.engine.cuda.compile import get_version
+from qdqbench.quantize.engine.cuda.runtime import load_engine
 from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
 from qdqbench.quantize.engine.trtexec import build_options
 from qdqbench.quantize.graph.read import read_model
@@ -39,8 +43,10 @@ from qdqbench.quantize.utils.results import EngineResult, Results
 
 DEPLOY = "deploy"  # folder of a run
 MODEL, GPU_MODEL, TOLD = "model.onnx", "model.gpu.onnx", "model.json"
+CUDA_MODULES = "cuda_engine"  # folder of the modules that run an engine of backend cuda
+_OURS = re.compile(r"^from (qdqbench\.[\w.]+) import", re.MULTILINE)
+_IMPORT = re.compile(r"^from qdqbench\.[\w.]+\.(\w+) import", re.MULTILINE)
 BUILD_SCRIPT = "build_tensorrt.sh"
-SUMS = "SHA256SUMS"
 CACHE = "__pycache__"  # which Python writes next to scripts that ran
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_ROWS = 32  # of a batch, where the profiles take as many
@@ -50,7 +56,7 @@ BACKENDS: dict[BackendName, tuple[str, tuple[str, ...]]] = {
     "openvino": ("OpenVINO", ("openvino",)),
     "tensorrt": ("TensorRT", ("tensorrt", "torch")),
     "tensorrt_rtx": ("TensorRT-RTX", ("tensorrt-rtx-cu13", "torch")),
-    "cuda": ("CUDA kernels", ("qdqbench", "torch")),
+    "cuda": ("CUDA kernels", ("torch",)),
 }
 TEXTS = "a text", "its second text"
 # by the name of a task's kind: the template of what makes an answer, and what its texts are
@@ -117,7 +123,8 @@ class Runtime:
         """Packages of its script, with the versions that the run had; without one where it had none."""
         library, *others = BACKENDS[self.backend][1]
         versions = {name: installed(name) for name in (library, *others)}
-        if self.sidecar is not None:  # OpenVINO's has a commit behind it, which no index knows
+        if self.sidecar is not None and library != "torch":
+            # OpenVINO's has a commit behind it, which no index knows
             versions[library] = self.sidecar.version.partition("-")[0]
         return [f"{name}=={version}" if version else name for name, version in versions.items()]
 
@@ -276,8 +283,10 @@ def _collect(
     for runtime in runtimes:
         if runtime.engine is not None:
             content[f"{runtime.backend}.engine"] = runtime.engine
+        if runtime.backend == "cuda":
+            content |= collect_modules(load_engine.__module__)
         script = "run_tensorrt.py" if runtime.backend.startswith("tensorrt") else runtime.script
-        variables = context | {"backend": runtime.backend, "title": runtime.title}
+        variables = context | {"backend": runtime.backend, "title": runtime.title, "version": get_version()}
         content[runtime.script] = render(script, variables)
     title = f"{name}-{session.recipe.name}"
     context["card"] = hub.describe_card(session, results, title=title, openvino=not no_ir)
@@ -289,6 +298,17 @@ def _collect(
         "requirements.txt": render("requirements.txt", context),
         "README.md": render("README.md", context),
     }
+
+
+def collect_modules(name: str) -> dict[str, str | bytes | Path]:
+    """Return a module and all of ours that it imports, as files of one package."""
+    found: dict[str, str | bytes | Path] = {}
+    waiting = [name]
+    for module in waiting:
+        source = Path(import_module(module).__file__ or "").read_text(encoding="utf-8")
+        waiting += [each for each in _OURS.findall(source) if each not in waiting]
+        found[f"{CUDA_MODULES}/{module.rpartition('.')[2]}.py"] = _IMPORT.sub(r"from .\1 import", source)
+    return found
 
 
 def _describe_model(
@@ -365,7 +385,9 @@ def place(folder: Path, content: Content, *, link: bool) -> None:
         with files.atomic_folder(folder) as temporary:
             for name, source in content.items():
                 _write(temporary / name, source, link)
-            files.write_text(temporary / SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums)))
+            files.write_text(
+                temporary / files.SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
+            )
     except OSError as error:
         raise UserError(
             f"cannot write {folder}: {error.strerror}; make room, or choose another folder"
@@ -379,7 +401,7 @@ def remove(folder: Path) -> None:
 
 def _list_foreign(folder: Path) -> list[str]:
     try:
-        lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+        lines = (folder / files.SUMS).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         lines = []
     listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
@@ -391,7 +413,7 @@ def _sums_of(folder: Path, content: Content, sums: Mapping[str, str]) -> dict[st
     found = {}
     for path in (path for path in folder.rglob("*") if path.is_file() or path.is_symlink()):
         name = path.relative_to(folder).as_posix()
-        if name != SUMS and CACHE not in path.relative_to(folder).parts:
+        if name != files.SUMS and CACHE not in path.relative_to(folder).parts:
             source = content.get(name)
             linked = isinstance(source, Path) and path.exists() and path.samefile(source)
             found[name] = sums[name] if linked else _sum(path)

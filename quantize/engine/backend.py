@@ -26,6 +26,7 @@ from qdqbench.quantize.engine.profiles import Profile, add_profiles
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, BackendName
+from qdqbench.quantize.utils.names import install_command
 from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 from qdqbench.quantize.utils.system.process import interruption
@@ -190,11 +191,11 @@ def set_timings(config: Any, timings: CacheFile) -> Any:
 DEFAULT_COMPUTE_CAPABILITY = "8.9"
 _BUILD_LOCK = threading.Lock()  # the logger is process-global while any builder lives
 INSTALL: dict[BackendName, str] = {
-    "tensorrt": "pip install 'qdqbench[tensorrt]' on a machine with an NVIDIA GPU, or build there with "
+    "tensorrt": f"{install_command('tensorrt')} on a machine with an NVIDIA GPU, or build there with "
     "trtexec: `qdqbench deploy RUN --out DIR` writes its script",
-    "tensorrt_rtx": "pip install 'qdqbench[rtx]', which builds without a GPU too",
-    "cuda": "pip install 'qdqbench[hopper]'",
-    "openvino": "pip install 'qdqbench[openvino]'",
+    "tensorrt_rtx": f"{install_command('rtx')}, which builds without a GPU too",
+    "cuda": install_command("hopper"),
+    "openvino": install_command("openvino"),
     "onnxruntime": "pip install onnxruntime",
 }
 WITHOUT_GPU = CPU_BACKENDS  # what "auto" may become there; a preference

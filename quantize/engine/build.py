@@ -14,8 +14,8 @@ from onnx import numpy_helper
 from qdqbench.quantize.engine import layers as tables
 from qdqbench.quantize.engine.backend import Backend, BuildProgress, BuiltEngine, build_engine, choose_backend
 from qdqbench.quantize.engine.cpu_runtimes import Compute, compile_model, name_products, warm_up
-from qdqbench.quantize.engine.cuda.compile import CAPABILITY
 from qdqbench.quantize.engine.cuda.file import build_file
+from qdqbench.quantize.engine.cuda.names import CAPABILITY
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.profiles import Profile

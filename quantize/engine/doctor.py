@@ -21,7 +21,8 @@ from packaging.specifiers import SpecifierSet
 from pydantic import Field
 
 from qdqbench.quantize.engine.backend import INSTALL, preferred_backend
-from qdqbench.quantize.engine.cuda.compile import CAPABILITY, get_version, load_nvrtc
+from qdqbench.quantize.engine.cuda.compile import get_version, load_nvrtc
+from qdqbench.quantize.engine.cuda.names import CAPABILITY
 from qdqbench.quantize.engine.hazards import RTX_WITHOUT_GPU, find_hazards, is_older
 from qdqbench.quantize.utils.errors import MissingDevice
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName

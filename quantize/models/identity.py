@@ -1,10 +1,11 @@
 """The identity of a model: its files, its commit on the hub, and why it cannot be loaded."""
 
+import difflib
 import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
@@ -275,13 +276,23 @@ def embedding_notes(name: str, revision: str | None, max_length: int, prompts: S
 
 @contextmanager
 def explain_load_errors(name: str, what: str = "model") -> Iterator[None]:
-    where = "the folder" if Path(name).is_dir() else "no such folder here, and as a hub id"
     try:
         yield
     except HubError as error:
-        raise UserError(f"cannot load {what} {name} ({where}): {error}") from error
+        raise UserError(f"cannot load {what} {name} ({_describe_place(name)}): {error}") from error
     except UserError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
+        where = _describe_place(name)
         raise UserError(f"cannot load {what} {name} ({where}): {type(error).__name__}: {reason}") from error
+
+
+def _describe_place(name: str) -> str:
+    path, near = Path(name), list[str]()
+    if path.is_dir():
+        return "the folder"
+    with suppress(OSError):
+        near = difflib.get_close_matches(path.name, [each.name for each in path.parent.iterdir()], n=1)
+    nearest = f", nearest is {path.parent / near[0]}" if near else ""
+    return f"no such folder here{nearest}, and as a hub id"

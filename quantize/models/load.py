@@ -231,6 +231,12 @@ def load_matching_tokenizer(
     """Load a supported model's tokenizer, and check that it pads as the model expects."""
     tokenizer, config = load_tokenizer(model, revision, kind), load_config(model, revision)
     pad_id = tokenizer.pad_token_id
+    entries = getattr(config, "vocab_size", tokenizer.vocab_size)
+    if tokenizer.vocab_size > entries:
+        raise UserError(
+            f"the tokenizer of model {model} has {tokenizer.vocab_size} entries and the model {entries}, so "
+            "it is another model's; save the model's own next to the weights"
+        )
     if family_of(config).positions_follow_padding and pad_id != config.pad_token_id:
         raise UserError(
             f"the tokenizer of model {model} pads with id {pad_id}, but the model counts its positions by "

@@ -58,6 +58,13 @@ def cpu_compute(recipe: Recipe) -> Compute:
     return choose_compute(backend_of(recipe), find_cpu(), recipe.precision.compute)
 
 
+def twin_compute(recipe: Recipe) -> str:
+    """Return what an engine of the recipe computes in where nothing is in INT8."""
+    if (backend := backend_of(recipe)) in CPU_BACKENDS:
+        return cpu_compute(recipe)
+    return "fp16" if backend == "cuda" else recipe.precision.compute
+
+
 def graph_bytes(session: Session) -> int:
     sizes = {name: weights.numel() for name, weights in session.fp32_model.named_parameters()}
     whole, int8 = sum(sizes.values()), sum(sizes.get(f"{name}.weight", 0) for name in session.plan.int8)

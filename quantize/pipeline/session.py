@@ -28,6 +28,7 @@ from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.tasks.types.tokens import is_named, read_label_names
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.results import LogRow
 from qdqbench.quantize.utils.schema import Strict, read
@@ -51,6 +52,7 @@ class RunConfig(Strict):
     task: Task
     revision: str | None = None  # of a hub model: branch, tag or commit; None: its default branch
     pooling: Pooling | None = None  # of a plain encoder that is measured as an embedding model
+    calibrated: bool = False  # its scales are in `calibration.json` of the model's folder
     data: str  # "hub", "hub:OWNER/NAME", either with "@REVISION", or a folder
     limit: int | None = None  # evaluate on this many samples only
     batch_size: int = 32
@@ -61,8 +63,12 @@ class RunConfig(Strict):
 def read_config(folder: Path) -> RunConfig:
     path = folder / CONFIG
     if not path.is_file():
+        beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
+        there = sorted(str(each) for each in beside if (each / CONFIG).is_file())
+        fix = f"start one with `qdqbench run --out {folder}`"
         raise UserError(
-            f"{folder} is no run directory (it has no {CONFIG}); start one with `qdqbench run --out {folder}`"
+            f"{folder} is no run directory (it has no {CONFIG}); {fix}"
+            + (f", or give one of {name_list(there)}" if there else "")
         )
     again = f"run the command that started it again with --out {folder}, which keeps its finished stages"
     return read(path, RunConfig, "run configuration", again)
@@ -73,8 +79,8 @@ def require_fit(recipe: Recipe, model: str, config: Any) -> None:
     longest = require_family(recipe.name, recipe.model.family, model, config).positions(config)
     if recipe.export.max_length > longest:
         raise UserError(
-            f"export.max_length is {recipe.export.max_length}, but model {model} has "
-            f"{longest} positions; lower export.max_length and engine.shapes.length"
+            f"export.max_length is {recipe.export.max_length}, but model {model} has {longest} positions; "
+            "give --max-length, or lower both export.max_length and engine.shapes.length in the recipe"
         )
 
 
@@ -209,7 +215,7 @@ class Session:
         if self.config.model is None:
             return
         self.plan  # noqa: B018
-        if calibrates and self.recipe.quantizes:
+        if calibrates and self.recipe.quantizes and not self.config.calibrated:
             known = [*self.notes], [*self.warnings]
             self.calibration_batches()
             self.notes, self.warnings = known  # what there is to note is noted by the stage that calibrates

@@ -218,7 +218,7 @@ def _of_family(name: str, family: Callable[[], Family] | None) -> str:
     if family is None:
         raise UserError(
             f"recipe {name!r} is another one in each family ({having}); name one, such as "
-            f"{free[name][0]}-{name}, or give the model"
+            f"{free[name][0]}-{name}, or give the model (--model)"
         )
     own = family().name
     if own not in free[name]:

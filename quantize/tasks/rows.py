@@ -3,6 +3,7 @@
 import atexit
 import codecs
 import csv
+import difflib
 import glob
 import hashlib
 import os
@@ -13,11 +14,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from qdqbench.quantize.tasks.task import GLUE, Task, find_nearest, with_classes
+from qdqbench.quantize.tasks.task import GLUE, Task, with_classes
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch, RowLayout, Units, pad
 from qdqbench.quantize.tasks.types.kind import NUMBERS
@@ -154,7 +155,8 @@ def _form(task: Task, path: Path) -> tuple[str, str]:
     usual = "\t" if path.suffix == ".tsv" else ","
     wanted = {*task.text_columns, task.label_column}
     fields = {mark: next(csv.reader([line], delimiter=mark), []) for mark in (usual, *BETWEEN)}
-    return encoding, max(fields, key=lambda mark: (len(wanted & {*fields[mark]}), mark == usual))
+    parted = {mark: (len(wanted & {*names}), len(names) > 1, mark == usual) for mark, names in fields.items()}
+    return encoding, max(parted, key=lambda mark: parted[mark])
 
 
 def _encoding(path: Path) -> str:
@@ -198,7 +200,7 @@ def read_split(task: Task, source: str, split: str) -> Split:
     if is_hub_source(source):
         loaded, single = _load_hub(task, source, split), False
     else:
-        loaded, single = _load_files(task, Path(source), split), Path(source).is_file()
+        loaded, single = _load_files(task, Path(source), split), _only_file(task, Path(source)).is_file()
     if task.kind.labelled:
         return _part(loaded, task, split) if single else loaded
     column, dataset = task.text_columns[0], loaded.dataset
@@ -307,11 +309,22 @@ def _load_files(task: Task, folder: Path, split: str) -> Split:
     return Split(dataset, names, whole, len(dataset), tuple(notes), (*warnings, *doubts))
 
 
+def _only_file(task: Task, source: Path) -> Path:
+    """Return the only data file of a folder, unless it is named as a split; else the source."""
+    places = [place for place in (source / task.name, source) if place.is_dir()]
+    suffixes = {*FORMATS} - ({".txt"} if task.kind.labelled else set())
+    found = [path for place in places[:1] for path in place.iterdir() if path.suffix in suffixes]
+    named = task.train_split, *task.eval_splits, "test"
+    alone = len(found) == 1 and not found[0].stem.startswith(named)
+    return found[0] if alone and len(task.eval_splits) == 1 else source
+
+
 def _find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[str]]:
     """Return the files of a split in FOLDER/TASK or FOLDER, or the only file, and what to know about them.
 
     `datasets` would take patterns too, but reads one shard of two, or one of two formats, without a word.
     """
+    folder = _only_file(task, folder)
     if folder.is_file():
         if task.kind.labelled and len(task.eval_splits) > 1:
             raise UserError(f"task {task.name!r} has two evaluation splits; give a folder, not a file")
@@ -337,13 +350,15 @@ def _find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[
                     warnings.append(f"{choices[0][0]} was read, {others} not")
                 return choices[0], warnings
     looked = ", ".join(f"{place}{os.sep}{stem}" for place in (folder / task.name, folder) for stem in stems)
-    there = []
+    there, table = [], None
     for place in places:
         names = sorted(path.name + os.sep * path.is_dir() for path in place.iterdir())
         there.append(f"{place} holds {', '.join(names[:12] + ['...'] * (len(names) > 12)) or 'nothing'}")
+        table = table or next((place / name for name in names if Path(name).suffix in FORMATS), None)
+    fix = f"--data a file with all samples, such as {table}, or " if table else "--data "
     raise UserError(
         f"no file for split {split!r} of task {task.name!r}: looked for {looked} with {', '.join(FORMATS)} "
-        f"and for their shards (-00000-of-00001); {'; '.join(there)}; give --data the folder that holds it"
+        f"and for their shards (-00000-of-00001); {'; '.join(there)}; give {fix}the folder that holds it"
     )
 
 
@@ -379,20 +394,11 @@ def add_label_values(task: Task, source: str, classes: Sequence[str] = ()) -> Ta
     are numbered in sorted order. Whole numbers from 1 to the number of classes are numbered from 0. They are
     read from the train split and every evaluation split, so that all are numbered alike.
     """
-    if task.kind is not CLASSIFICATION or task.name in GLUE:
+    if task.kind is not CLASSIFICATION or (task.name in GLUE and is_hub_source(source)):
         return task
-    labels: set[str] = set()
-    texts = False
-    for name in (task.train_split, *task.eval_splits):
-        split = read_split(task, source, name)
-        if task.label_column not in split.dataset.column_names:
-            continue  # texts alone; where labels are needed, the caller says so
-        column = split.dataset.data.column(task.label_column)
-        texts |= "string" in str(column.type)
-        if not texts and "int" not in str(column.type):
-            return task
-        labels |= {str(value) for value in column.unique().to_pylist() if value is not None}
-    if not labels:
+    labels, kind = _read_labels(task, source)
+    texts = kind == "texts"
+    if not labels or kind == "fractions" or (task.name in GLUE and not texts):
         return task
     if not texts:  # numbered from 1 instead of 0, or as they are
         whole, count = {int(value) for value in labels}, task.num_labels
@@ -409,9 +415,50 @@ def add_label_values(task: Task, source: str, classes: Sequence[str] = ()) -> Ta
         raise UserError(f"{found}, not classes; name the right --label-column")
     if len(values) != task.num_labels:
         raise UserError(
-            f"{found} ({name_list(values)}), but --num-labels is {task.num_labels}; correct one of them"
+            f"{found} ({name_list(values)}), but task {task.name!r} has {task.num_labels} classes; correct "
+            "the labels, --label-column or --num-labels"
         )
     return task.model_copy(update={"values": values})
+
+
+def count_classes(task: Task, source: str, outputs: int | None = None) -> int:
+    """Return the number of classes that the labels of all splits say, 1 for scores.
+
+    Args:
+        outputs: of the head of a trained model: one takes whole numbers as scores, and the data may lack a
+            class of several.
+    """
+    labels, kind = _read_labels(task, source, required=True)
+    if kind == "texts":
+        return max(2, len(labels))
+    if kind == "fractions" or outputs == 1:
+        return outputs or 1
+    whole = {int(label) for label in labels} or {0}
+    return max(2, outputs or 0, max(whole) + (min(whole) < 1))
+
+
+def _read_labels(
+    task: Task, source: str, *, required: bool = False
+) -> tuple[set[str], Literal["texts", "whole", "fractions"]]:
+    """Return the different labels of all splits, and what they are."""
+    labels, types = set[str](), list[str]()
+    for name in (task.train_split, *task.eval_splits):
+        try:
+            split = read_split(task, source, name)
+        except UserError:
+            if task.name in GLUE:
+                continue  # whoever needs this split says so
+            raise
+        if required:
+            _check_columns(split, task, labelled=True)
+        elif task.label_column not in split.dataset.column_names:
+            continue  # texts alone; where labels are needed, the caller says so
+        column = split.dataset.data.column(task.label_column)
+        types.append(str(column.type))
+        labels |= {str(value) for value in column.unique().to_pylist() if value is not None}
+    if any("string" in each or each == "bool" for each in types):
+        return labels, "texts"
+    return labels, "whole" if all("int" in each for each in types) else "fractions"
 
 
 def _number_labels(dataset: "datasets.Dataset", task: Task, source: str) -> tuple["datasets.Dataset", str]:
@@ -507,10 +554,13 @@ def _check_columns(split: Split, task: Task, labelled: bool) -> list[str]:
     wanted = [*task.text_columns, *([task.label_column] if labelled else [])]
     there = split.dataset.column_names
     if missing := [name for name in wanted if name not in there]:
-        hints = [f"{name} (nearest: {find_nearest(name, there)})" for name in missing if there]
+        folded = {name.lower(): name for name in there}
+        near = {name: difflib.get_close_matches(name.lower(), folded, n=1) for name in missing}
+        hints = [f"{name} (nearest: {folded[fit[0]]})" if fit else name for name, fit in near.items()]
         raise UserError(
-            f"{split.source} has no column {', '.join(hints) or 'any'}; its columns are {', '.join(there)}; "
-            "name yours with --text-column and --label-column, or give the data of this --task"
+            f"{split.source} has no column {', '.join(hints)}; its columns are "
+            f"{', '.join(there) or 'none'}; name yours with --text-column and --label-column, or "
+            "give the data of this --task"
         )
     if not split.rows:
         raise UserError(f"{split.source} has no rows; give a split with samples")
@@ -524,8 +574,8 @@ def _check_texts(dataset: "datasets.Dataset", task: Task, split: str, source: st
         column = dataset.data.column(name)
         if not re.fullmatch(task.kind.text_type, str(column.type)):
             raise UserError(
-                f"column {name!r} of {source} holds {column.type}, not {task.kind.text_values}; name the "
-                "right --text-column"
+                f"column {name!r} of {source} holds {_name_type(column)}, not {task.kind.text_values}; "
+                "name the right --text-column"
             )
         if column.null_count:
             row = int(np.argmax(column.is_null().to_numpy()))
@@ -539,13 +589,17 @@ def _check_texts(dataset: "datasets.Dataset", task: Task, split: str, source: st
     return warnings
 
 
+def _name_type(column: Any) -> str:
+    return "texts" if "string" in (name := str(column.type)) and "<" not in name else name
+
+
 def _check_labels(dataset: "datasets.Dataset", task: Task, source: str) -> None:
     column = dataset.data.column(task.label_column)
     if column.null_count:
         problem = f"are missing in {column.null_count} of {len(column)} rows; give a labeled split"
     elif not re.fullmatch(task.kind.label_type, str(column.type)):
         wanted = task.kind.label_values.format(last=task.num_labels - 1)
-        problem = f"are {column.type}; map them to {wanted}, or name the right --label-column"
+        problem = f"are {_name_type(column)}; map them to {wanted}, or name the right --label-column"
     elif re.fullmatch(NUMBERS, str(column.type)) and (column.to_numpy() == -1).all():
         problem = "are all -1: test splits of GLUE have no labels; use the train or a validation split"
     else:

@@ -12,6 +12,7 @@ from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.tasks.types.tokens import TOKENS
 from qdqbench.quantize.utils.errors import UserError
 
+DEFAULT_TEXT = "text"  # column of a task of one's own, as most sets of the hub name it
 SECOND = "_mm"  # ends the name of a metric on the second evaluation split: MNLI's mismatched one
 
 
@@ -86,8 +87,9 @@ def merge_splits(splits: Iterable[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def find_nearest(name: str, known: Iterable[str]) -> str:
-    return difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.0)[0]
+def find_nearest(name: str) -> str:
+    """Return the task of `KNOWN` with this name or one that it may be a slip of, else ""."""
+    return next(iter(difflib.get_close_matches(name.lower(), KNOWN, n=1)), "")
 
 
 def get_task(
@@ -110,10 +112,11 @@ def get_task(
             kind = task_kind(num_labels)
             fields["metrics"] = KNOWN[name].metrics if kind is KNOWN[name].kind else kind.default_metrics
     elif not text_columns:
+        near = find_nearest(name)
+        nearest = f", nearest is {near!r}" if near else ""
         raise UserError(
-            f"unknown task {name!r}, nearest is {find_nearest(name, KNOWN)!r}; choose one of "
-            f"{', '.join(KNOWN)}, or name your own columns with --text-column (twice for pairs), "
-            "--label-column and --num-labels"
+            f"unknown task {name!r}{nearest}; choose one of {', '.join(KNOWN)}, or name the columns of your "
+            "own data with --text-column (twice for pairs) and --label-column"
         )
     elif num_labels is None:
         raise UserError(
@@ -180,7 +183,10 @@ def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None)
             name for name, other in GLUE.items() if other.kind is head and other.num_labels == model_labels
         ]
         others = f" (GLUE tasks with such a head: {', '.join(fitting)})" if fitting else ""
+        fix = f"the --task that it was fine-tuned on{others}"
+        if task.name not in KNOWN:
+            fix = "the right --label-column and --num-labels"
         raise UserError(
             f"the model's head is {outputs}, but task {task.name!r} needs {needs}; give a model "
-            f"fine-tuned on this task, or the --task that it was fine-tuned on{others}"
+            f"fine-tuned on this task, or {fix}"
         )

@@ -306,11 +306,7 @@ def _train_quantized(session: Session, accelerator: Accelerator) -> list[Path]:
 def _write_trained(session: Session, model: PreTrainedModel, run: TrainingRun) -> list[Path]:
     """Write model, record and training log, and prove that they rebuild every weight and scale."""
     folder, record = session.folder / QAT, session.ptq_record
-    states = {
-        name: records.read_quantizer_state(name, quantizer, record.quantizers[name].rms)
-        for name, quantizer in list_quantizers(model).items()
-    }
-    records.require_plausible(states)
+    trained = records.trained_record(model, record)
     plain = session.new_model()  # no quantizers, no smoothing factors in weights, no copies
     weights = smoothing.remove_copies(
         smoothing.remove_factors(model, record.smoothing), record.splits, family_of(model.config)
@@ -319,9 +315,7 @@ def _write_trained(session: Session, model: PreTrainedModel, run: TrainingRun) -
     with files.atomic_folder(folder / "model") as temporary, quiet("transformers"):
         plain.save_pretrained(temporary)
         session.tokenizer.save_pretrained(temporary)
-    # what was added to biases is in the trained ones
-    trained = {"quantizers": states, "shifts": {}, "centers": {}, "biases": {}}
-    records.write_record(folder / "calibration.json", record.model_copy(update=trained))
+    records.write_record(folder / "calibration.json", trained)
     with files.atomic_folder(folder / "modelopt") as temporary, quiet("transformers"):
         save_modelopt(model, temporary)
     rebuilt = session.new_qat_model().state_dict()

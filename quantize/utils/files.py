@@ -26,6 +26,7 @@ NOTHING_LEFT = 1 << 16  # bytes: libraries in C++ fail in words of their own on 
 NO_SPACE = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 REPLACED = "replaced"  # name of an old folder until the new one is in its place
 PRIVATE = re.compile(r"\.(.+)\.\w{8}\.tmp")  # folder of a file or folder that is being written
+SUMS = "SHA256SUMS"  # of a deployed folder
 LOOK = Path(__file__).parent / "look.css"  # colors and letters of all pages
 
 

@@ -1,10 +1,13 @@
 """Names, numbers and URLs in messages."""
 
 import re
+import shlex
 from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, requires
 from typing import Any
 
 DEFAULT_RECIPE = "int8-linears"  # of the model's family, for commands that are not given one
+DEFAULT_QAT = "int8-attention-qat"
 MAX_NAMED = 12  # offenders named in one sentence before "and N more"
 
 
@@ -21,6 +24,16 @@ def count_of(number: int, noun: str) -> str:
 def without_formula(value: Any) -> Any:
     """Return a cell of a CSV file; a text that a spreadsheet would compute gets an apostrophe."""
     return f"'{value}" if isinstance(value, str) and value[:1] in {*"=+-@\t\r"} else value
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra's libraries, from whatever qdqbench was installed."""
+    try:
+        wanted = [text.partition(";") for text in requires("qdqbench") or ()]
+    except PackageNotFoundError:
+        wanted = []
+    needs = [need.strip() for need, _, when in wanted if re.fullmatch(rf"\s*extra == .{extra}.\s*", when)]
+    return shlex.join(["pip", "install", *(needs or [f"qdqbench[{extra}]"])])
 
 
 # user and password of a URL, up to the last @: a password may hold any character, an @ and a / too

@@ -1,18 +1,21 @@
 """Options of commands and functions: one model gives the parameters of both, their help and their checks."""
 
+import difflib
 import functools
 import inspect
 import os
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, TypeVar, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
-from pydantic import BeforeValidator, ValidationError, field_validator
+from pydantic import BeforeValidator, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.schema import Frozen
 
+LONGEST = 100  # characters of a value in an error
 SECONDS = {"s": 1, "m": 60, "h": 3600, "": 1}
 Result = TypeVar("Result")
 Schema = TypeVar("Schema", bound="Options")
@@ -23,8 +26,19 @@ class Options(Frozen):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _accept_paths(cls, value: Any) -> Any:
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
+    def _accept_paths(cls, value: Any, info: ValidationInfo) -> Any:
+        """Take a path as text, and one value as a list of one."""
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        kinds = get_args(cls.model_fields[str(info.field_name)].annotation)
+        listed = any(get_origin(kind) is list for kind in kinds)
+        return [value] if listed and isinstance(value, str | int | float) else value
+
+
+def path_of(value: Any, name: str) -> Path:
+    """Return an argument that is a path; a `UserError` says what it is else."""
+    if isinstance(value, str | os.PathLike) and os.fspath(value):
+        return Path(value)
+    raise UserError(f"{name}={str(value)[:LONGEST]!r} of type {type(value).__name__} is no path; give one")
 
 
 def parse_duration(text: str | float | None) -> float | None:
@@ -40,15 +54,21 @@ def parse_duration(text: str | float | None) -> float | None:
 Duration = Annotated[float, BeforeValidator(parse_duration, json_schema_input_type=str)]
 
 
-def parse_options(schema: type[Schema], values: dict[str, Any]) -> Schema:
+def parse_options(schema: type[Schema], values: dict[str, Any], *, typed: bool = False) -> Schema:
+    """Return options; a `UserError` names those that are wrong, as they were `typed` or as arguments."""
     try:
         return schema(**values)
     except ValidationError as error:
-        sentences = [
-            f"--{str(item['loc'][0]).replace('_', '-')} {str(item['input'])[:100]}: "
-            f"{item['msg'].removeprefix('Value error, ').removeprefix('Input ')}"
-            for item in error.errors()
-        ]
+        sentences = []
+        for item in error.errors():
+            name, value = str(item["loc"][0]), " ".join(str(item["input"])[:LONGEST].split())
+            shown = f"--{name.replace('_', '-')} {value}" if typed else f"{name}={value}"
+            text = (
+                "no such argument"
+                if item["type"] == "extra_forbidden"
+                else item["msg"].removeprefix("Value error, ").removeprefix("Input ")
+            )
+            sentences.append(f"{shown}: {text}")
         raise UserError("; ".join(sentences)) from error
 
 
@@ -82,9 +102,15 @@ def take_options(
 
     @functools.wraps(function)
     def call(*positional: Any, **keywords: Any) -> Result:
-        values = signature.bind(*positional, **keywords).arguments
+        if unknown := next((key for key in keywords if key not in signature.parameters), None):
+            near = difflib.get_close_matches(unknown, signature.parameters, n=1, cutoff=0.0)[0]
+            raise TypeError(f"{function.__name__}() has no argument {unknown!r}; the nearest is {near!r}")
+        try:
+            values = signature.bind(*positional, **keywords).arguments
+        except TypeError as error:
+            raise TypeError(f"{function.__name__}(): {error}") from None
         given = {key: values.pop(key) for key in schema.model_fields if key in values}
-        return function(**values, **{name: parse_options(schema, given)})
+        return function(**values, **{name: parse_options(schema, given, typed=annotate is not None)})
 
     call.__signature__ = signature  # type: ignore[attr-defined]  # help and typer read it
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

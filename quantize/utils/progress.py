@@ -13,7 +13,7 @@ _listeners: list[Listener] = []  # the innermost display is the last
 _measuring: list[float] = []  # when each measurement began
 
 
-def silent(now: Any) -> None:
+def silent(*now: Any) -> None:
     """No progress is shown."""
 
 

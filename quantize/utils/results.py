@@ -9,6 +9,7 @@ from pydantic import Field
 from qdqbench.quantize.utils import comparison, files
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.schema import Strict, Tabular, read, stage_rows
+from qdqbench.quantize.utils.shown import Shown
 from qdqbench.quantize.utils.speedup import Speedup
 
 
@@ -173,7 +174,7 @@ class Spread(Strict):
     """Number of seeds."""
 
 
-class Finetuning(Strict):
+class Finetuning(Shown, Strict):
     """`finetune.json`."""
 
     schema_version: Literal[1] = 1
@@ -200,6 +201,11 @@ class Finetuning(Strict):
     """Notes on how the data were read."""
     environment: dict[str, Any]
     """Versions of the libraries, hardware, git hash."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a notebook shows of it."""
+        means = {name: f"{each.mean:.4f}" for name, each in self.spread.items()}
+        return {"seeds": len(self.runs), **means, "best seed": self.best_seed}
 
 
 def training_line(row: "LogRow", steps: int) -> str:
@@ -581,6 +587,16 @@ class Results(Tabular):
     environment: dict[str, Any]
     """Versions of the libraries, hardware, `git`: commit of the checkout, with the suffix `-dirty` if
     files were changed; null for an installed package."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a notebook shows of it."""
+        scores = {
+            name: ", ".join(f"{metric} {value:.4f}" for metric, value in stage.metrics.items())
+            for name, stage in self.stages.items()
+            if stage.status == "done"
+        }
+        done = self.until or ("passed" if self.gate.passed else "failed")
+        return {"recipe": self.recipe["name"], **scores, "until" if self.until else "gate": done}
 
     def rows(self) -> Iterator[dict[str, Any]]:
         return stage_rows(self.stages)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.shown import Shown
 
 if TYPE_CHECKING:
     import pandas
@@ -43,11 +44,15 @@ def read(path: Path, schema: type[Schema], what: str, again: str) -> Schema:
         raise UserError(f"{path} is no {what} of this version of qdqbench ({told}); {again}") from error
 
 
-class Tabular(Strict):
+class Tabular(Shown, Strict):
     """A result that is a table too."""
 
     def rows(self) -> Iterable[Any]:
         raise NotImplementedError
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a notebook shows of it."""
+        return {"rows": sum(1 for _ in self.rows())}
 
     def to_frame(self) -> "pandas.DataFrame":
         import pandas

@@ -1,25 +1,37 @@
 """Kernels of backend cuda on a Hopper GPU: each against the interpreter, and whole engines."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import onnx
 import pytest
 
 from qdqbench.eval.bench.results import read_bench, row_of
+from qdqbench.eval.selection.search.results import read_search
+from qdqbench.eval.verification.bisect import bisect_kernels
 from qdqbench.eval.verification.blocks import stitch
+from qdqbench.quantize.deployment.server.batches import pad_to_shape
+from qdqbench.quantize.deployment.server.served import open_served
 from qdqbench.quantize.engine.build import build
-from qdqbench.quantize.engine.cuda.compile import CAPABILITY, list_kernels, load_nvrtc
+from qdqbench.quantize.engine.cuda.compile import load_nvrtc
 from qdqbench.quantize.engine.cuda.interpret import compute, interpret
 from qdqbench.quantize.engine.cuda.match import match_graph
+from qdqbench.quantize.engine.cuda.model import load_kernels
+from qdqbench.quantize.engine.cuda.names import CAPABILITY, list_kernels
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Attention, Head, Linear
-from qdqbench.quantize.engine.cuda.runtime import PACKED, CudaEngine, choose_graph, fill, load_kernels
+from qdqbench.quantize.engine.cuda.runtime import PACKED, CudaEngine, choose_graph, fill
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, pack_tokens
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.runtime.runners import open_engine, open_runner
 from qdqbench.quantize.models.families.known import family_named
+from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
@@ -137,7 +149,7 @@ def test_every_head_answers_as_the_interpreter(head, made_once):
     tokens, values = pack_tokens(plan, arrays, batch), dict[str, np.ndarray]()
     for operation in plan.operations:
         values |= compute(operation, plan, arrays, values, tokens)
-    small = plan.model_copy(update={"operations": (plan.head,)})
+    small = replace(plan, operations=(plan.head,))
     engine = CudaEngine(small, arrays, {})
     rows = engine.load(tokens)
     state = torch.zeros(len(rows.ids), values[plan.head.input].shape[1], dtype=torch.float16, device="cuda")
@@ -283,7 +295,7 @@ def test_lanes_of_several_streams_do_not_disturb_each_other(case):
         assert all(torch.equal(bound.outputs[name], answer) for name, answer in answers.items())
 
 
-def test_a_whole_run_is_proven_verified_and_evaluated(sst2, tmp_path, capsys):
+def test_a_whole_run_is_proven_verified_evaluated_and_deployed(sst2, tmp_path, capsys):
     done = call(
         capsys, "run", "bert-int8-linears", *sst2.options, "--backend", "cuda", "--out", tmp_path / "run"
     )
@@ -294,3 +306,62 @@ def test_a_whole_run_is_proven_verified_and_evaluated(sst2, tmp_path, capsys):
     assert found["verification"]["blocks"]
     assert not [row for row in found["verification"]["blocks"] if row["error"] > row["limit"]]
     assert found["stages"]["engine"]["n"] == EVAL_ROWS
+    for command in (["evaluate"], ["inspect", "--profile", "gpu"], ["inspect", "--bisect"]):
+        done = call(capsys, command[0], tmp_path / "run", *command[1:])
+        assert done.code in (0, 2), done.err
+    assert "no block is wrong" in done.out
+    split, _ = Session(read_config(tmp_path / "run"), tmp_path / "run").eval_splits["validation"]
+    blocked = tmp_path / "blocked"
+    blocked.mkdir()
+    for name in ("qdqbench", "pydantic", "safetensors", "onnx"):
+        (blocked / f"{name}.py").write_text(f"raise ImportError('{name} is not to be needed')\n")
+    ran = subprocess.run(
+        [sys.executable, tmp_path / "run" / "deploy" / "run_cuda.py"],
+        input="".join(f"{text}\n" for text in split.dataset["sentence"]),
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(blocked), os.environ.get("PYTHONPATH", "")])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    made = np.array([[*json.loads(line)["scores"].values()] for line in ran.stdout.splitlines()])
+    with np.load(tmp_path / "run" / "logits" / "engine.npz") as saved:
+        logits = saved["validation.logits"].astype(np.float64)
+    shares = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
+    np.testing.assert_allclose(made, shares, atol=5e-3)  # in other batches, so by other tiles
+
+
+def test_a_kernel_with_spoilt_arrays_is_found(case):
+    """An engine whose scales of one linear are not those of its graph; the others are right."""
+    graph, _, engine = case
+    right = bisect_kernels(engine, graph, batch_for(graph), family_named("bert"))
+    assert (right.block, right.notes[0][:12]) == (None, "every kernel")
+    linear = [each for each in engine.plan.operations if isinstance(each, Linear)][-2]
+    spoilt = engine._arrays[f"{linear.name}.bias"]
+    before = spoilt.clone()
+    spoilt += 3 * before.abs().max() + 3
+    found = bisect_kernels(engine, graph, batch_for(graph), family_named("bert"))
+    spoilt.copy_(before)
+    assert (found.node, found.operator) == (linear.name, "linear")
+
+
+def test_a_search_times_engines_and_their_twins(sst2, tmp_path, capsys):
+    options = [*sst2.options, "--backend", "cuda", "--set", "calibration.samples=64", "--speed", "latency"]
+    options += ["--trials", 5, "--samples", 64, "--batch", 8, "--length", 32, "--out", tmp_path / "out"]
+    done = call(capsys, "search", "bert-int8-linears", *options)
+    assert done.code in (0, 2), done.err
+    found = read_search(tmp_path / "out" / "search.json")
+    assert (found.source.mode, found.source.backend) == ("latency", "cuda")
+    assert not [trial.failure for trial in found.trials if trial.failure]
+    assert all(row.speedup.system_ms > 0 for row in found.confirmed if row.failure is None)
+
+
+def test_a_run_is_served(sst2, tmp_path, capsys):
+    options = [*sst2.options, "--backend", "cuda", "--out", tmp_path / "run"]
+    assert call(capsys, "run", "bert-int8-linears", *options).code in (0, 2)
+    served = open_served(tmp_path / "run", fp32=False)
+    session = Session(read_config(tmp_path / "run"), tmp_path / "run")
+    batch = session.eval_splits["validation"][1].batch([*range(13)], served.pad_id)[1]
+    said = served.open_model("engine")(pad_to_shape(batch, served.sizes("engine", 16), served.pad_id))
+    with np.load(tmp_path / "run" / "logits" / "engine.npz") as known:
+        np.testing.assert_allclose(said[:13], known["validation.logits"][:13], rtol=2e-2, atol=2e-2)

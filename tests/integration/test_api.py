@@ -11,8 +11,6 @@ import pytest
 import qdqbench
 from qdqbench.eval.bench import systems
 
-from .tiny import write_model
-
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "tutorials" / "python.md").read_text()
 NOTEBOOK = json.loads((ROOT / "docs" / "tutorials" / "quickstart.ipynb").read_text())
@@ -48,8 +46,7 @@ def test_every_block_of_the_document_runs(tmp_path, monkeypatch, capsys):
     assert seen["changed"].name == "mine"
     text = (ROOT / "README.md").read_text()
     (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    write_model(tmp_path / "my-model", "sst2")
-    exec(compile(block, "README.md", "exec"), {"texts": ["good and bad", "the best of all"]})
+    exec(compile(block, "README.md", "exec"), {})  # as it stands; its run is finished already
     assert_the_notebook_runs()  # where its run is finished already
 
 

@@ -124,7 +124,7 @@ DAMAGED |= {
         ("no-labels", set_all("label", -1), [r"labels", r"all -1", r"validation"]),
         ("some-labels-missing", set_one("label", None), [r"missing in 1 of 96", r"labeled split"]),
         ("a-label-too-many", set_one("label", 2), [r"0 to 2", r"classes 0 to 1"]),
-        ("labels-are-texts", set_all("label", "yes"), [r"string", r"integers from 0 to 1"]),
+        ("labels-are-texts", set_all("label", "yes"), [r"3 different texts", r"has 2 classes"]),
         ("texts-are-numbers", set_all("sentence", 1), [r"'sentence'", r"not texts"]),
         ("a-text-is-missing", set_one("sentence", None), [r"'sentence'", r"row 5"]),
         (
@@ -188,7 +188,10 @@ OPTIONS = {
         [r"lable \(nearest: label\)", r"--label-column"],
     ),
     "text-column-twice": ("run {sst2} --text-column sentence --text-column sentence", [r"all different"]),
-    "labels-not-counted": ("run {model} --task mine {data} --text-column sentence", [r"--num-labels"]),
+    "labels-more-than-outputs": (
+        "run {model} --task mine {data}/sst2 --text-column sentence --label-column idx",
+        [r"the right --label-column"],
+    ),
     "number-of-labels-wrong": ("run {sst2} --num-labels 5", [r"5 classes"]),
     "unknown-metric": ("run {sst2} --metric bleu", [r"bleu", r"accuracy, f1, matthews"]),
     "unknown-recipe": (

@@ -62,12 +62,13 @@ def test_every_part_of_the_design_is_there():
 
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: "-".join(path) or "qdqbench")
 def test_every_command_has_help(path, qdqbench):
-    done = fine(qdqbench(*path, "--help"))
+    done = fine(qdqbench("help", *path))
     assert "Usage:" in done.out
     node = typer.main.get_command(app)
     for name in path:
         node = node.commands[name]
     assert node.help
+    assert hasattr(node, "commands") or re.search(r"Example: qdqbench .*More: docs/", done.out, re.DOTALL)
     shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.out).split())
     for word in node.help.split()[:4]:
         assert word in shown
@@ -85,6 +86,16 @@ def test_a_list_of_recipes_imports_nothing_heavy():
     )
     done = process("recipes", "list", code=code)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_shell_completes_commands_and_recipes(qdqbench, monkeypatch):
+    assert "_QDQBENCH_COMPLETE=complete_" in fine(qdqbench("--show-completion", "bash")).out
+    monkeypatch.setenv("_QDQBENCH_COMPLETE", "complete_bash")
+    for typed, expected in {"exp": "export export-triton", "run int8-lin": "int8-linears"}.items():
+        words = f"qdqbench {typed}"
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+        assert {*expected.split()} <= {*qdqbench().out.split()}
 
 
 @pytest.mark.parametrize("arguments", [(), ("recipes",)])

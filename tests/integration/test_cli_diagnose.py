@@ -1,6 +1,7 @@
 """`qdqbench diagnose` and `qdqbench fix`: exit status, JSON, and what a terminal shows."""
 
 import json
+from io import TextIOWrapper
 
 import numpy as np
 import onnx
@@ -41,8 +42,10 @@ def test_a_file_that_tensorrt_refuses(static, qdqbench, monkeypatch):
     assert "Ranked: " in done.out
 
 
-def test_json_has_every_node(static, qdqbench):
-    done = qdqbench("diagnose", static, "--json")
+def test_json_has_every_node(static, qdqbench, monkeypatch):
+    with static.open("rb") as stream:
+        monkeypatch.setattr("sys.stdin", TextIOWrapper(stream))
+        done = qdqbench("diagnose", "-", "--json")
     told = json.loads(done.out)
     assert done.code == 2
     wrong = [row for row in told["findings"] if row["effect"] in ("refused", "wrong", "not INT8")]

@@ -1,21 +1,71 @@
 """Whole runs with backend cuda: without a GPU, and with the interpreter in the place of a GPU's kernels."""
 
+import hashlib
 import json
+import shutil
 import sys
+import tempfile
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load, save
 
+from qdqbench.eval.bench import measure
 from qdqbench.eval.bench.gpu import kernels_in
 from qdqbench.eval.bench.measure import WallTimer
+from qdqbench.eval.selection.search import confirm, workspace
+from qdqbench.eval.selection.search.results import read_search
+from qdqbench.quantize.deployment.server.batches import pad_to_shape
+from qdqbench.quantize.deployment.server.served import open_served
 from qdqbench.quantize.engine.cuda import file as files
-from qdqbench.quantize.engine.cuda.compile import list_kernels
+from qdqbench.quantize.engine.cuda.compile import get_version
+from qdqbench.quantize.engine.cuda.names import list_kernels
+from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 from qdqbench.quantize.utils.errors import MissingDevice
+from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 
+from ..support.deployed import FORBIDDEN, run_script
+from ..support.families import write_model
 from ..support.interpreted import H200, load_interpreted, use_host
-from .tiny import EVAL_ROWS, fine, results
+from ..support.tiny_embedder import MEAN, write_modules
+from . import heads
+from .test_run import edited
+from .tiny import EVAL_ROWS, entries, fine, results, sentences, write_split
+
+NOT_NEEDED = (*(name for name in FORBIDDEN if name != "torch"), "pydantic", "safetensors", "typer", "psutil")
+PACKS = """
+import json, sys
+import re
+from cuda_engine.errors import QdqError
+from cuda_engine.reader import parse_engine
+from cuda_engine.tokens import pack_tokens
+from model import read_engine, tokenizer, tokens
+version = re.search(r'"([^"]+-\\w{12})"', open(__file__.replace("pack.py", "run_cuda.py")).read())[1]
+plan, arrays, _ = parse_engine(read_engine("cuda.engine"), "cuda.engine", version)
+batch = tokens(tokenizer.encode_batch(sys.argv[1:]))
+starts = pack_tokens(plan, arrays, batch).starts.tolist()
+batch["input_ids"][0, 0] = 99999
+try:
+    pack_tokens(plan, arrays, batch)
+except QdqError as error:
+    print(json.dumps([starts, str(error)]))
+"""
+
+
+RECIPES = {
+    "rerank": "electra-int8-residual",
+    "embed": "roberta-int8-residual",
+    "sst2": "bert-int8-residual-qat",
+}
+
+
+def shorten(recipe):
+    recipe["calibration"].update(samples=64)
+    if recipe.get("qat"):
+        recipe["qat"].update(max_steps=4)
 
 
 @pytest.fixture
@@ -38,7 +88,8 @@ def hopper(monkeypatch, without_nvrtc):
         "quantize.pipeline.inspect_target",
     ):
         monkeypatch.setattr(f"qdqbench.{module}.find_gpu", lambda: H200)
-    monkeypatch.setattr("qdqbench.quantize.engine.runtime.runners.load_kernels", load_interpreted)
+    for module in (f"{engine}.runtime.runners", "eval.verification.bisect"):
+        monkeypatch.setattr(f"qdqbench.{module}.load_kernels", load_interpreted)
     return monkeypatch
 
 
@@ -94,10 +145,19 @@ def test_an_engine_is_proven_verified_evaluated_and_timed(recipe, sst2, tmp_path
     told = json.loads(fine(qdqbench("inspect", out, "--profile", "gpu", "--json")).out)
     assert told["time"]["total"] == pytest.approx(0.5 * len(engine["layers"]))
     assert qdqbench("inspect", out, "--profile", "cpu").code == 1
-    assert "backend cuda, whose kernels write no tensors" in qdqbench("inspect", out, "--bisect").err
+    told = fine(qdqbench("inspect", out, "--bisect")).out
+    assert "no block is wrong" in told
+    assert "every kernel makes what the interpreter makes" in " ".join(told.split())
 
     if recipe == "int8-ffn":
+        refuses_engines_that_cannot_run(out, qdqbench, hopper)
         return
+    served = open_served(out, fp32=False)
+    batch = Session(read_config(out), out).eval_splits["validation"][1].batch([*range(5)], served.pad_id)[1]
+    sizes = served.sizes("engine", 8)
+    said = served.open_model("engine")(pad_to_shape(batch, sizes, served.pad_id))
+    with np.load(out / "logits" / "engine.npz") as ours:
+        np.testing.assert_allclose(said[:5], ours["validation.logits"][:5], atol=1e-5)
     bench = bench_of(qdqbench, out, hopper)
     assert [system["label"] for system in bench["systems"]] == ["INT8 CUDA kernels"]
     for config in bench["configs"]:
@@ -107,6 +167,124 @@ def test_an_engine_is_proven_verified_evaluated_and_timed(recipe, sst2, tmp_path
         assert row["kernels"]["fused_attention"] == 2
     assert {rate["streams"] for rate in bench["configs"][0]["rows"][0]["throughput"]} == {1, 2}
     assert not [path for path in (out / "bench").iterdir() if path.suffix in (".engine", ".onnx")]
+
+
+@pytest.mark.long
+def test_a_search_and_auto_time_engines_and_their_twins(sst2, tmp_path, qdqbench, hopper):
+    hopper.setattr(confirm, "shipped_recipes", lambda: ["bert-int8-ffn"])
+    hopper.setattr(tempfile, "tempdir", str(tmp_path))  # a search next to the tests has the lock of all
+    hopper.setattr(measure, "ON_GPU", measure.Effort(4, 0.1, streams=()))
+    hopper.setattr(measure, "gpu_uuid", lambda: None)
+    hopper.setattr(workspace, "find_gpu", lambda: H200)
+    recipe = load_recipe("bert-int8-linears")
+    section = recipe.calibration.model_copy(update={"samples": 64, "bias_correction": False})
+    gate = recipe.gate.model_copy(update={"max_drop": 0.2})
+    path, options = tmp_path / "mine.yaml", [*sst2.options, "--backend", "cuda", "--batch", 2, "--length", 16]
+    changed = {"name": "mine", "calibration": section, "gate": gate}
+    path.write_text(dump_recipe(recipe.model_copy(update=changed)))
+    words = [path, *options, "--trials", 8, "--samples", 64]
+    done = qdqbench("search", *words, "--out", tmp_path / "search")
+    assert done.code in (0, 2), done.err
+    found = read_search(tmp_path / "search" / "search.json")
+    source = found.source
+    assert (source.mode, source.gpu, source.backend) == ("latency", "NVIDIA H200", "cuda")
+    assert not [trial.failure for trial in found.trials if trial.failure]  # heads of 16 are not tried in INT8
+    assert all(row.speedup.system_ms > 0 for row in found.confirmed)
+    chosen = found.confirmed[0]
+    assert chosen.engine["validation"].n == chosen.scores["validation"].n
+    done = qdqbench("auto", *words, "--max-drop", 0.3, "--min-speedup", 1e-6, "--out", tmp_path / "auto")
+    assert done.code == 0, done.err
+    step = json.loads((tmp_path / "auto" / "auto.json").read_text())["steps"][0]
+    assert step["speedup"]["baseline"] == "fp16"
+    assert step["run"]["source"]["backend"] == "cuda"
+    second, auto = tmp_path / "second", tmp_path / "auto" / "mine" / "run"
+    assert qdqbench("run", "int8-ffn", *sst2.options, "--backend", "cuda", "--out", second).code == 0
+    done = qdqbench("compare", auto, second, "--out", tmp_path / "compared")
+    assert [done.out.count(f"{count} of {count}, engine CUDA kernels") for count in (12, 4)] == [1, 1]
+    few = ["--samples", 32, "--set", "calibration.samples=64", "--out", tmp_path / "ranked"]
+    done = qdqbench("sensitivity", "int8-ffn", *sst2.options, "--backend", "cuda", *few)
+    assert done.code == 0, done.err
+    hopper.setattr(workspace, "find_gpu", lambda: Gpu("NVIDIA L4", "8.9", None))
+    done = qdqbench("search", path, *options, "--speed", "latency", "--out", tmp_path / "other")
+    assert (done.code, "GPU of compute capability 9.0" in done.err) == (3, True)
+
+
+def refuses_engines_that_cannot_run(out, qdqbench, monkeypatch):
+    """Of another version, GPU or maker, or cut off: a sentence, and no file is written."""
+    path = out / "engine" / "model.int8.engine"
+    sidecar = path.with_name(f"{path.name}.json")
+    data, about = path.read_bytes(), json.loads(sidecar.read_text())
+    told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    for bad, message in (
+        (data[: len(data) // 2], "is no whole engine of backend cuda"),
+        ((out / "model.int8.onnx").read_bytes(), "is no whole engine of backend cuda"),
+        (save(load(data), told | {"version": "0.0.1-abc"}), "has version 0.0.1-abc, and this one is"),
+        (save(load(data), told | {"capability": "10.0"}), "has capability 10.0, and this one is 9.0"),
+        (None, "is for compute capability 9.0 and the L4 has 8.9"),
+    ):
+        path.unlink()  # the deployed one is a link to it
+        path.write_bytes(bad or data)
+        sums = {"engine_sha256": hashlib.sha256(bad or data).hexdigest()}
+        sidecar.write_text(json.dumps(about | sums))
+        before = {each: each.stat().st_mtime_ns for each in out.rglob("*")}
+        commands = [("inspect", out, "--profile", "gpu")]
+        commands += [("serve", out, "--port", "0", "--no-fp32")] if "0.0.1" in message else []
+        with monkeypatch.context() as patch:
+            if bad is None:
+                patch.setattr("qdqbench.quantize.engine.sidecar.find_gpu", lambda: Gpu("L4", "8.9", None))
+            for command in commands:
+                done = qdqbench(*command)
+                assert (done.code, done.out, done.err.count("\n")) == (1, "", 1), done.err
+                assert message in done.err
+        assert {each: each.stat().st_mtime_ns for each in out.rglob("*")} == before
+    path.write_bytes(data[:100])
+    fine(qdqbench("build", out))  # stages see that the file is not the one that was built
+    assert path.read_bytes() == data
+
+
+def options_of(kind, folder, given):
+    """Options of a model and data of a kind of task."""
+    model, data = folder / "model", folder / "data"
+    if kind in ("tokens", "qa"):
+        heads.write_model(model, kind, steps=20)
+        make = heads.tagged if kind == "tokens" else heads.asked
+        for seed, (split, rows) in enumerate({"train": 96, "validation": 32}.items()):
+            heads.write_table(data / f"{split}.jsonl", make(rows, seed))
+    elif kind == "rerank":
+        for seed, split in enumerate(("train", "validation")):
+            query, passage = (sentences(64, seed + first)[0] for first in (20, 10))
+            table = {"query": [query[row - row % 2] for row in range(64)], "passage": passage}
+            write_split(data / f"{split}.parquet", table | {"label": [float(row % 2) for row in range(64)]})
+        write_model(model, "electra", entries(), labels=1)
+    elif kind == "embed":
+        data = data.with_suffix(".txt")
+        data.write_text("\n".join(dict.fromkeys(sentences(150, 5)[0])))
+        write_modules(write_model(model, "xlm-roberta", entries()), MEAN)
+    else:
+        return given(kind).options
+    return ["--model", model, "--task", kind, "--data", data]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", RECIPES)
+def test_every_kind_of_task_runs_with_it(kind, given, tmp_path, qdqbench, hopper):
+    """The other kinds, and a trained model: verified block by block, and answering as ONNX Runtime."""
+    recipe, out = edited(tmp_path / "short.yaml", shorten, RECIPES[kind]), tmp_path / "run"
+    command = ["qat" if kind == "sst2" else "run", recipe, *options_of(kind, tmp_path, given)]
+    done = qdqbench(*command, "--backend", "cuda", "--out", out)
+    assert done.code in (0, 2), done.err  # random weights lose much
+    found = results(out)
+    assert found["engine"]["int8_gemms"] == found["engine"]["expected_int8_gemms"] > 0
+    assert found["verification"]["passed"], found["verification"]
+    assert found["stages"]["engine"]["status"] == "done"
+    assert bool(found.get("training")) == (kind == "sst2")
+    with (
+        np.load(out / "logits" / "engine.npz") as ours,
+        np.load(out / "logits" / "onnxruntime.npz") as theirs,
+    ):
+        for name in theirs.files:
+            off = np.abs(ours[name].astype(np.float64) - theirs[name])
+            assert off.mean() <= 0.02 * np.abs(theirs[name]).max(), name
 
 
 def test_without_a_gpu_the_engine_is_built_and_proven(sst2, tmp_path, qdqbench, without_nvrtc):
@@ -121,6 +299,32 @@ def test_without_a_gpu_the_engine_is_built_and_proven(sst2, tmp_path, qdqbench, 
         (out / name).rename(out / f"{name}.away")
     rows = json.loads(fine(qdqbench("inspect", out / "engine" / "model.int8.engine", "--json")).out)
     assert rows["int8_gemms"] == found["engine"]["int8_gemms"]
+    deployed_folder_needs_torch_alone(shutil.copytree(out / "deploy", tmp_path / "elsewhere"))
+
+
+def deployed_folder_needs_torch_alone(folder):
+    """The script reads its engine, and fails where there is no GPU; another process packs tokens."""
+    modules = {path.name for path in (folder / "cuda_engine").iterdir()}
+    assert {"runtime.py", "reader.py", "errors.py"} < modules
+    assert all(f"  cuda_engine/{name}\n" in (folder / "SHA256SUMS").read_text() for name in modules)
+    assert not [name for name in modules if "qdqbench." in (folder / "cuda_engine" / name).read_text()]
+    torch = (folder / "requirements.txt").read_text().partition("# run_cuda.py:")[2].splitlines()[0]
+    assert torch.strip().startswith("torch==")
+    blocked = folder.parent / "blocked"
+    if find_gpu() is None:
+        done = run_script(folder / "run_cuda.py", blocked, "a film", forbidden=NOT_NEEDED)
+        assert (done.returncode, done.stderr.count("\n"), done.stdout) == (1, 1, "")
+        assert done.stderr.startswith("backend cuda runs on a GPU of compute capability 9.0, and torch shows")
+    (folder / "pack.py").write_text(PACKS)
+    done = run_script(folder / "pack.py", blocked, "a film", "it is a good plot", forbidden=NOT_NEEDED)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout) == [[0, 4, 11], "row 0 has the token 99999; the model has 21 of them"]
+    script = (folder / "run_cuda.py").read_text()
+    version = get_version()
+    (folder / "run_cuda.py").write_text(script.replace(version, "0.0.1-abc"))
+    done = run_script(folder / "run_cuda.py", blocked, "a film", forbidden=NOT_NEEDED)
+    told = f"cuda.engine has version {version}, and this one is 0.0.1-abc; build it again"
+    assert (done.returncode, done.stderr.startswith(told)) == (1, True)
 
 
 def test_without_nvrtc_a_run_says_what_to_install(sst2, tmp_path, qdqbench, monkeypatch):

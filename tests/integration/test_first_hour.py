@@ -14,7 +14,6 @@ from qdqbench.quantize.deployment.server.served import open_served
 from ..support.deployed import answers
 from .tiny import Given, fine, results
 
-TASK = ["--task", "reviews", "--num-labels", "2"]
 COLUMNS = ["--text-column", "Review", "--label-column", "Verdict"]
 
 
@@ -54,19 +53,22 @@ def refused(done, *said: str) -> None:
 @pytest.mark.slow
 def test_no_step_of_the_first_hour_is_a_dead_end(qdqbench, desk, tmp_path):
     texts, blocked = desk, tmp_path / "blocked"
-    given = ["--model", "my-model", "--data", "reviews.csv", *TASK]
+    given = ["--model", "my-model", "--data", "reviews.csv"]
 
     listed = qdqbench("recipes", "list", "--model", "my-model", "--json")
     assert listed.code == 0
     names = [row["recipe"] for row in json.loads(listed.out)["recipes"]]
     assert {"bert-int8-linears", "bert-int8-ffn"} <= {*names}
 
+    shown = qdqbench("recipes", "show", "int8-linears", "--model", "my-model")
+    assert shown.out == qdqbench("recipes", "show", "bert-int8-linears").out != ""
+
     # mistakes: each is told with what to write instead, and none leaves a folder
     refused(qdqbench("run", "int8-linear", *given, *COLUMNS), "nearest is 'int8-linears'")
     wrong = ["--text-column", "review", "--label-column", "Verdict"]
     refused(qdqbench("run", "int8-linears", *given, *wrong), "nearest: Review", "--text-column")
     refused(qdqbench("run", "int8-linears", *given[2:], *COLUMNS), "--model")
-    refused(qdqbench("run", "int8-linears", *given[:-2], *COLUMNS), "--num-labels")
+    refused(qdqbench("run", "int8-linears", *given), "no column text, label; its columns are Review, Verdict")
     assert not Path("runs").exists()
 
     folders, made = [], []
@@ -122,7 +124,7 @@ def test_no_step_of_the_first_hour_is_a_dead_end(qdqbench, desk, tmp_path):
 def test_labels_in_another_order_than_the_models_are_told_and_mended(qdqbench, sst2, desk):
     """Texts that sort otherwise than the model's classes: the verdict names `id2label`, which mends it."""
     write_reviews(sst2.data, Path("reviews.csv"), ("schlecht", "gut"))  # 0 and 1; sorted they are 1 and 0
-    asked = ["run", "int8-linears", "--model", "my-model", "--data", "reviews.csv", *TASK, *COLUMNS]
+    asked = ["run", "int8-linears", "--model", "my-model", "--data", "reviews.csv", *COLUMNS]
     asked += ["--backend", "onnxruntime"]
     done = qdqbench(*asked)
     assert done.code == 2

@@ -20,6 +20,7 @@ from qdqbench.quantize.recipe.shipped import choose_start as start_by_device
 from qdqbench.quantize.recipe.shipped import find_fastest, read_figures
 from qdqbench.quantize.tasks.task import get_task
 
+from ..support.families import write_model
 from ..support.prose import read_prose
 from ..support.unknown import config_for
 from .tiny import fine
@@ -244,6 +245,7 @@ def test_commands_without_a_model_run(tmp_path, qdqbench, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(known, "_DESCRIBED", {})
     config_for("ernie").save_pretrained("my-ernie")  # of a type that has no recipes here
+    write_model(tmp_path / "my-model", "camembert")
     ran = 0
     for document in DOCUMENTS:
         for line in (line for text in blocks(document, "sh", "bash", "console") for line in lines(text)):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import yaml
 
+import qdqbench
 from qdqbench.eval.runs.study import Study
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.results import Finetuning, Results
@@ -65,15 +66,13 @@ def test_finetune_leaves_models_and_a_report(tuned, qdqbench, given):
     assert found.runs[0].metrics["accuracy"] > 0.6  # the words decide, and a tenth of the labels is wrong
 
 
-def test_finished_seeds_are_kept_and_other_settings_refused(tuned, qdqbench, given):
+def test_finished_seeds_are_kept_and_other_settings_refused(tuned, given):
     before = (tuned / "seed-0" / "training.json").stat().st_mtime_ns
-    options = [*given("sst2").options, "--seeds", "2", "--out", str(tuned)]
-    assert qdqbench("finetune", *options, *QUICK).code == 0
+    told = vars(given("sst2")) | {"seeds": 2, "out": tuned, "epochs": 2, "num_evals": 2, "batch_size": 16}
+    assert qdqbench.finetune(**told).spread["accuracy"].n == 2
     assert (tuned / "seed-0" / "training.json").stat().st_mtime_ns == before
-    refused(
-        qdqbench("finetune", *options, *QUICK, "--learning-rate", "0.001"),
-        "finished training of another learning_rate",
-    )
+    with pytest.raises(qdqbench.UserError, match="finished training of another learning_rate"):
+        qdqbench.finetune(**told, learning_rate=0.001)
 
 
 def test_a_seed_that_fails_is_said_at_the_end(tuned, qdqbench, given, tmp_path, monkeypatch):
@@ -158,7 +157,15 @@ def test_labels_out_of_range(given, qdqbench, tmp_path):
 @pytest.fixture(scope="module")
 def trained(given, made_once):
     """A finished QAT run, never to be written to."""
-    return made_once("trained", lambda folder: given().run(recipe(folder), folder / "run")) / "run"
+    told, stages = vars(given()), list[str]()
+
+    def train(folder):
+        qdqbench.qat(
+            recipe(folder), out=folder / "run", progress=lambda now: stages.append(now.stage), **told
+        )
+        assert {"ptq", "qat", "engine", "report"} <= {*stages}
+
+    return made_once("trained", train) / "run"
 
 
 def test_qat_goes_down_the_whole_path(trained):

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import onnx
 
+from qdqbench.quantize.engine.cuda.match import FAMILIES
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, save, trace
 from qdqbench.quantize.models.load import load_model, prepare_model, use_tanh_gelu
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+from qdqbench.quantize.recipe.schema import Recipe, family_free_recipes, load_recipe
 from qdqbench.quantize.tasks.types.embedding import PairEmbedding
 from qdqbench.quantize.tasks.types.kind import LOGITS
 from qdqbench.quantize.tasks.types.questions import QUESTIONS
@@ -17,19 +18,16 @@ from qdqbench.quantize.tasks.types.tokens import TOKENS
 from . import families, tiny_embedder
 from . import tiny_bert as tiny
 
-LIKE_ROBERTA = ("xlm-roberta", "camembert")
+LIKE_ROBERTA = {"xlm-roberta": "roberta", "camembert": "roberta"}  # and the family
 RECIPES = {
-    model_type: [f"{model_type}-int8-{name}" for name in names]
-    for model_type, names in {
-        "bert": ("linears", "linears-per-tensor", "ffn", "attention", "residual", "residual-fused"),
-        "roberta": ("linears", "ffn", "attention", "residual", "residual-fused"),
-        "electra": ("linears", "ffn", "attention", "residual", "residual-fused"),
-        "albert": ("linears", "ffn", "attention"),
-        "distilbert": ("linears", "ffn", "attention", "residual", "residual-fused"),
-    }.items()
+    family: [
+        f"{family}-{name}"
+        for name, having in family_free_recipes().items()
+        if family in having and (family == "bert" or not name.endswith("-qat"))
+    ]
+    for family in FAMILIES
 } | {model_type: ["roberta-int8-residual-fused"] for model_type in LIKE_ROBERTA}
 CASES = [(model_type, recipe) for model_type, recipes in RECIPES.items() for recipe in recipes]
-CASES += [("bert", f"bert-int8-{name}-qat") for name in ("attention", "linears-per-tensor", "residual")]
 POOLINGS = {"mean": tiny_embedder.MEAN, "cls": tiny_embedder.CLS, "last": tiny_embedder.LAST}
 HEADS = ["tokens", "questions", "regression", *POOLINGS]
 
@@ -57,15 +55,20 @@ def write_case(folder: Path, model_type: str, recipe: str) -> None:
 
 
 def write_head(folder: Path, head: str, model_type: str = "bert") -> None:
-    """Export a model with another head, with the exact GELU."""
+    """Export a model with another head; a BERT with the exact GELU."""
     from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForTokenClassification
 
-    recipe = load_recipe(f"{model_type}-int8-attention")
-    recipe = recipe.model_copy(update={"export": recipe.export.model_copy(update={"gelu": "exact"})})
+    recipe = load_recipe(f"{LIKE_ROBERTA.get(model_type, model_type)}-int8-attention")
+    if model_type == "bert":
+        recipe = recipe.model_copy(update={"export": recipe.export.model_copy(update={"gelu": "exact"})})
     if head in POOLINGS:
-        dense = {"width": 8, "activation": "Tanh"} if head == "cls" else None
-        options: dict[str, Any] = {"normalize": head != "last", "dense": dense}
-        tiny_embedder.write_sentence_folder(folder / "model", POOLINGS[head], **options)
+        options: dict[str, Any] = {"normalize": head != "last"}
+        if model_type == "bert":
+            options["dense"] = {"width": 8, "activation": "Tanh"} if head == "cls" else None
+            tiny_embedder.write_sentence_folder(folder / "model", POOLINGS[head], **options)
+        else:
+            families.write_model(folder / "model", model_type)
+            tiny_embedder.write_modules(folder / "model", POOLINGS[head], **options)
         kind = PairEmbedding()
         graph = export(load_model(str(folder / "model"), kind=kind), recipe, kind.outputs)
     elif head == "regression":

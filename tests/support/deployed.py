@@ -10,14 +10,20 @@ from typing import Any
 FORBIDDEN = ("qdqbench", "torch", "transformers", "onnx", "datasets")
 
 
-def run_script(script: Path, blocked: Path, *texts: str, lines: list[str] | None = None) -> Any:
+def run_script(
+    script: Path,
+    blocked: Path,
+    *texts: str,
+    lines: list[str] | None = None,
+    forbidden: tuple[str, ...] = FORBIDDEN,
+) -> Any:
     """The finished process; texts on its command line, or lines of its standard input.
 
     Args:
         blocked: folder for modules that refuse to be imported.
     """
     blocked.mkdir(exist_ok=True)
-    for name in FORBIDDEN:
+    for name in forbidden:
         (blocked / f"{name}.py").write_text(f"raise ImportError('{name} is not to be needed')\n")
     return subprocess.run(
         [sys.executable, str(script), *texts],

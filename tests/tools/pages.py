@@ -25,6 +25,7 @@ from pydantic import BaseModel
 import qdqbench
 from qdqbench.cli import schemas
 from qdqbench.cli.app import app
+from qdqbench.cli.examples import EXAMPLES
 from qdqbench.eval.bench.results import Bench
 from qdqbench.eval.runs.comparison import RunComparison
 from qdqbench.eval.runs.study import Study
@@ -32,6 +33,9 @@ from qdqbench.eval.selection.auto.results import Auto
 from qdqbench.eval.selection.methods import Methods
 from qdqbench.eval.selection.search.results import Search
 from qdqbench.eval.selection.sensitivity.results import Sensitivity
+from qdqbench.quantize.engine.cuda import match
+from qdqbench.quantize.engine.cuda import names as cuda
+from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS
 from qdqbench.quantize.engine.diagnose.findings import LOG_FINDINGS, SIGNS, WORDS
 from qdqbench.quantize.graph.check.codes import CODES
 from qdqbench.quantize.models.families.known import FAMILIES
@@ -204,8 +208,25 @@ def supported_page() -> str:
     """Return the body of support.md: families, their model types and recipes, and kinds of tasks."""
     free, names = family_free_recipes(), [family.name for family in FAMILIES]
     lines = []
-    rows = [[family.name, _list(family.model_types), _list(family.inputs)] for family in FAMILIES]
-    lines += table(["family", "`model_type` in config.json", "inputs of the graph"], rows)
+    rows = [
+        [
+            family.name,
+            _list(family.model_types),
+            _list(family.inputs),
+            "all of its recipes" if family.name in match.FAMILIES else "",
+        ]
+        for family in FAMILIES
+    ]
+    header = ["family", "`model_type` in config.json", "inputs of the graph", "backend `cuda`"]
+    lines += table(header, rows)
+    heads = " or ".join(map(str, cuda.ATTENTION_SIZES))
+    lines += [
+        "",
+        "The other backends take all families. Backend `cuda` takes all kinds of tasks of those it covers, "
+        f"on compute capability {cuda.CAPABILITY}. It has INT8 attention for heads of {heads} channels. INT8 "
+        f"linears have multiples of {cuda.LINEAR_STEP} channels, and a LayerNorm up to "
+        f"{128 * cuda.NORM_PARTS[-1]:,}. A batch has up to {MOST_TOKENS:,} tokens.",
+    ]
     for family in FAMILIES:
         if family.needs:
             needs = ", ".join(f"`{name}` {values[0]}" for name, values in family.needs.items())
@@ -234,8 +255,7 @@ def supported_page() -> str:
         [
             f"`{figure.recipe}`",
             shipped.DEVICES[figure.device],
-            shipped.format_worst(figure),
-            shipped.format_speed(figure),
+            *shipped.format_figure(figure),
             ", ".join(dict.fromkeys(f"{row.task} (n = {row.n})" for row in figure.accuracy)),
             ", ".join(dict.fromkeys(row.model for row in figure.accuracy)),
         ]
@@ -250,7 +270,7 @@ def supported_page() -> str:
         "From `recipes/figures.json`, which `tests/tools/tables.py` writes. A recipe that is not here was",
         "not measured in the form that is shipped.",
         "",
-        *table(["recipe", "on", "accuracy, worst task", "speed-up", "tasks", "models"], rows),
+        *table(["recipe", "on", *shipped.TITLES, "tasks", "models"], rows),
     ]
     return "\n".join(lines) + "\n"
 
@@ -345,7 +365,10 @@ def _command_lines(name: str, command: Any) -> list[str]:
     about = [" ".join(part.split()) for part in (command.help or "").split("\n\n")]
     text = "\n\n".join(about)
     header = ["parameter", "values", "default", "meaning"]
-    return [f"### `{name}`", "", text, "", f"    {words}", "", *(table(header, rows) if rows else []), ""]
+    page, example = EXAMPLES[name]
+    more = ["```sh", f"qdqbench {example}", "```", "", f"More: [{Path(page).stem}](../{page}).", ""]
+    shown = [*table(header, rows), ""] if rows else []
+    return [f"### `{name}`", "", text, "", f"    {words}", "", *shown, *more]
 
 
 def api_page() -> str:

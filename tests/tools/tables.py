@@ -13,6 +13,7 @@ import argparse
 import itertools
 import json
 import math
+import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -74,6 +75,7 @@ FIGURES_FROM = ("measured", "measured-cpu", "measured-families", "measured-heads
 BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
 SUMMARY_FILE = "summary.json"
 CHANGED = "†"
+JOINT = 128, 128  # batch and tokens of the speed next to accuracy
 QAT_NOTE = (
     "Where a recipe trains (QAT), PTQ fake-quant is the model before training and fake-quant the one after; "
     "QAT minus PTQ is between these two, with its paired error."
@@ -450,6 +452,74 @@ def _task_order(task: str) -> tuple[int, str]:
     return (order.index(task) if task in order else len(order), task)
 
 
+# Accuracy and speed in one row
+
+
+def joint_tables(runs: Sequence[Record], benches: Sequence[Bench], notes: Notes) -> list[str]:
+    """Return a row for each model, recipe and runtime whose speed was measured at both, over seeds."""
+    timed = {
+        (bench.target.name, bench.settings.dataset): bench
+        for bench in benches
+        if bench.settings.dataset and JOINT in [(each.batch, each.length) for each in bench.configs]
+    }
+    groups: dict[tuple[str, str, str, str], list[Record]] = defaultdict(list)
+    for run in runs:
+        model, task = _model_name(run).partition("-seed-")[0], run.task.name
+        if run.engine and (model, task) in timed:
+            groups[model, task, str(run.recipe["name"]), run.engine.backend].append(run)
+    rows = []
+    for (model, task, recipe, backend), same in groups.items():
+        first, pairs = same[0], [(run.stages.get("engine"), run) for run in same]
+        deltas = [(row.vs_fp32, _metric(run)) for row, run in pairs if row and row.vs_fp32]
+        if not deltas:
+            continue
+        points = [versus.delta[metric] for versus, metric in deltas]
+        errors = [versus.delta_stderr.get(metric) or 0.0 for versus, metric in deltas]
+        spread = f"{100 * statistics.stdev(points):.2f}" if len(points) > 1 else "one seed"
+        rows.append(
+            [
+                text(model), text(f"{label(task)}, {label(_metric(first))}"), notes.label(first.recipe),
+                *(_mean(same, stage) for stage in ("fp32", "fake_quant", "engine")),
+                in_points(statistics.fmean(points), statistics.fmean(errors), "+"),
+                spread, str(len(points)), str(first.stages.engine.n),
+                *_joint_speeds(timed[model, task], recipe, backend), notes.place(first),
+            ]
+        )  # fmt: skip
+    if not rows:
+        return []
+    title = (
+        "### Accuracy and speed\n\nAccuracy in points: means over the seeds of the fine-tuning. Differences "
+        "are engine minus FP32, ± the paired standard error of one seed; sd is over seeds. Speed-ups are of "
+        "that recipe in that runtime, over the fastest other of its bench. At the task's lengths it is in "
+        "the batches in which the engine is fastest."
+    )
+    header = ["model", "task", "recipe", "FP32", "fake-quant", "engine", "difference", "sd", "seeds", "n"]
+    return [title, table([*header, "task's lengths", "128 x 128", "where"], rows)]
+
+
+def _joint_speeds(bench: Bench, recipe: str, backend: str) -> list[str]:
+    """Return the speed-ups at the task's lengths and at 128 x 128."""
+    own = str(bench.recipe.get("name"))
+    systems = [
+        each.name
+        for each in bench.systems
+        if each.precision == "int8"
+        and each.backend.split()[0] == backend
+        and str((each.recipe or {}).get("name", own)) == recipe
+    ]
+    cells = []
+    for wanted in (lambda c: c.kind == "dataset", lambda c: (c.batch, c.length) == JOINT):
+        found = [
+            (row.median_ms, over_fastest(bench.systems, config, name))
+            for config in filter(wanted, bench.configs)
+            for name in systems
+            if (row := row_of(config, name)) and row.median_ms is not None
+        ]
+        best = min(found, key=lambda pair: pair[0], default=(0.0, None))[1]
+        cells.append("not measured" if best is None else _ratio_cell(words.ratio_cell(best)))
+    return cells
+
+
 # QAT over seeds, and searches
 
 
@@ -720,6 +790,7 @@ def markdown(records: Sequence[Any]) -> str:
         "Written by `tests/tools/tables.py` from results files; do not edit by hand.",
         *accuracy_tables(runs, notes),
         *mean_tables(runs, notes),
+        *joint_tables(runs, benches, notes),
         *study_tables(_of("study", records), notes),
         *search_tables(_of("search", records), notes),
         *length_tables(benches, notes),

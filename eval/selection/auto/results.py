@@ -181,6 +181,10 @@ class Auto(ChoiceRecord, Tabular):
     choice: AutoChoice
     """Recipe to deploy."""
 
+    def facts(self) -> dict[str, Any]:
+        """Return what a notebook shows of it."""
+        return {"recipe": self.choice.step, "steps": len(self.steps)}
+
     @property
     def chosen(self) -> AutoStep | None:
         return next((step for step in self.steps if step.name == self.choice.step), None)

@@ -28,11 +28,12 @@ from qdqbench.quantize.calibration.record import (
 )
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.build import require_int8
+from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES, CAPABILITY
 from qdqbench.quantize.engine.profiles import choose_profile
 from qdqbench.quantize.models.families.family import ENCODER_KINDS, Family, Place
 from qdqbench.quantize.models.families.known import family_named, family_of
 from qdqbench.quantize.models.modules import ModuleInfo
-from qdqbench.quantize.pipeline.artifacts import backend_of, cpu_compute, engine_profiles
+from qdqbench.quantize.pipeline.artifacts import backend_of, engine_profiles, twin_compute
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan, match_modules, resolve, short_name
 from qdqbench.quantize.recipe.schema import Recipe
@@ -42,7 +43,7 @@ from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, INT8_ATTENTION_LENGTH, INT8_HEAD_SIZES
 from qdqbench.quantize.utils.speedup import Speedup
 from qdqbench.quantize.utils.system.cpu import find_cpu
-from qdqbench.quantize.utils.system.gpu import find_gpu
+from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -224,7 +225,8 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
     if not free:
         raise UserError(f"recipe {base.name} leaves nothing to search: every encoder linear is in FP32")
     attention = {}
-    sizes = INT8_HEAD_SIZES if base.export.max_length <= INT8_ATTENTION_LENGTH else ()
+    fused = ATTENTION_SIZES if backend_of(base) == "cuda" else INT8_HEAD_SIZES
+    sizes = fused if base.export.max_length <= INT8_ATTENTION_LENGTH else ()
     for name, info in modules.items():
         layer = plan.family.layer_of(name)
         fits = info.kind == "Attention" and info.head_size in sizes and name not in plan.fp32
@@ -468,8 +470,8 @@ def open_source(
         raise UserError(
             f"--batch {options.batch} --length {options.length}: {error}; the recipe's engine is timed"
         ) from error
-    runs_here = bool(find_gpu()) or backend_of(session.recipe) in CPU_BACKENDS
-    if options.speed == "latency" or (options.speed == "auto" and runs_here):
+    here = _find_gpu(session.recipe) or backend_of(session.recipe) in CPU_BACKENDS
+    if options.speed == "latency" or (options.speed == "auto" and here):
         return _open_timer(session, options, work, stack)
     if session.recipe.gate.min_speedup is not None:
         raise MissingDevice(
@@ -479,12 +481,20 @@ def open_source(
     return Source(mode="int8-share", batch=options.batch, length=options.length), lambda recipe, plan: None
 
 
+def _find_gpu(recipe: Recipe) -> Gpu | None:
+    """Return the GPU that runs the engines of a recipe; kernels of backend cuda run on one kind alone."""
+    gpu = find_gpu()
+    other = gpu and backend_of(recipe) == "cuda" and gpu.compute_capability != CAPABILITY
+    return None if other else gpu
+
+
 def measured_source(session: Session, options: SearchOptions) -> Source:
-    gpu, recipe = find_gpu(), session.recipe
-    on_cpu = backend_of(recipe) in CPU_BACKENDS
+    recipe = session.recipe
+    gpu, on_cpu = _find_gpu(recipe), backend_of(recipe) in CPU_BACKENDS
     if gpu is None and not on_cpu:
+        kind = f" of compute capability {CAPABILITY}" if backend_of(recipe) == "cuda" else ""
         raise MissingDevice(
-            f"a latency with {backend_of(recipe)} needs an NVIDIA GPU, and CUDA shows none here; "
+            f"a latency with {backend_of(recipe)} needs an NVIDIA GPU{kind}, and CUDA shows none here; "
             "--backend openvino measures on this CPU, `search --speed int8-share` needs no engine"
         )
     chosen = choose_backend(recipe.engine.backend)
@@ -492,7 +502,7 @@ def measured_source(session: Session, options: SearchOptions) -> Source:
         mode="latency",
         gpu=gpu.name if gpu and not on_cpu else None,
         cpu=str(find_cpu()) if on_cpu else None,
-        baseline_precision=(cpu_compute(recipe) if on_cpu else recipe.precision.compute).upper(),
+        baseline_precision=twin_compute(recipe).upper(),
         backend=chosen.name,
         version=chosen.version,
         batch=options.batch,

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Head, Linear, Operation, Plan, Quantize
+from qdqbench.quantize.engine.cuda.tokens import MASK, TOKENS, TYPES
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
 
@@ -24,8 +25,15 @@ def check_arrays(plan: Plan, arrays: Mapping[str, Array]) -> None:
         if written - plan.tensors.keys() or not _fits(operation, plan):
             raise UserError(f"the tensors of {operation.name} do not fit each other; build it again")
         expected |= {key: (kind, shape) for key, kind, shape in list_arrays(operation, plan, arrays)}
-    if wrong := [name for name in (*plan.given, *plan.states) if plan.tensors[name].kind != "fp16"]:
-        raise UserError(f"the plan gives {wrong[0]} as codes; build it again")
+    embeds, heads = ([each for each in plan.operations if isinstance(each, kind)] for kind in (Embed, Head))
+    if len(embeds) != 1 or len(heads) != 1 or embeds[0].name != "embed":
+        raise UserError("the plan has not one embedding and one head; build it again")
+    needed = {TOKENS, MASK, *([TYPES] if plan.embed.typed else []), *plan.given}
+    if not needed <= {*plan.inputs} <= needed | {TYPES}:
+        raise UserError(f"the plan needs the inputs {', '.join(sorted(needed))}; build it again")
+    for name in (*plan.given, *plan.states):
+        if name not in written & plan.tensors.keys() or plan.tensors[name].kind != "fp16":
+            raise UserError(f"the plan gives {name} as codes, or never; build it again")
     for key, (kind, shape) in expected.items():
         found = arrays.get(key)
         sizes = None if found is None else (str(found.dtype), found.shape)

@@ -14,19 +14,25 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Linear, Norm, Operation, Plan, Quantize
+from qdqbench.quantize.engine.cuda.names import (
+    ATTENTION_SIZES,
+    LINEAR_STEP,
+    MOST_CODES,
+    NORM_PARTS,
+    attention_name,
+    gemm_name,
+    needs_clamp,
+    norm_name,
+)
+from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Linear, Norm, Operation, Plan
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
+from qdqbench.quantize.utils.names import install_command
 
-TILES = (128, 128), (64, 128), (64, 64)  # M and N of a block's tile
-STAGES = {(128, 128): 6, (64, 128): 8, (64, 64): 12}
-MOST_CODES = 3  # that a kernel of norm.cu writes
-INSTALL_NVRTC = "pip install 'qdqbench[hopper]'"
-_NORM_PARTS = 3, 6, 8  # of 128 channels each
+INSTALL_NVRTC = install_command("hopper")
 _ACTIVATIONS = {None: "NONE", "gelu": "GELU", "gelu_tanh": "GELU_TANH"}
 _RESIDUALS = {None: "NO_RESIDUAL", "fp16": "HALVES", "int8": "RESIDUAL_CODES"}
+_MOST_HALVES = 256  # channels of a head in PyTorch's FP16 attention
 _OPTIONS = "--gpu-architecture=sm_90a", "--std=c++17"
-CAPABILITY = "9.0"
-ATTENTION_SIZES = (32, 64)  # of heads in INT8
 
 
 @cache
@@ -37,27 +43,6 @@ def get_version() -> str:
     for path in sorted([*folder.glob("*.py"), *folder.glob("kernels/*")]):
         digest.update(path.read_bytes())
     return f"{metadata.version('qdqbench')}-{digest.hexdigest()[:12]}"
-
-
-def gemm_name(operation: Linear, plan: Plan) -> str:
-    residual = None if operation.residual is None else plan.tensors[operation.residual].kind
-    output = plan.tensors[operation.output].kind
-    return f"{operation.activation or 'none'}_{residual or 'none'}_{output}"
-
-
-def needs_clamp(operation: Attention) -> bool:
-    """Return whether a probability of 1 could round to a code beyond 127."""
-    return (operation.probability_multiplier or 0) > 127.49
-
-
-def attention_name(operation: Attention, plan: Plan) -> str:
-    clamp = "_clamped" if needs_clamp(operation) else ""
-    return f"{operation.head_size}_{plan.tensors[operation.output].kind}{clamp}"
-
-
-def norm_name(operation: Embed | Norm, width: int) -> str:
-    parts = next((parts for parts in _NORM_PARTS if width <= 128 * parts), 0)  # 0: there is no kernel
-    return f"{parts}_{len(operation.codes)}"
 
 
 def compile_kernels(plan: Plan) -> dict[str, bytes]:
@@ -73,47 +58,24 @@ def compile_kernels(plan: Plan) -> dict[str, bytes]:
 def _require_kernel(operation: Operation, plan: Plan) -> None:
     """Raise UserError where sizes are none that a kernel takes."""
     name, wrong = operation.name, ""
+    size = operation.head_size if isinstance(operation, Attention) else 0
     widths = [plan.tensors[tensor].width for tensor in (*operation.reads, *operation.writes)]
     match operation:
-        case Linear(weight="int8") if any(width % 16 for width in widths):
-            wrong = f"INT8 linears have multiples of 16 channels, not {' and '.join(map(str, widths))}"
-        case Attention(probability_multiplier=float()) if operation.head_size not in ATTENTION_SIZES:
-            sizes = " or ".join(map(str, ATTENTION_SIZES))
-            wrong = f"heads of INT8 attention have size {sizes}, not {operation.head_size}"
-        case Embed() | Norm() if widths[0] % 8 or widths[0] > 128 * _NORM_PARTS[-1]:
+        case Linear(weight="int8") if any(width % LINEAR_STEP for width in widths):
             wrong = (
-                f"a LayerNorm has up to {128 * _NORM_PARTS[-1]} channels, a multiple of 8, not {widths[0]}"
+                f"INT8 linears have multiples of {LINEAR_STEP} channels, not {' and '.join(map(str, widths))}"
             )
+        case Attention(probability_multiplier=float()) if size not in ATTENTION_SIZES:
+            sizes = " or ".join(map(str, ATTENTION_SIZES))
+            wrong = f"heads of INT8 attention have size {sizes}, not {size}"
+        case Attention(probability_multiplier=None) if size % 8 or size > _MOST_HALVES:
+            wrong = f"heads of FP16 attention have a multiple of 8 channels up to {_MOST_HALVES}, not {size}"
+        case Embed() | Norm() if widths[0] % 8 or widths[0] > 128 * NORM_PARTS[-1]:
+            wrong = f"a LayerNorm has up to {128 * NORM_PARTS[-1]} channels, a multiple of 8, not {widths[0]}"
         case Embed() | Norm() if len(operation.codes) > MOST_CODES:
             wrong = f"a LayerNorm writes codes of up to {MOST_CODES} quantizers, not {len(operation.codes)}"
     if wrong:
         raise UserError(f"backend cuda has no kernel for {name}: {wrong}; take tensorrt_rtx or tensorrt")
-
-
-def list_kernels(plan: Plan) -> set[str]:
-    """Return the names of all kernels that a plan may launch: GEMMs have one for each tile."""
-    named = (name for operation in plan.operations for name in _list_names(operation, plan))
-    return set(named)
-
-
-def _list_names(operation: Operation, plan: Plan) -> list[str]:
-    match operation:
-        case Linear(weight="int8"):
-            return [f"gemm_{m}_{n}_{gemm_name(operation, plan)}" for m, n in TILES]
-        case Attention(probability_multiplier=float()):
-            return [f"attention_{attention_name(operation, plan)}_{form}" for form in ("short", "long")]
-        case Embed() | Norm():
-            return [f"{operation.op}_{norm_name(operation, plan.tensors[operation.writes[0]].width)}"]
-        case Linear() | Attention() if plan.tensors[operation.output].kind == "int8":
-            return ["quantize"]
-        case Quantize():
-            return ["quantize"]
-    return []
-
-
-def find_symbols(cubin: bytes) -> set[str]:
-    """Return the kernels of a cubin: an ELF file has a section for the code of each."""
-    return {name.decode() for name in re.findall(rb"\0\.text\.(\w+)(?=\0)", cubin)}
 
 
 def list_instances(operation: Operation, plan: Plan) -> list[tuple[str, str]]:

@@ -8,13 +8,12 @@ import numpy as np
 import onnx
 from onnx import TensorProto
 
+from qdqbench.quantize.engine.cuda.tokens import MASK, TOKENS, TYPES
 from qdqbench.quantize.graph.index import ONNX_DOMAINS, GraphIndex, opset_of
-from qdqbench.quantize.models.inputs import MASK, TOKENS
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
 
-TYPES = "token_type_ids"
 SHARED = ""  # owner of constants, which many kernels read
 OLDEST = 20  # opset with Gelu
 _RANK = 8  # axes of a shape, at most

@@ -1,42 +1,30 @@
 """An engine file: one safetensors file with plan, arrays and cubins, built without a GPU."""
 
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from importlib import metadata
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import onnx
-from pydantic import ValidationError
 
-from qdqbench.quantize.engine.cuda.check import check_arrays
-from qdqbench.quantize.engine.cuda.compile import (
-    CAPABILITY,
-    compile_kernels,
-    find_products,
-    find_symbols,
-    get_version,
-    list_kernels,
-)
+from qdqbench.quantize.engine.cuda.compile import compile_kernels, find_products, get_version
 from qdqbench.quantize.engine.cuda.match import match_graph
+from qdqbench.quantize.engine.cuda.names import CAPABILITY
 from qdqbench.quantize.engine.cuda.pack import pack
-from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Head, Linear, Norm, Operation, Plan
+from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Linear, Norm, Operation, Plan
+from qdqbench.quantize.engine.cuda.reader import CUBIN, TYPES, EngineFile, check_symbols, parse_engine
 from qdqbench.quantize.engine.layers import ATTENTION
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import QdqError, UserError
 from qdqbench.quantize.utils.results import LayerRow
 
-_CUBIN = "cubin."  # before the name of a source file
-_MOST_PLAN = 16 << 20  # bytes of a plan as JSON; BERT-large's has half a million
 _PRODUCTS = {"gemm": {"IGMMA"}, "attention": {"IMMA"}}  # instructions by source file
 _TYPES = {"int8": "Int8", "fp16": "Half"}
-
-
-class EngineFile(NamedTuple):
-    plan: Plan
-    arrays: dict[str, Array]
-    cubins: dict[str, bytes]  # by the name of their source file
 
 
 def build_file(model: onnx.ModelProto) -> tuple[bytes, list[LayerRow], float]:
@@ -46,53 +34,41 @@ def build_file(model: onnx.ModelProto) -> tuple[bytes, list[LayerRow], float]:
         UserError: a node that no kernel covers.
         MissingDevice: NVRTC is not installed.
     """
-    from safetensors.numpy import save
-
     started = time.perf_counter()
     plan, arrays = pack(match_graph(model))
     cubins = compile_kernels(plan)
-    _check_symbols(plan, cubins)
+    check_symbols(plan, cubins)
     _check_products(cubins)
-    stored = {f"{_CUBIN}{name}": np.frombuffer(cubin, np.uint8) for name, cubin in cubins.items()}
+    stored = {f"{CUBIN}{name}": np.frombuffer(cubin, np.uint8) for name, cubin in cubins.items()}
     told = {"qdqbench": metadata.version("qdqbench"), "version": get_version(), "capability": CAPABILITY}
-    data = save(arrays | stored, told | {"plan": plan.model_dump_json()})
+    data = _write_safetensors(arrays | stored, told | {"plan": json.dumps(asdict(plan))})
     return data, list_rows(plan), time.perf_counter() - started
+
+
+def _write_safetensors(arrays: Mapping[str, Array], told: Mapping[str, str]) -> bytes:
+    """Return the same bytes for the same engine each time, which safetensors' own writer does not."""
+    kinds = {np.dtype(kind): name for name, kind in TYPES.items()}
+    header: dict[str, Any] = {"__metadata__": told}
+    parts, end = [], 0
+    for name, array in sorted(arrays.items(), key=lambda item: -item[1].itemsize):  # so all are aligned
+        places = [end, end := end + array.nbytes]
+        header[name] = {"dtype": kinds[array.dtype], "shape": array.shape, "data_offsets": places}
+        parts.append(array.tobytes())
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
 
 
 def read_file(path: Path) -> EngineFile:
     """Read an engine file; UserError where it is damaged, or of another version or GPU."""
-    from safetensors import SafetensorError, safe_open
-
-    again = "build it again, or take backend tensorrt_rtx or tensorrt"
+    if not path.is_file():  # a pipe would wait for its writer
+        raise UserError(f"{path} is no regular file; give an engine")
     try:
-        with safe_open(path, "np") as stored:
-            told = stored.metadata() or {}
-            for key, needed in (("version", get_version()), ("capability", CAPABILITY)):
-                if told.get(key) != needed:
-                    raise UserError(f"{path} has {key} {told.get(key)}, and this one is {needed}; {again}")
-            if len(told["plan"]) > _MOST_PLAN:
-                raise UserError(f"{path} has a plan of more than {_MOST_PLAN} bytes; {again}")
-            plan = Plan.model_validate_json(told["plan"])
-            arrays = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  no mapping
-    except (SafetensorError, ValidationError, OSError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path} is no whole engine of backend cuda ({type(error).__name__}); {again}"
-        ) from error
-    if not plan.operations or not isinstance(plan.operations[-1], Head):
-        raise UserError(f"{path} has a plan that ends without a head; {again}")
-    cubins = {
-        name.removeprefix(_CUBIN): arrays.pop(name).tobytes() for name in [*arrays] if name.startswith(_CUBIN)
-    }
-    check_arrays(plan, arrays)
-    _check_symbols(plan, cubins)
-    return EngineFile(plan, arrays, cubins)
-
-
-def _check_symbols(plan: Plan, cubins: dict[str, bytes]) -> None:
-    """Raise QdqError where a kernel that the plan launches is in no cubin."""
-    there = {name for cubin in cubins.values() for name in find_symbols(cubin)}
-    if missing := list_kernels(plan) - there:
-        raise QdqError(f"no cubin holds the kernels {', '.join(sorted(missing))}; build the engine again")
+        with path.open("rb") as stream:
+            data = mmap(stream.fileno(), 0, access=ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: it is empty
+        raise UserError(f"{path} is no whole engine of backend cuda ({error}); build it again") from error
+    return parse_engine(data, path, get_version())
 
 
 def _check_products(cubins: dict[str, bytes]) -> None:

@@ -6,7 +6,7 @@ Gelu. A node that no pattern covers, or two would, is refused by its name.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -14,19 +14,21 @@ import onnx
 from onnx import TensorProto
 
 from qdqbench.quantize.engine.cuda import plan
-from qdqbench.quantize.engine.cuda.cover import SHARED, TYPES, Cover, read_attribute, refuse
+from qdqbench.quantize.engine.cuda.cover import SHARED, Cover, read_attribute, refuse
 from qdqbench.quantize.engine.cuda.plan import Operation, Plan, View
+from qdqbench.quantize.engine.cuda.tokens import MASK, TOKENS, TYPES
 from qdqbench.quantize.graph.index import use_of
 from qdqbench.quantize.models.attention import MASK_FILL
-from qdqbench.quantize.models.inputs import MASK, TOKENS
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
 
+FAMILIES = ("bert", "roberta", "electra", "distilbert", "albert")  # whose graphs are covered
 _CODES = " codes"  # behind the owner of nodes that round its tensor
 # of [batch, length, heads, size]: heads before tokens, and with the last two axes swapped
 _SPLIT, _SPLIT_SWAPPED, _SWAPPED = [0, 2, 1, 3], [0, 2, 3, 1], [0, 1, 3, 2]
 _STEPS: dict[str, plan.StepKind] = {"Tanh": "tanh", "Relu": "relu", "Sigmoid": "sigmoid"}
+_GELU = (0.5, 1, np.sqrt(2 / np.pi), 0.044715, 3)  # numbers of its approximation by tanh
 _ADDS = 2  # nested, of three tables
 _HEAD_SIZES = range(1, 1025)
 
@@ -116,7 +118,7 @@ class _Matcher(Cover):
             alone = isinstance(operation, plan.Quantize)
             owned |= {owner + _CODES} if alone else {owner} if owner in apart else {owner, owner + _CODES}
             nodes = (node for node in self.graph.node if self.owners[node.output[0]] in owned)
-            yield operation.model_copy(update={"nodes": tuple(node.name or node.output[0] for node in nodes)})
+            yield replace(operation, nodes=tuple(node.name or node.output[0] for node in nodes))
             owned = set()
 
     def _produce(self, source: str, wanted: _Wanted) -> None:
@@ -127,7 +129,7 @@ class _Matcher(Cover):
             self._norm(source, wanted)
         elif kind == "Reshape":
             self._attention(source, wanted)
-        elif kind in ("Gelu", "Add", "MatMul"):
+        elif kind in ("Gelu", "Mul", "Add", "MatMul"):
             self._linear(source, wanted)
         else:
             refuse("it is no LayerNorm, attention or linear", self.index.producers.get(source, source))
@@ -147,7 +149,8 @@ class _Matcher(Cover):
         for move in moves:
             source = move(source)
         factors: Array = np.ones((), np.float32)
-        if self.kind(source) == "Mul":  # smoothing
+        if self.kind(source) == "Mul" and any(map(self._is_constant, self.index.producers[source].input)):
+            # smoothing
             covered.append(mul := self.take(source, "Mul", shared=True))
             source, factors = self.operands(mul, 0, 1)
         if self.kind(source) == "Clip":
@@ -161,6 +164,9 @@ class _Matcher(Cover):
         codes = wanted.codes.setdefault((factors.tobytes(), scale), dq.input[0])
         wanted.multipliers[codes] = factors.astype(np.float64) / scale
         return _Read(codes, source, scale)
+
+    def _is_constant(self, name: str) -> bool:
+        return self.index.constant(name) is not None
 
     def _scale(self, *nodes: onnx.NodeProto) -> float:
         """Return the scale that a Q and its DQ share."""
@@ -311,7 +317,7 @@ class _Matcher(Cover):
 
     def _linear(self, source: str, wanted: _Wanted) -> None:
         name, activation, residual = source, None, None
-        if self.kind(name) == "Gelu":
+        if self.kind(name) in ("Gelu", "Mul"):
             activation, name = self._gelu(name)
         elif self.kind(name) == "Add" and self._product(name) is None:
             add = self.take(name, "Add")
@@ -340,9 +346,25 @@ class _Matcher(Cover):
         self._add(plan.Linear(name=module, input=read.name, output=output, **form))  # type: ignore[arg-type]
 
     def _gelu(self, name: str) -> tuple[plan.Activation, str]:
+        if self.kind(name) == "Mul":
+            return "gelu_tanh", self._written_gelu(name)
         node = self.take(name, "Gelu", free=("approximate",))
         form = read_attribute(node, "approximate", b"none")
         return "gelu_tanh" if form == b"tanh" else "gelu", node.input[0]
+
+    def _written_gelu(self, name: str) -> str:
+        """Cover `0.5 x (1 + tanh(0.7979 (x + 0.044715 x^3)))`, and return x."""
+        product = self.take(name, "Mul")
+        x, half = self.operands(self.take(product.input[0], "Mul"))
+        curved, one = self.operands(self.take(product.input[1], "Add"))
+        scaled, root = self.operands(self.take(self.take(curved, "Tanh").input[0], "Mul"))
+        added = self.take(scaled, "Add")
+        cubed, share = self.operands(self.take(added.input[1], "Mul"))
+        power = self.take(cubed, "Pow")
+        numbers = [float(each) for each in (half, one, root, share, self.constant(power, 1))]
+        if {added.input[0], power.input[0]} != {x} or not np.allclose(numbers, _GELU, rtol=1e-6, atol=0):
+            refuse("expected a GELU", product)
+        return x
 
     def _weight(self, module: str, matmul: onnx.NodeProto) -> tuple[Array, Literal["int8", "fp16"]]:
         """Return a weight [N, K] and its kind; the scale of an INT8 one goes to the constants."""
@@ -473,7 +495,7 @@ class _Matcher(Cover):
                 zeros = np.zeros(len(step.weight), np.float32)
                 self.constants[f"head.{number}.weight"] = step.weight
                 self.constants[f"head.{number}.bias"] = zeros if step.bias is None else step.bias
-        listed = tuple(plan.Step.model_validate({"kind": step.kind}) for step in steps)
+        listed = tuple(plan.Step(kind=step.kind) for step in steps if step.kind is not None)
         read = self._half(name).name
         self._add(plan.Head(name="head", input=read, pooling=pooling, steps=listed, answers=answers))
 

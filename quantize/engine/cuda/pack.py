@@ -14,6 +14,7 @@
 """
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,14 +67,13 @@ def merge_qkv(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
             del tensors[output]
         nodes = tuple(node for each in parts for node in each.nodes)
         first = min(parts, key=plan.operations.index)
-        merged = {"name": name, "nodes": nodes, "output": name, "parts": outputs}
-        replaced |= dict.fromkeys(names) | {first.name: first.model_copy(update=merged)}
-        views = (View(tensor=name, column=number * width) for number in range(3))
-        fields = dict(zip(("query", "key", "value"), views, strict=True))
-        replaced[attention.name] = attention.model_copy(update=fields)
+        merged = replace(first, name=name, nodes=nodes, output=name, parts=outputs)
+        replaced |= dict.fromkeys(names) | {first.name: merged}
+        query, key, value = (View(tensor=name, column=number * width) for number in range(3))
+        replaced[attention.name] = replace(attention, query=query, key=key, value=value)
     operations = (replaced.get(each.name, each) for each in plan.operations)
     kept = tuple(each for each in operations if each is not None)
-    return plan.model_copy(update={"operations": kept, "tensors": tensors}), constants
+    return replace(plan, operations=kept, tensors=tensors), constants
 
 
 def _fold(operation: Operation, plan: Plan, numbers: Numbers) -> Numbers:

@@ -7,18 +7,22 @@ tensors that they hold. Arrays of an operation are named `OPERATION.PART`, those
 Codes are `clip(rint(x), -128, 127)`, as QuantizeLinear rounds: half to even.
 """
 
-from typing import Annotated, Literal
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from math import isfinite
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from pydantic import Field
-
-from qdqbench.quantize.utils.schema import Frozen, Positive
+from qdqbench.quantize.utils.errors import UserError
 
 Activation = Literal["gelu", "gelu_tanh"]
 Pooling = Literal["tokens", "first", "mean", "last"]
 StepKind = Literal["dense", "tanh", "relu", "sigmoid", "gelu", "gelu_tanh", "normalize"]
+Positive = Annotated[int, "over 0"]
+_MOST = 1 << 31  # integers of a plan are below
 
 
-class Tensor(Frozen):
+@dataclass(frozen=True, kw_only=True)
+class Tensor:
     """A buffer [T, width]. INT8 ones hold codes: of one scale, or of one for each channel (None)."""
 
     kind: Literal["int8", "fp16"]
@@ -26,14 +30,16 @@ class Tensor(Frozen):
     scale: float | None = None
 
 
-class View(Frozen):
+@dataclass(frozen=True, kw_only=True)
+class View:
     """Columns of a tensor: q, k or v in the output of a merged GEMM."""
 
     tensor: str
     column: int = 0
 
 
-class _Operation(Frozen):
+@dataclass(frozen=True, kw_only=True)
+class _Operation:
     name: str
     nodes: tuple[str, ...] = ()  # of the ONNX graph
 
@@ -48,6 +54,7 @@ class _Operation(Frozen):
         return (str(getattr(self, "output", "")),)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Quantized(_Operation):
     """An operation that writes FP16, INT8 codes, or both: codes are `rint(y * TENSOR.multiplier)`."""
 
@@ -59,6 +66,7 @@ class Quantized(_Operation):
         return self.codes if self.half is None else (self.half, *self.codes)
 
 
+@dataclass(frozen=True, kw_only=True)
 class Embed(Quantized):
     """The LayerNorm of the sum of three tables, by word, position and type: `NAME.word` and so on.
 
@@ -71,6 +79,7 @@ class Embed(Quantized):
     typed: bool = True  # types are an input; else all are 0
 
 
+@dataclass(frozen=True, kw_only=True)
 class Norm(Quantized):
     """LayerNorm with `NAME.gamma` and `NAME.beta`."""
 
@@ -79,6 +88,7 @@ class Norm(Quantized):
     epsilon: float
 
 
+@dataclass(frozen=True, kw_only=True)
 class Quantize(Quantized):
     """Codes of an FP16 tensor that no kernel writes with what makes it."""
 
@@ -86,6 +96,7 @@ class Quantize(Quantized):
     input: str
 
 
+@dataclass(frozen=True, kw_only=True)
 class Linear(_Operation):
     """Codes or FP16 of `activation(input @ NAME.weight.T * NAME.scale + NAME.bias) + residual`.
 
@@ -103,6 +114,7 @@ class Linear(_Operation):
     parts: tuple[str, ...] = ()  # of a merged q, k and v: ONNX tensors in the order of columns
 
 
+@dataclass(frozen=True, kw_only=True)
 class Attention(_Operation):
     """`softmax(q k^T * score_scale) v` over the tokens of each row; times `NAME.scale` for each channel.
 
@@ -124,19 +136,22 @@ class Attention(_Operation):
         return tuple(view.tensor for view in (self.query, self.key, self.value))
 
 
-class Step(Frozen):
+@dataclass(frozen=True, kw_only=True)
+class Step:
     """One operation of a head, in FP32; dense: `HEAD.NUMBER.weight` [N, K] and `HEAD.NUMBER.bias`."""
 
     kind: StepKind
 
 
-class Answer(Frozen):
+@dataclass(frozen=True, kw_only=True)
+class Answer:
     """An output of the graph; `column`: one of the head's columns, None: all of them."""
 
     name: str
     column: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
 class Head(_Operation):
     """The answers, in FP32: one of each row, or one of each token (`tokens`)."""
 
@@ -151,13 +166,11 @@ class Head(_Operation):
         return ()
 
 
-Operation = Annotated[
-    Embed | Norm | Quantize | Linear | Attention | Head,
-    Field(discriminator="op"),
-]
+Operation = Embed | Norm | Quantize | Linear | Attention | Head
 
 
-class Plan(Frozen):
+@dataclass(frozen=True, kw_only=True)
+class Plan:
     """Everything that an engine computes; weights are in the arrays next to it.
 
     A graph that is cut to be verified has as many states given as it gives: FP16 tensors.
@@ -176,3 +189,45 @@ class Plan(Frozen):
     @property
     def head(self) -> Head:
         return next(each for each in self.operations if isinstance(each, Head))
+
+
+def parse(kind: Any, value: Any) -> Any:  # noqa: PLR0911
+    """Return a value of a type in this module from JSON; UserError where it is none."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if type(None) in inner:
+        return None if value is None else parse(inner[0], value)
+    match value:
+        case dict() if is_dataclass(kind):
+            return _parse_record(kind, value)
+        case dict() if origin is dict:
+            return {key: parse(inner[1], each) for key, each in value.items()}
+        case {"op": str(name)} if name in (
+            kinds := {get_args(_hints(each)["op"])[0]: each for each in inner}
+        ):
+            return _parse_record(kinds[name], value)
+        case list() if origin is tuple:
+            return tuple(parse(inner[0], each) for each in value)
+        case str() if kind is str or (origin is Literal and value in inner):
+            return value
+        case bool() if kind is bool:
+            return value
+        case int() if type(value) is int and abs(value) < _MOST:
+            if kind is int or (kind == Positive and value > 0):
+                return value
+            value = float(value)
+    if kind is float and isinstance(value, float) and isfinite(value):
+        return value
+    raise UserError(f"{str(value)[:40]!r} is no {getattr(kind, '__name__', 'operation')} of a plan")
+
+
+def _parse_record(kind: Any, value: dict[str, Any]) -> Any:
+    hints = _hints(kind)
+    needed = {each.name for each in fields(kind) if each.default is MISSING}
+    if wrong := (value.keys() - hints.keys()) | (needed - value.keys()):
+        raise UserError(f"{min(wrong)[:40]!r} is unknown or missing in {kind.__name__}")
+    return kind(**{name: parse(hints[name], each) for name, each in value.items()})
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)

@@ -6,20 +6,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, Kernel, Signature
-from qdqbench.quantize.engine.cuda.compile import (
-    CAPABILITY,
-    STAGES,
-    TILES,
-    attention_name,
-    gemm_name,
-    norm_name,
-)
 from qdqbench.quantize.engine.cuda.driver import (
     AttentionArguments,
     GemmArguments,
@@ -28,7 +18,14 @@ from qdqbench.quantize.engine.cuda.driver import (
     TableArguments,
     map_tiles,
 )
-from qdqbench.quantize.engine.cuda.file import list_rows, read_file
+from qdqbench.quantize.engine.cuda.names import (
+    CAPABILITY,
+    STAGES,
+    TILES,
+    attention_name,
+    gemm_name,
+    norm_name,
+)
 from qdqbench.quantize.engine.cuda.plan import (
     Attention,
     Embed,
@@ -40,6 +37,7 @@ from qdqbench.quantize.engine.cuda.plan import (
     Quantize,
     Quantized,
 )
+from qdqbench.quantize.engine.cuda.reader import EngineFile
 from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_tokens, spread
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError
@@ -123,30 +121,28 @@ class _Rows:
     given: dict[str, Any] = field(default_factory=dict)  # FP16 [T, H] each
 
 
-def load_kernels(path: Path) -> tuple["CudaEngine", int]:
-    """Return the engine of a file on the current GPU, and the bytes that it takes there.
+Loaded = TypeVar("Loaded", bound="CudaEngine")
 
-    Raises:
-        UserError: a damaged file, or one of another version.
-        MissingDevice: no GPU that it is for, or a driver that cannot load its kernels.
-    """
+
+def load_engine(file: EngineFile, kind: type[Loaded]) -> Loaded:
+    """Return an engine on the current GPU; MissingDevice without one that it is for, or an old driver."""
     import torch
 
-    file = read_file(path)
     if not torch.cuda.is_available():
-        raise MissingDevice("backend cuda runs on torch's CUDA GPU, and there is none: see `qdqbench doctor`")
+        raise MissingDevice(
+            f"backend cuda runs on a GPU of compute capability {CAPABILITY}, and torch shows no GPU; install "
+            "torch for CUDA where there is one"
+        )
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
     if capability != CAPABILITY:
         raise MissingDevice(
             f"backend cuda runs on compute capability {CAPABILITY}, and this GPU has {capability}; take "
             "tensorrt_rtx or tensorrt"
         )
-    free = torch.cuda.mem_get_info()[0]
     try:
-        engine = CudaEngine(*file)
+        return kind(*file)
     except QdqError as error:
-        raise MissingDevice(f"{path} cannot be loaded here ({error}); update the driver") from error
-    return engine, max(0, free - torch.cuda.mem_get_info()[0])
+        raise MissingDevice(f"the kernels cannot be loaded here ({error}); update the driver") from error
 
 
 @dataclass
@@ -166,7 +162,7 @@ class BoundTokens:
             self._graph.replay()
 
 
-class CudaEngine(CompiledModel):
+class CudaEngine:
     """A plan with its arrays on the current GPU. Not safe for threads: buffers are shared."""
 
     def __init__(self, plan: Plan, arrays: Mapping[str, Array], cubins: Mapping[str, bytes]) -> None:
@@ -179,16 +175,7 @@ class CudaEngine(CompiledModel):
         self._last = {name: number for number, each in enumerate(plan.operations) for name in _reads(each)}
         self._graphs: OrderedDict[tuple[int, int, int, int], tuple[Any, Any, dict[str, Any]]] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
-        ids, states = np.dtype(np.int64), np.dtype(np.float32)
-        self.inputs = {
-            name: Signature(states, (None, None, plan.tensors[name].width))
-            if name in plan.given
-            else Signature(ids, (None, None))
-            for name in plan.inputs
-        }
-        self.outputs = [*(answer.name for answer in plan.head.answers), *plan.states]
-        self._lanes = [self.run]
-        self._ran: Tokens | None = None
+        self.ran: Tokens | None = None
 
     def _prepared(self) -> Iterator[tuple[str, Array]]:
         """Yield arrays as the kernels read them: rows of INT8 weights permuted, channels in groups of 64."""
@@ -204,11 +191,11 @@ class CudaEngine(CompiledModel):
                 array = np.concatenate([array, beyond])[rows]
             if name.startswith(f"{self.plan.head.name}."):
                 array = array.astype(np.float16)
-            yield name, np.ascontiguousarray(array)
+            yield name, np.require(array, requirements=["C", "A", "W"])  # a file's are read-only
 
     def run(self, batch: Mapping[str, Array]) -> dict[str, Array]:
         """Return the answers of int [B, L] inputs by name, FP32; those of masked tokens are 0."""
-        self._ran = tokens = pack_tokens(self.plan, self.arrays, batch)
+        self.ran = tokens = pack_tokens(self.plan, self.arrays, batch)
         return self._run_cut(tokens) if self.plan.given else self.unpack(tokens, self.answer(tokens))
 
     def _run_cut(self, tokens: Tokens) -> dict[str, Array]:
@@ -217,15 +204,6 @@ class CudaEngine(CompiledModel):
         answers = self.unpack(tokens, self.forward(self.load(tokens), kept))
         states = {name: kept[name][: len(tokens.ids)].float().cpu().numpy() for name in self.plan.states}
         return answers | {name: spread(state, tokens) for name, state in states.items()}
-
-    def blob(self) -> bytes:
-        raise NotImplementedError("an engine file is written where it is built")
-
-    def kernels(self) -> list[Kernel]:
-        """Return the layer table with the times of the operations on the last batch, each alone."""
-        assert self._ran is not None
-        times = [sum(times.values()) for times in self.profile(self._ran)]
-        return [Kernel(row, ms) for row, ms in zip(list_rows(self.plan), times, strict=True)]
 
     def profile(self, tokens: Tokens) -> list[dict[str, float]]:
         """Return the kernels of each operation and their milliseconds, by torch.profiler."""

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from qdqbench.quantize.engine.cuda.plan import Plan
-from qdqbench.quantize.models.inputs import MASK, TOKENS
 from qdqbench.quantize.utils.arrays import Array, Int32
 from qdqbench.quantize.utils.errors import UserError
 
-TYPES = "token_type_ids"
+TOKENS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"  # names of inputs
 MOST_TOKENS = 1 << 16  # of a batch: the largest bucket
 
 

@@ -19,13 +19,13 @@ from qdqbench.quantize.engine.diagnose.findings import (
     SourceRow,
     group_finding,
 )
-from qdqbench.quantize.engine.diagnose.sources import KINDS, TOKENS, Evidence, OnnxFile, read_sources
+from qdqbench.quantize.engine.diagnose.sources import KINDS, OWN, TOKENS, Evidence, OnnxFile, read_sources
 from qdqbench.quantize.engine.hazards import find_hazards, is_older
 from qdqbench.quantize.engine.inspection import EngineFacts, Inspection, find_problems
 from qdqbench.quantize.engine.profiles import FAR_FROM_OPT
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH
-from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.names import count_of, name_list
 from qdqbench.quantize.utils.results import Effect, LayerRow
 
 MAX_FILES = 16
@@ -107,7 +107,8 @@ def _describe_file(evidence: Evidence, kind: str) -> str:  # noqa: PLR0911  one 
         return f"{onnx.origin}; {counts['int8']} of {counts['gemms']} GEMMs run in INT8 by the graph"
     if kind == "log" and (log := evidence.log):
         version = f" {log.version}" if log.version else ""
-        parts = [f"of {log.tool}, TensorRT{version}", log.device, log.precision]
+        tool = "" if log.tool == "TensorRT" else f"{log.tool}, "
+        parts = [f"of {tool}TensorRT{version}", log.device, log.precision]
         return ", ".join(filter(None, parts)) + (f", {tables.format_count(log.layers)}" if log.layers else "")
     if kind == "layers" and (inspection := evidence.inspection):
         done = len(inspection.proof.int8_gemms)
@@ -204,8 +205,13 @@ def _float32(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
     what += "not INT8 in FP32"
     why = "weak typing (--fp16, --int8, --best) let the builder choose FP16; TensorRT 11 has strong typing "
     why += "only, where the file decides"
-    share = evidence.share_of_nodes(rest)
-    yield evidence.finding("fp32-compute", "slow", what, why, [FIX], nodes=rest, share=share, kinds=["onnx"])
+    share, fixes = evidence.share_of_nodes(rest), [FIX]
+    if onnx.origin == OWN:
+        why, fixes = (
+            "qdqbench writes this form for CPUs",
+            ["on a GPU, use model.gpu.onnx of the run"],
+        )
+    yield evidence.finding("fp32-compute", "slow", what, why, fixes, nodes=rest, share=share, kinds=["onnx"])
 
 
 def _long_attention(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
@@ -372,7 +378,7 @@ def _implicit(evidence: Evidence) -> Iterator[Finding]:
     weighted = [name for name, product in onnx.products.items() if product.weighted] if onnx else []
     reasons, fixes = [], [RUN]
     if missing:
-        said = f'{missing} lines say "Missing scale and zero-point"'
+        said = f'{count_of(missing, "line")} with "Missing scale and zero-point"'
         reasons.append(f"{said}: these tensors, and what reads them, stay in floating point")
     if cache:
         whose = f"the cache of TensorRT {cache.version} ({cache.calibrator})"

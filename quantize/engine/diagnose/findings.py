@@ -13,6 +13,7 @@ from qdqbench.quantize.engine.hazards import version_text
 from qdqbench.quantize.engine.inspection import format_nodes
 from qdqbench.quantize.engine.layers import MAX_TABLE_LAYERS, parse_log
 from qdqbench.quantize.graph.check.check import CheckReport, Group
+from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.results import Effect, LayerRow
 from qdqbench.quantize.utils.schema import Strict, Tabular
@@ -166,10 +167,13 @@ def group_finding(report: CheckReport, group: Group, path: Path) -> Finding:
 
 
 def with_file(texts: Sequence[str], path: Path | None) -> list[str]:
-    file = str(path or "MODEL.onnx")
-    fixed = str(Path(file).with_suffix(".fixed.onnx"))
+    file = path or Path("MODEL.onnx")
+    fixed = file.with_suffix(".fixed.onnx")
+    if any((folder / files.SUMS).is_file() for folder in fixed.parents[:2]):
+        fixed = Path(fixed.name)
     return [
-        text.replace("{file}", shlex.quote(file)).replace("{fixed}", shlex.quote(fixed)) for text in texts
+        text.replace("{file}", shlex.quote(str(file))).replace("{fixed}", shlex.quote(str(fixed)))
+        for text in texts
     ]
 
 

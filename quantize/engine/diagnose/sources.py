@@ -99,6 +99,9 @@ def _weight_size(graph: CheckGraph, node: onnx.NodeProto) -> tuple[int, int] | N
     return None
 
 
+OWN = "written by qdqbench"
+
+
 def _origin(model: onnx.ModelProto, operators: Counter[str]) -> str:  # noqa: PLR0911  one line a tool
     keys = {entry.key.lower() for entry in model.metadata_props[:100]}
     producer = f"{model.producer_name} {model.producer_version}".strip()[:80]
@@ -106,7 +109,7 @@ def _origin(model: onnx.ModelProto, operators: Counter[str]) -> str:  # noqa: PL
     if "qdqbench.fix" in keys:
         return "written by qdqbench fix"
     if any("qdqbench" in key for key in keys):
-        return "written by qdqbench"
+        return OWN
     if operators["DynamicQuantizeLinear"] or operators["MatMulInteger"]:
         return "dynamically quantized, as ONNX Runtime's quantize_dynamic does"
     if any(name.startswith("QLinear") or name == "QGemm" for name in operators):

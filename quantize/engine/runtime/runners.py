@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 
 from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, compile_model, warm_up
-from qdqbench.quantize.engine.cuda.runtime import load_kernels
+from qdqbench.quantize.engine.cuda.model import load_kernels
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile, fit_batch
 from qdqbench.quantize.engine.runtime.engine import Arrays, BoundRun, Engine
 from qdqbench.quantize.engine.sidecar import check_sidecar, note_sidecar, read_sidecar

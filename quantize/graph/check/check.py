@@ -37,7 +37,6 @@ from qdqbench.quantize.utils.limits import FP16_MAX, INT8_HEAD_SIZES
 from qdqbench.quantize.utils.names import count_of, name_list
 from qdqbench.quantize.utils.results import FindingRow
 from qdqbench.quantize.utils.schema import Strict, Tabular
-from qdqbench.quantize.utils.shown import Shown
 
 ORDER = "slow-weight-order"
 State = Literal["INT8", "refused", "not INT8", "floating point"]
@@ -63,7 +62,7 @@ class Group(Strict):
     gemms: list[str]  # nodes that they touch
 
 
-class CheckReport(Shown, Tabular):
+class CheckReport(Tabular):
     """Findings of `check`; node names are those of the file."""
 
     ir_version: int

@@ -182,8 +182,8 @@ def family_of(of: Any, model: str = "") -> Family:
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     raise UserError(
         f"{f'model {model}' if model else 'the model'} is a {model_type!r}; supported here: {known} "
-        f"(config.json, key model_type); for others `qdqbench recipes new --model {model or 'DIR'}` writes a "
-        f"recipe{explain_other([model_type])}"
+        "(config.json, key model_type); for other encoders `qdqbench recipes new "
+        f"--model {model or 'DIR'}` writes a recipe{explain_other([model_type])}"
     )
 
 

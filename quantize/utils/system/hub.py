@@ -52,4 +52,6 @@ def _cached(repository: str, kind: RepoKind, revision: str | None) -> str | None
 
 
 def _reason(error: Exception) -> str:
+    if type(error).__name__ == "OfflineModeIsEnabled":
+        return "HF_HUB_OFFLINE is set"
     return " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(": ")

@@ -93,7 +93,7 @@ def measure(cell: dict[str, Any], tiles: list[Any], triton_gemm: Any, own: Any, 
     import torch
     from contestants import Operands, TorchFp16, torch_int8
 
-    from qdqbench.quantize.engine.cuda.compile import TILES
+    from qdqbench.quantize.engine.cuda.names import TILES
 
     made = Operands.random(cell["tokens"], cell["n"], cell["k"], cell["epilogue"], LAUNCHES)
     swizzles = (1, 8) if cell["tokens"] >= 4096 else (1,)

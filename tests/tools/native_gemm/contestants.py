@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from qdqbench.quantize.engine.cuda.compile import STAGES, compile_source
+from qdqbench.quantize.engine.cuda.compile import compile_source
 from qdqbench.quantize.engine.cuda.driver import GemmArguments, Kernels, map_tiles
+from qdqbench.quantize.engine.cuda.names import STAGES
 from qdqbench.quantize.engine.cuda.runtime import permute_rows
 
 SOURCE = Path(__file__).parent / "gemm.cu"

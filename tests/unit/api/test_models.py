@@ -1,6 +1,10 @@
 """Models in memory: samples in any form, the model unharmed, the same scales as a run's."""
 
 import copy
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -8,13 +12,17 @@ import onnxruntime
 import pandas
 import pytest
 import torch
-from transformers import AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trainer, TrainingArguments
 
 import qdqbench
+from qdqbench.eval.bench.results import read_bench
 from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.utils.results import read_results
 
-from ...integration.tiny import write_model
-from ...support.tiny_bert import calibrate, calibration_batches, recipe_with
+from ...integration.tiny import write_data, write_model
+from ...support.tiny_bert import assert_same_state, calibrate, calibration_batches, recipe_with
+
+MEASURED = Path(__file__).parents[3] / "docs" / "measured-cpu"
 
 
 def recipe():
@@ -73,6 +81,7 @@ def test_texts_a_path_a_batch_and_a_frame_are_taken(model, tmp_path):
     assert amax(found) == amax(qdqbench.quantize(str(folder), rows))
     assert amax(found) == amax(qdqbench.quantize(load_model(str(folder)), texts, tokenizer=tokenizer))
     assert amax(found) == amax(qdqbench.quantize(folder, pandas.DataFrame(rows)))
+    assert amax(found) == amax(qdqbench.quantize(folder, tokenizer(texts)))  # of two lengths
     batch, one = calibration_batches()[0], calibration_batches()[:1]
     assert amax(qdqbench.quantize(model, batch, recipe())) == amax(qdqbench.quantize(model, one, recipe()))
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)})
@@ -90,15 +99,63 @@ def test_a_notebook_shows_one_line_and_a_small_table(made, tmp_path):
     assert f"recipe: bert-int8-linears, INT8 linears: {linears} of " in repr(made)
     assert str(exported.path) in repr(exported)
     assert f"INT8 GEMMs: {linears} of {len(report.gemms)}" in repr(report)
-    for shown in (made, exported, report):
+    results = read_results(MEASURED / "sst2-openvino-int8-linears")
+    bench = read_bench(MEASURED / "sst2-bench-128" / "bench.json")
+    assert "fp32: accuracy 0.8968, " in repr(results)
+    assert "gate: passed" in repr(results)
+    assert re.search(r"b8 s128: \d\.\d\dx over \w", repr(bench))
+    for shown in (made, exported, report, results, bench, made.record):
         assert "\n" not in repr(shown)
         assert len(repr(shown)) < 400
-        assert shown._repr_html_().count("<tr>") >= 3
+        assert shown._repr_html_().count("<tr>") >= 1
     assert qdqbench.__version__
 
 
+def test_what_is_saved_loads_again_here_and_in_transformers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = write_model(tmp_path / "sst2", "sst2")
+    made = qdqbench.quantize(folder, ["good and bad", "the best of all"], "int8-attention")
+    found = qdqbench.load(made.save_pretrained("saved"))
+    assert found.record == made.record
+    assert found.recipe == made.recipe
+    assert_same_state(made.model, found.model)
+    assert_same_state(made.original, AutoModelForSequenceClassification.from_pretrained("saved"))
+    assert found.tokenizer("good").input_ids == made.tokenizer("good").input_ids
+    assert found.save_pretrained("saved").is_dir()  # again
+    with pytest.raises(qdqbench.UserError, match="sst2 holds no quantized model"):
+        qdqbench.load(folder)
+    with pytest.raises(qdqbench.UserError, match="sst2 holds something else"):
+        made.save_pretrained(folder)
+    made.model.classifier = torch.nn.Identity()
+    with pytest.raises(qdqbench.CheckFailed, match="layers of the model were changed"):
+        made.save_pretrained("saved")
+    write_data(tmp_path / "data", "sst2")
+    rows = pandas.read_parquet(tmp_path / "data" / "sst2" / "validation.parquet")
+    told = {"data": {"train": rows[:8], "validation": rows}, "limit": 48}
+    results = found.evaluate("sst2", **told)
+    assert {name: stage.n for name, stage in results.stages.items()} == {"fp32": 48, "fake_quant": 48}
+    assert results.stages["fake_quant"].vs_fp32.n == 48
+    assert results.data["calibration"]["samples"] == 2
+    with pytest.raises(qdqbench.UserError, match="give tokenizer="):
+        qdqbench.quantize(found.original, {"input_ids": [[2, 5, 3]]}).evaluate("sst2", **told)
+
+
+@pytest.mark.long
+def test_a_model_in_memory_is_deployed_with_its_scales(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("qdqbench.eval.runs.run.bench_quickly", lambda session: "")
+    folder = write_model(tmp_path / "sst2", "sst2")
+    made = qdqbench.quantize(folder, ["good and bad", "the best of all"])
+    write_data(tmp_path / "data", "sst2")
+    made.deploy("run", "sst2", tmp_path / "data", limit=32, backend="onnxruntime")
+    assert json.loads(Path("run/calibration.json").read_text()) == made.record.model_dump(mode="json")
+    assert Path("run/deploy/run_onnxruntime.py").is_file()
+    assert all(stage.reused for stage in qdqbench.resume("run").timings.values())
+
+
 def test_a_trainer_trains_what_is_quantized(model, tmp_path):
-    in_fp32 = recipe_with("bert-int8-linears", engine={"backend": "onnxruntime"})
+    split = {"outlier_channel_splitting": 32}
+    in_fp32 = recipe_with("bert-int8-linears", engine={"backend": "onnxruntime"}, calibration=split)
     made = qdqbench.quantize(model, calibration_batches(), in_fp32)
     batch = calibration_batches()[0]
     rows = [
@@ -116,6 +173,7 @@ def test_a_trainer_trains_what_is_quantized(model, tmp_path):
         inputs = {name: torch.from_numpy(values) for name, values in batch.items()}
         expected = made.model.eval()(**inputs).logits.numpy()
     np.testing.assert_allclose(logits, expected, atol=0.05)
+    assert_same_state(qdqbench.load(made.save_pretrained(tmp_path / "saved")).model, made.model)
 
 
 def test_an_export_holds_to_the_recipe(made, tmp_path):
@@ -135,6 +193,7 @@ def test_an_export_holds_to_the_recipe(made, tmp_path):
         ([{"input_ids": [1, 2], "attention_mask": [1]}], "have shapes"),
         (iter([{"input_ids": [1, 2]}]), "more than once; give a list"),
         ([], "no samples"),
+        ([{"input_ids": [7, 70]}], "go from 7 to 70, but the model has ids from 0 to 59; use the tokenizer"),
         ([{"input_ids": [7] * 129}], "has 129 tokens, but the model has 128 positions"),
     ],
 )
@@ -150,3 +209,70 @@ def test_what_does_not_fit_is_refused(model):
     other.config.model_type = "bart"
     with pytest.raises(qdqbench.UserError, match="'bart'; supported here"):
         qdqbench.quantize(other, calibration_batches(), recipe())
+
+
+IDS = [{"input_ids": [2, 7, 3]}]
+WRONG = [  # what a user may try: of the API, a model and a quantized one
+    (lambda q, model, made: q.quantize(None, IDS), "a NoneType is no transformers model"),
+    (lambda q, model, made: q.quantize(model.base_model, IDS), "a BertModel has no head"),
+    (lambda q, model, made: q.quantize(made.model, IDS), "has quantizers already; give the original"),
+    (lambda q, model, made: q.quantize(made, IDS), "a Quantized is no transformers model"),
+    (lambda q, model, made: q.quantize(model, None), "a NoneType is no calibration data"),
+    (lambda q, model, made: q.quantize(model, "a text"), "a str is no calibration data"),
+    (lambda q, model, made: q.quantize(model, [[7, 8]]), "a calibration sample is a list"),
+    (lambda q, model, made: q.quantize(model, np.array([[7]])), "a calibration sample is a ndarray"),
+    (lambda q, model, made: q.quantize(model, [{"input_ids": None}]), "but no input_ids"),
+    (lambda q, model, made: q.quantize(model, [{"input_ids": "abc"}]), "no whole numbers"),
+    (lambda q, model, made: q.quantize(model, [{"input_ids": [1.5]}]), "no whole numbers"),
+    (lambda q, model, made: q.quantize(model, [{"input_ids": [[7], [7, 8]]}]), "pad them"),
+    (lambda q, model, made: q.quantize(model, [IDS[0] | {"token_type_ids": [0, 5, 0]}]), "from 0 to 5"),
+    (lambda q, model, made: q.quantize(model, [{"input_ids": []}]), "no samples of split 'memory'"),
+    (lambda q, model, made: q.quantize(model, ["a", None], tokenizer=made), "None among the calibration"),
+    (lambda q, model, made: q.quantize(model, ["a"], tokenizer=7), "a int is no tokenizer"),
+    (
+        lambda q, model, made: q.quantize(model, pandas.DataFrame({"text": ["a"]})),
+        "has text, but no input_ids",
+    ),
+    (lambda q, model, made: q.quantize(model, IDS, 3), "no recipe or file is called '3'"),
+    (lambda q, model, made: q.quantize(model, IDS, "roberta-int8-ffn"), "is for model family 'roberta'"),
+    (lambda q, model, made: q.quantize(model, IDS, progress="x"), "progress='x' is no function"),
+    (lambda q, model, made: q.export(model, "x.onnx"), "a BertForSequenceClassification is not quantized"),
+    (lambda q, model, made: q.export(made, "."), ". is a folder; give the file to write"),
+    (lambda q, model, made: made.export(None), "path='None' of type NoneType is no path"),
+    (lambda q, model, made: made.save_pretrained(None), "is no path"),
+    (lambda q, model, made: made.evaluate("sst2", limt=3, tokenizer=FAKE), "limt=3: no such argument"),
+    (lambda q, model, made: made.evaluate(None, tokenizer=FAKE), "give a task"),
+    (lambda q, model, made: made.evaluate("sst2", model="x", tokenizer=FAKE), "no model, revision"),
+    (lambda q, model, made: made.deploy(None, "sst2"), "is no path"),
+    (lambda q, model, made: q.check(None), "is no path"),
+    (lambda q, model, made: q.load(3), "folder='3' of type int is no path"),
+    (lambda q, model, made: q.load_recipe(None), "no recipe or file is called 'None'"),
+    (lambda q, model, made: q.resume(made), "of type Quantized is no path"),
+    (lambda q, model, made: q.evaluate(None), "is no path"),
+    (lambda q, model, made: q.build(""), "is no path"),
+    (lambda q, model, made: q.bench(3), "is no path"),
+    (lambda q, model, made: q.bench(model=model), "should be a valid string"),
+    (lambda q, model, made: q.run("int8-linears", model, "sst2"), "is in memory; save it"),
+    (lambda q, model, made: q.run(data={"train": "a.csv"}), "holds rows, no paths"),
+    (lambda q, model, made: q.run(text_column="a", limit="all"), "^limit=all: should be a valid integer"),
+    (lambda q, model, made: q.run(set="calibration.samples"), "^set=calibration.samples: should be"),
+    (lambda q, model, made: q.qat("int8-linears", seed=-1), "seed=-1: should be"),
+    (lambda q, model, made: q.finetune(learning_rate="fast"), "learning_rate=fast: should be"),
+    (lambda q, model, made: q.auto(budget=[]), r"budget=\[\]: no duration"),
+    (lambda q, model, made: q.auto(recipe="int8-nothing"), "no recipe or file is called 'int8-nothing'"),
+]
+FAKE = SimpleNamespace(save_pretrained=lambda folder: None)
+
+
+@pytest.mark.parametrize("number", range(len(WRONG)))
+def test_a_wrong_call_is_one_sentence(number, model, made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call, message = WRONG[number]
+    with pytest.raises(qdqbench.UserError, match=message):
+        call(qdqbench, model, made)
+
+
+@pytest.mark.parametrize("call", [qdqbench.run, qdqbench.quantize, qdqbench.export, qdqbench.finetune])
+def test_an_unknown_argument_is_named_with_its_function(call):
+    with pytest.raises(TypeError, match=r"^\w+\(\) .*'recpie'"):
+        call(recpie="x")

@@ -9,7 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForTokenClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from qdqbench.eval.bench import peers
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
@@ -20,6 +25,7 @@ from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support.families import SIZES, new_model
+from ...support.interpreted import use_host
 from ...support.tiny_bert import padded_batch
 
 
@@ -219,6 +225,24 @@ def test_heads_over_tokens_answer_every_token(auto):
     (answers,), packing = unpadded(model, batch, 1)
     for row, (start, length) in enumerate(zip(packing.first_tokens(0), LENGTHS, strict=True)):
         assert torch.allclose(answers[start : start + length], reference[row, :length], atol=2e-5)
+
+
+@pytest.mark.parametrize("auto", [AutoModelForTokenClassification, AutoModelForSequenceClassification])
+def test_a_bound_encoder_answers_rows_of_one_shape(auto, monkeypatch):
+    use_host(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("bert", vocab_size=99, num_labels=2, **SIZES["bert"])
+    model = auto.from_config(config).eval()
+    batch = padded(model, (7, 7, 7))
+    reference = expected(model, batch)
+    encoder = peers.UnpaddedEncoder(model, compiled=False)
+    packing = peers.pack_rows(peers.unpadded_rows(batch), 1, encoder.positions_of)
+    run = encoder.bind(packing, (3, 7))
+    assert (run.detail, encoder.feed(packing)) == ("CUDA graph", packing.launches)
+    assert torch.allclose(run.outputs[peers.OUTPUT], reference, atol=2e-5)
 
 
 @pytest.mark.parametrize("mode", ["mean", "cls", "last"])

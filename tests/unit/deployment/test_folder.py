@@ -6,9 +6,9 @@ import os
 import pytest
 
 from qdqbench.quantize.deployment import write as under_test
-from qdqbench.quantize.deployment.write import SUMS, place, remove
+from qdqbench.quantize.deployment.write import place, remove
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.files import REPLACED
+from qdqbench.quantize.utils.files import REPLACED, SUMS
 
 
 @pytest.fixture

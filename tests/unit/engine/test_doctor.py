@@ -11,6 +11,7 @@ from qdqbench.cli.app import main
 from qdqbench.quantize.engine import doctor
 from qdqbench.quantize.engine.doctor import Library, anonymous, bug_report, look, probe, state_of, unmet
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
+from qdqbench.quantize.utils.names import install_command
 from qdqbench.quantize.utils.system.gpu import Gpu
 
 L4, H100 = Gpu("NVIDIA L4", "8.9", "580.1"), Gpu("NVIDIA H100", "9.0", "580.1")
@@ -59,7 +60,7 @@ def test_a_library_that_hangs_is_told(tmp_path, monkeypatch):
         ("tensorrt_rtx", Library(version="1.4.0"), CPU_ONLY, None, (False, False, "builds no engine")),
         ("tensorrt_rtx", Library(version="1.7.1"), CUDA, H100, (False, False, "refuses")),
         ("tensorrt_rtx", Library(version="1.6.1"), CUDA, H100, (True, True, None)),
-        ("cuda", ABSENT, CUDA, H100, (False, False, "pip install 'qdqbench[hopper]'")),
+        ("cuda", ABSENT, CUDA, H100, (False, False, install_command("hopper"))),
         ("cuda", Library(version="0.1.0"), CPU_ONLY, None, (False, True, "ahead of time")),
         (
             "cuda",

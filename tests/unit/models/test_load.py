@@ -249,6 +249,12 @@ class TestRefused:
         told = "pads with id 1, but the model counts its positions by pad_token_id 0"
         assert told in failure(load_matching_tokenizer, tmp_path)
 
+    def test_a_tokenizer_of_a_larger_model(self, tmp_path: Path) -> None:
+        entries = load_matching_tokenizer(str(write_model(tmp_path, "bert"))).vocab_size
+        edit_json(tmp_path / "config.json", vocab_size=entries - 1)
+        told = f"has {entries} entries and the model {entries - 1}, so it is another model's"
+        assert told in failure(load_matching_tokenizer, tmp_path)
+
     def test_positions_behind_the_padding_are_fewer(self, tmp_path: Path) -> None:
         config = load_config(str(write_model(tmp_path, "camembert")))
         recipe = load_recipe("roberta-int8-linears")

@@ -256,6 +256,9 @@ class TestOpening:
     def test_no_run_of_this_version(self, tmp_path):
         with pytest.raises(UserError, match=r"is no run directory \(it has no run\.json\)"):
             read_config(tmp_path)
+        open_run(config(), tmp_path / "a")
+        with pytest.raises(UserError, match=r"or give one of \S+/a$"):
+            read_config(tmp_path / "b")
         (tmp_path / CONFIG).write_text('{"schema_version": 2}')
         with pytest.raises(UserError, match="is no run configuration of this version of qdqbench"):
             read_config(tmp_path)

@@ -36,9 +36,11 @@ def test_the_fastest_that_holds_is_the_one_to_start_with():
     slow, fast = figure("slow", 1.2), figure("fast", 1.5)
     assert shipped.find_fastest("gpu", (slow, fast)) == "fast"
     assert shipped.find_fastest("cpu", (slow, fast)) is None
-    assert shipped.find_fastest("gpu", (slow, figure("fast", 1.5, (0.0, -0.6, 0.0)))) == "slow"
-    unclear = figure("fast", 1.5, (0.0, -0.6, 0.0), stderr=0.9)
-    assert shipped.find_fastest("gpu", (slow, unclear)) == "slow"
+    assert shipped.find_fastest("gpu", (slow, figure("fast", 1.5, (0.0, -0.8, 0.0)))) == "slow"
+    within_noise = figure("fast", 1.5, (0.0, -0.8, 0.0), stderr=0.2)
+    assert shipped.find_fastest("gpu", (slow, within_noise)) == "fast"
+    on_average = figure("fast", 1.5, (-0.6, -0.6, -0.6), stderr=0.9)  # for which noise is no excuse
+    assert shipped.find_fastest("gpu", (slow, on_average)) == "slow"
     assert shipped.find_fastest("gpu", (slow, figure("fast", 1.5, (0.0, 0.0)))) == "slow"  # a task is missing
     # no engine ran
     assert shipped.find_fastest("gpu", (slow, figure("fast", 1.5, stage="fake_quant"))) == "slow"
@@ -57,6 +59,27 @@ def test_the_worst_task_is_shown_and_what_no_engine_ran_is_called_so():
     empty = shipped.Figure(recipe="x", device="gpu", accuracy=(), speed=())
     assert (shipped.format_worst(empty), shipped.format_speed(empty)) == ("not measured", "not measured")
     assert shipped.describe_conditions([empty]) == []
+
+
+def test_a_task_counts_once_in_the_mean_and_held_out_ones_are_told_apart():
+    rows = [accuracy("sst2", -0.4, 0.1), accuracy("sst2", 0.2, 0.3), accuracy("rte", -1.3, 0.6)]
+    found = shipped.Figure(
+        recipe="x",
+        device="gpu",
+        accuracy=(*rows, accuracy("mnli", -9, stage="fake_quant"), accuracy("wnli", -9)),
+        speed=(),
+    )
+    assert found.mean == shipped.Mean(
+        tasks=2, points=-0.7, stderr=0.3162, measurements=3, beyond=2, by_chance=0.07
+    )
+    assert (found.held_out.tasks, found.held_out.points, found.held_out.stderr) == (1, -1.3, 0.6)
+    cells = ("-0.70 ± 0.32", "-1.30 ± 0.60", "-1.30 ± 0.60 rte", "2/3", "not measured")
+    assert shipped.format_figure(found) == cells
+    same = accuracy("sst2", 0.0, None)  # no answer differs
+    assert (
+        shipped.average([same]).model_dump() | {"beyond": 0, "stderr": 0.0}
+        == shipped.average([same]).model_dump()
+    )
 
 
 def test_a_family_whose_own_engine_lost_more_is_not_sent_there():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.tasks.rows import add_label_values, load_split
+from qdqbench.quantize.tasks.rows import add_label_values, count_classes, load_split
 from qdqbench.quantize.tasks.task import Task, get_task
 from qdqbench.quantize.utils.errors import UserError
 
@@ -48,12 +48,39 @@ def test_texts_are_matched_with_the_models_classes_or_sorted(folder, classes, la
 
 def test_texts_that_are_more_than_the_classes_are_named(folder):
     write(folder, "validation.csv", [*ROWS, ("odd", "neutral")])
-    with pytest.raises(UserError, match=r"3 different texts \(neg, neutral, pos\), but --num-labels is 2"):
+    with pytest.raises(
+        UserError, match=r"3 different texts \(neg, neutral, pos\), but task 'own' has 2 classes"
+    ):
         add_label_values(OWN, str(folder), ["neg", "pos"])
     task = add_label_values(OWN.model_copy(update={"num_labels": 3}), str(folder), [])
     write(folder, "validation.csv", [("odd", "other")])
     with pytest.raises(UserError, match="hold other, which is none of neg, neutral, pos"):
         read(task, folder)
+
+
+def test_classes_are_counted(folder):
+    def count(outputs: int | None = None, *labels: object) -> int:
+        if labels:
+            write(folder, "train.csv", [(f"text {row}", label) for row, label in enumerate(labels)])
+            write(folder, "validation.csv", [("few", labels[0])])
+        return count_classes(OWN, str(folder), outputs)
+
+    assert count() == 2  # texts
+    assert [count(None, True, False), count(None, 0, 3), count(None, 5, 1)] == [2, 4, 5]
+    assert [count(3, 1, 0), count(1, 4, 5), count(None, 0.5, 2.5), count(2, 0.5)] == [3, 1, 1, 2]
+    with pytest.raises(UserError, match="has no column stars; its columns are text, label"):
+        count_classes(OWN.model_copy(update={"label_column": "stars"}), str(folder))
+
+
+def test_the_only_file_of_a_folder_and_text_labels_of_a_known_task(tmp_path):
+    path = write(tmp_path, "reviews.csv", ROWS * 5)
+    known = get_task("sst2", text_columns=["text"])
+    assert add_label_values(known, str(tmp_path)).values == ("neg", "pos")
+    task = add_label_values(OWN, str(tmp_path))
+    assert read(task, tmp_path) == read(task, path)
+    path.rename(tmp_path / "train.csv")  # a split: nothing is drawn from it
+    with pytest.raises(UserError, match=r"no file for split 'validation'.* such as \S+/train.csv"):
+        read(OWN, tmp_path)
 
 
 def test_numbers_from_one_are_told_by_all_splits_together(tmp_path):

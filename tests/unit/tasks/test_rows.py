@@ -130,7 +130,7 @@ def test_no_samples_asked_for(tmp_path, limit):
         (SST2, {"label": [0.5] * 6}, "regression needs --num-labels 1"),
         (SST2, {"sentence": ["a", "b", None, "d", None, "f"]}, "2 empty .* first in row 2"),
         (SST2, {"sentence": [1, 2, 3, 4, 5, 6]}, "int64, not texts"),
-        (STSB, {}, r"sentence1 \(nearest: sentence\), sentence2 .*columns are sentence, label, idx"),
+        (STSB, {}, r"sentence1 \(nearest: sentence\), sentence2 .*its columns are sentence, label, idx"),
     ],
 )
 def test_columns_that_do_not_fit(tmp_path, task, columns, message):
@@ -450,7 +450,7 @@ class TestTexts:
         with pytest.raises(UserError, match=r"--data .*a\.md is none of \.parquet, .*\.txt"):
             load(self.lines(tmp_path / "a.md"), EMBED)
         write(tmp_path / "b.csv", {"other": ["a", "b"]})
-        with pytest.raises(UserError, match=r"has no column text \(nearest: other\)"):
+        with pytest.raises(UserError, match="has no column text; its columns are other"):
             load(tmp_path / "b.csv", EMBED)
         (tmp_path / "c.txt").write_text("\n\n")
         with pytest.raises(UserError, match="has no rows"):

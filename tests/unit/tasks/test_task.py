@@ -25,7 +25,7 @@ def test_known_tasks_come_back_but_for_what_is_given():
 
 
 def test_unknown_name_says_the_nearest_and_how_to_name_columns():
-    said = r"'sst-2', nearest is 'sst2'.*--text-column .*--label-column.*--num-labels"
+    said = r"'sst-2', nearest is 'sst2'.*--text-column .*--label-column"
     with pytest.raises(UserError, match=said):
         get_task("sst-2")
 

@@ -348,6 +348,35 @@ def test_the_mean_over_tasks_has_ptq_too():
     assert "| `trained` | 89.68 | 87.98 | 89.45 |" in section
 
 
+def test_accuracy_over_seeds_and_speed_stand_in_one_row():
+    bench, _, run, _ = golden()
+    first, second = copy.deepcopy(run), copy.deepcopy(run)
+    for each, name, delta in ((first, "m", -0.01), (second, "m-seed-1", 0.02)):
+        each["model"]["name"], each["recipe"] = name, bench.recipe
+        each.stages.engine.vs_fp32["delta"]["accuracy"] = delta
+    bench.target.name, bench.settings.dataset = "m", "sst2"
+    lengths, fixed = copy.deepcopy(bench.configs[0]), copy.deepcopy(bench.configs[0])
+    lengths.kind, lengths.length = "dataset", None
+    fixed.batch, fixed.length = tables.JOINT
+    for row in lengths.speedups:
+        row.value *= 2
+    bench.configs = [lengths, fixed]
+    assert (bench.systems[0].name, bench.systems[0].backend.split()[0]) == ("int8", run.engine.backend)
+    _, made = tables.joint_tables([first, second], [bench], tables.Notes())
+    header, _, row = ([cell.strip() for cell in line.strip("|").split("|")] for line in made.splitlines())
+    cells = dict(zip(header, row, strict=True))
+    error = 100 * run.stages.engine.vs_fp32.delta_stderr["accuracy"]
+    assert cells["difference"] == f"+0.50 ± {error:.2f}"
+    assert (cells["model"], cells["sd"], cells["seeds"]) == ("m", "2.12", "2")
+    slowest = min(
+        each.value for each in fixed.speedups if (each.system, "fp" in each.baseline) == ("int8", True)
+    )
+    assert f"{slowest:.2f}x [" in cells["128 x 128"]
+    assert f"{2 * slowest:.2f}x [" in cells["task's lengths"]
+    bench.configs = [lengths]
+    assert tables.joint_tables([first, second], [bench], tables.Notes()) == []
+
+
 # Figures of `recipes list`
 
 

@@ -1,13 +1,19 @@
 """What the runtime decides on the host: buckets, graphs, tiles, buffers, and the order of weights."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.quantize.engine.cuda.compile import TILES
+from qdqbench.quantize.engine.cuda.names import TILES
 from qdqbench.quantize.engine.cuda.plan import Answer, Embed, Head, Plan, Tensor
 from qdqbench.quantize.engine.cuda.runtime import (
+    PACKED,
+    CudaEngine,
     choose_bucket,
     choose_graph,
     choose_heads,
@@ -17,6 +23,8 @@ from qdqbench.quantize.engine.cuda.runtime import (
 )
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, pack_tokens
 from qdqbench.quantize.utils.errors import UserError
+
+from ....support.interpreted import use_host
 
 PLAN = Plan(
     inputs=("input_ids", "attention_mask"),
@@ -105,6 +113,46 @@ def test_choices_are_kernels_that_there_are(m, n, k, multiprocessors):
     assert choose_tile(m, n, k, multiprocessors) in TILES
     for reach, longest in ((128, 64), (128, 128), (256, 64), (384, 512)):
         assert 1 <= choose_heads(m, 12, reach, longest, multiprocessors) <= (4 if reach == 128 else 2)
+
+
+class Device:
+    """A stream, an event or a CUDA graph that only counts."""
+
+    replayed = 0
+
+    def replay(self):
+        self.replayed += 1
+
+    def wait_stream(self, _):
+        return None
+
+    record = wait_stream
+
+
+def test_bound_launches_share_no_buffer_stream_or_pool(monkeypatch):
+    use_host(monkeypatch)
+    pools, fed = [], []
+
+    def capture(graph, pool):
+        pools.append(pool)
+        return nullcontext()
+
+    for name in ("Stream", "CUDAGraph", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, Device)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", Device)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    engine = CudaEngine.__new__(CudaEngine)
+    engine.forward = lambda rows: fed.append(rows) or {"y": rows.ids * 2}
+    one, other = (engine.bind(128, 5, 30, 256) for _ in range(2))
+    assert len(fed) == 4  # warm, then captured
+    assert len({id(pool) for pool in pools}) == len({id(each.stream) for each in (one, other)}) == 2
+    one.inputs[PACKED][:] = torch.arange(5 * 128 + 6)
+    assert fed[1].positions.tolist() == [*range(128, 256)]
+    assert (fed[1].bounds.tolist(), fed[1].longest, fed[1].reach) == ([*range(640, 646)], 30, 256)
+    assert not fed[3].ids.any()  # the other's
+    one.launch()
+    assert (one._graph.replayed, other._graph.replayed) == (1, 0)
 
 
 def test_batches_that_no_bucket_holds_or_of_other_shapes_are_refused():

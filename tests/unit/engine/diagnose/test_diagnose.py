@@ -184,7 +184,7 @@ def test_implicit_calibration_is_told_with_every_file_that_shows_it(tmp_path):
     assert "no-qdq" not in codes(report)
     assert found.files == ["build.log", "c.cache", "model.onnx"]
     assert found.nodes == ["/layer/Add", "/layer/norm1"]
-    assert '2 lines say "Missing scale and zero-point"' in found.why
+    assert '2 lines with "Missing scale and zero-point"' in found.why
     assert "scales of 1 tensors" in found.why
     assert found.share
     assert one(report, "weak-typing").effect == "note"

@@ -140,7 +140,7 @@ def test_losses_are_over_the_tokens_of_a_window():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"answers": ["good"]}, "are string; map them to objects with the lists text and answer_start"),
+        ({"answers": ["good"]}, "are texts; map them to objects with the lists text and answer_start"),
         ({"answers": [{"text": ["it"], "answer_start": [1]}]}, "not at their answer_start .* in 1 of 1 rows"),
         ({"answers": [{"text": ["a", "b"], "answer_start": [0]}]}, "in all but 1 of 1 rows"),
         ({"question": ["is " * 20]}, "1 texts in column 'question' exceed 12 tokens"),

@@ -119,8 +119,8 @@ def test_numbers_with_names_are_matched_by_name_and_without_by_order(tmp_path):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"tokens": ["a b"], "ner_tags": [["O"]]}, "'tokens' of .* holds string, not lists of words"),
-        ({"tokens": [["a"]], "ner_tags": ["O"]}, "are string; map them to lists with a tag for each word"),
+        ({"tokens": ["a b"], "ner_tags": [["O"]]}, "'tokens' of .* holds texts, not lists of words"),
+        ({"tokens": [["a"]], "ner_tags": ["O"]}, "are texts; map them to lists with a tag for each word"),
         ({"tokens": [["a"]], "tags": [["O"]]}, r"no column ner_tags .*--label-column"),
         ({"tokens": [["a", "b"]], "ner_tags": [["O"]]}, "not as many as the words in 1 of 1 rows"),
         ({"tokens": [["a", "b"]], "ner_tags": [["O", None]]}, "missing for 1 words"),

@@ -7,7 +7,7 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from qdqbench.quantize.models import identity
-from qdqbench.quantize.models.load import load_model, load_tokenizer
+from qdqbench.quantize.models.load import load_config, load_model, load_tokenizer
 from qdqbench.quantize.tasks import rows
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.utils.errors import UserError
@@ -127,6 +127,9 @@ def test_a_changed_set_is_another_set(hub):
 def test_what_is_not_on_the_hub_is_one_sentence(hub, tmp_path):
     with pytest.raises(UserError, match=r"cannot load model o/m \(no such folder here.*no such model"):
         identity.model_fingerprint("o/m")
+    (tmp_path / "my-model").mkdir()
+    with pytest.raises(UserError, match=r"no such folder here, nearest is \S+/my-model, and as a hub id"):
+        load_config(str(tmp_path / "my-modle"))
     with pytest.raises(UserError, match=r"cannot load --data hub:o/d: no such dataset.*--data FOLDER"):
         rows.source_fingerprint(get_task("sst2"), "hub:o/d", "train")
     with pytest.raises(UserError, match="is a folder, which has no revision 'v1'; drop --revision"):

@@ -1,0 +1,54 @@
+"""An engine of backend cuda as the other runtimes' are: signatures, and a layer table with times."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, Kernel, Signature
+from qdqbench.quantize.engine.cuda.file import list_rows, read_file
+from qdqbench.quantize.engine.cuda.plan import Plan
+from qdqbench.quantize.engine.cuda.runtime import CudaEngine, load_engine
+from qdqbench.quantize.utils.arrays import Array
+
+
+def load_kernels(path: Path) -> tuple["CudaModel", int]:
+    """Return the engine of a file on the current GPU, and the bytes that it takes there.
+
+    Raises:
+        UserError: a damaged file, or one of another version.
+        MissingDevice: no GPU that it is for, or a driver that cannot load its kernels.
+    """
+    import torch
+
+    file = read_file(path)
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    engine = load_engine(file, CudaModel)
+    return engine, max(0, free - torch.cuda.mem_get_info()[0])
+
+
+def sign_inputs(plan: Plan) -> dict[str, Signature]:
+    """Return the type and shape of each input; those of a cut graph are states."""
+    ids = Signature(np.dtype(np.int64), (None, None))
+    widths = {name: plan.tensors[name].width for name in plan.given}
+    states = {name: Signature(np.dtype(np.float32), (None, None, width)) for name, width in widths.items()}
+    return {name: states.get(name, ids) for name in plan.inputs}
+
+
+class CudaModel(CudaEngine, CompiledModel):
+    """An engine with signatures and a layer table."""
+
+    def __init__(self, plan: Plan, arrays: Mapping[str, Array], cubins: Mapping[str, bytes]) -> None:
+        super().__init__(plan, arrays, cubins)
+        self.inputs = sign_inputs(plan)
+        self.outputs = [*(answer.name for answer in plan.head.answers), *plan.states]
+        self._lanes = [self.run]
+
+    def blob(self) -> bytes:
+        raise NotImplementedError("an engine file is written where it is built")
+
+    def kernels(self) -> list[Kernel]:
+        """Return the layer table with the times of the operations on the last batch, each alone."""
+        assert self.ran is not None
+        times = [sum(times.values()) for times in self.profile(self.ran)]
+        return [Kernel(row, ms) for row, ms in zip(list_rows(self.plan), times, strict=True)]

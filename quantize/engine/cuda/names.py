@@ -1,0 +1,60 @@
+"""Names of the kernels that a plan launches, and the sizes that they are compiled for."""
+
+import re
+
+from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Linear, Norm, Operation, Plan, Quantize
+
+TILES = (128, 128), (64, 128), (64, 64)  # M and N of a block's tile
+STAGES = {(128, 128): 6, (64, 128): 8, (64, 64): 12}
+MOST_CODES = 3  # that a kernel of norm.cu writes
+NORM_PARTS = 3, 6, 8  # of 128 channels each
+CAPABILITY = "9.0"
+ATTENTION_SIZES = (32, 64)  # of heads in INT8
+LINEAR_STEP = 16  # channels of INT8 linears are a multiple of it
+
+
+def gemm_name(operation: Linear, plan: Plan) -> str:
+    residual = None if operation.residual is None else plan.tensors[operation.residual].kind
+    output = plan.tensors[operation.output].kind
+    return f"{operation.activation or 'none'}_{residual or 'none'}_{output}"
+
+
+def needs_clamp(operation: Attention) -> bool:
+    """Return whether a probability of 1 could round to a code beyond 127."""
+    return (operation.probability_multiplier or 0) > 127.49
+
+
+def attention_name(operation: Attention, plan: Plan) -> str:
+    clamp = "_clamped" if needs_clamp(operation) else ""
+    return f"{operation.head_size}_{plan.tensors[operation.output].kind}{clamp}"
+
+
+def norm_name(operation: Embed | Norm, width: int) -> str:
+    parts = next((parts for parts in NORM_PARTS if width <= 128 * parts), 0)  # 0: there is no kernel
+    return f"{parts}_{len(operation.codes)}"
+
+
+def list_kernels(plan: Plan) -> set[str]:
+    """Return the names of all kernels that a plan may launch: GEMMs have one for each tile."""
+    named = (name for operation in plan.operations for name in _list_names(operation, plan))
+    return set(named)
+
+
+def _list_names(operation: Operation, plan: Plan) -> list[str]:
+    match operation:
+        case Linear(weight="int8"):
+            return [f"gemm_{m}_{n}_{gemm_name(operation, plan)}" for m, n in TILES]
+        case Attention(probability_multiplier=float()):
+            return [f"attention_{attention_name(operation, plan)}_{form}" for form in ("short", "long")]
+        case Embed() | Norm():
+            return [f"{operation.op}_{norm_name(operation, plan.tensors[operation.writes[0]].width)}"]
+        case Linear() | Attention() if plan.tensors[operation.output].kind == "int8":
+            return ["quantize"]
+        case Quantize():
+            return ["quantize"]
+    return []
+
+
+def find_symbols(cubin: bytes) -> set[str]:
+    """Return the kernels of a cubin: an ELF file has a section for the code of each."""
+    return {name.decode() for name in re.findall(rb"\0\.text\.(\w+)(?=\0)", cubin)}

@@ -1,0 +1,13 @@
+"""The quick bench that ends a run whose engine ran on this GPU."""
+
+from qdqbench.eval.bench.results import read_bench
+
+from .conftest import TIMED
+
+
+def test_a_run_ends_with_its_engine_next_to_the_fp16_twin(finished_run):
+    bench = read_bench(finished_run(TIMED) / "bench.json")
+    assert bench.settings.quick
+    [config] = bench.configs
+    assert [(row.system, row.status) for row in config.rows] == [("int8", "done"), ("fp16", "done")]
+    assert [row.baseline for row in config.speedups] == ["fp16"]

@@ -1,0 +1,186 @@
+"""Everything behind `docs/measured-real` that needs a GPU: fine-tunings, and runs of recipes, side by side.
+
+    python -m tests.tools.real_size.measure train --models MODELS --data GLUE --work WORK --out OUT
+    python -m tests.tools.real_size.measure runs --models MODELS --data GLUE --work WORK --out OUT
+    python tests/tools/tables.py --summarize OUT
+
+MODELS holds `mpnet` and `minilm-l6`, which are all-mpnet-base-v2 and all-MiniLM-L6-v2 with weights in FP16.
+`train` heals `bert-base` from `mpnet` (heal.py), and fine-tunes all three on the tasks. `runs` takes each
+model, task, recipe and backend to an engine and evaluates it. Seeds come one after the other, so that what
+does not fit in --seconds is of the last ones. A job whose result is in OUT is not done again; its log is
+WORK/NAME.log. Weights stay in WORK.
+"""
+
+import argparse
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.tools.measure_tables import PROGRAM
+
+HEAL = Path(__file__).with_name("heal.py")
+BASE, SMALL = ("bert-base", "mpnet"), "minilm-l6"
+SEEDS = 3
+LARGE = ["--batch-size", "128", "--learning-rate", "1e-4"]
+TRAINED = {  # options of a task's fine-tuning: the longest first
+    "sst2": ["--epochs", "2", "--batch-size", "256", "--learning-rate", "1e-4"],
+    "qqp": ["--epochs", "2", *LARGE],
+    "mnli": ["--epochs", "3", *LARGE],
+    "stsb": ["--epochs", "4"],
+    "mrpc": ["--epochs", "4"],
+    "rte": ["--epochs", "6"],
+    "wnli": ["--epochs", "3"],
+}
+FOR_SMALL = {  # sst2, mrpc and stsb are measured already
+    "qqp": ["--epochs", "3", *LARGE],
+    "mnli": ["--epochs", "3"],
+    "rte": ["--epochs", "12", "--learning-rate", "1e-4"],
+    "wnli": ["--epochs", "3"],
+}
+ALIKE = ["--num-evals", "1"]  # one checkpoint: those of a base model are large
+RECIPES = (
+    "int8-residual-fused", "int8-attention", "int8-linears", "int8-residual", "int8-ffn",
+    "int8-linears-per-tensor",
+)  # fmt: skip
+BACKENDS = ("tensorrt_rtx", "cuda")
+FINETUNED, RESULTS = "finetune.json", "results.json"
+
+
+@dataclass(frozen=True)
+class Job:
+    """Commands that run one after the other, each with the file that it leaves."""
+
+    name: str
+    commands: Sequence[tuple[list[str], Path]]
+    printed: bool = False  # the file is what a command prints
+    after: str = ""  # job that has to end before
+    heavy: Path | None = None  # folder that goes at the end
+
+
+def finetunings(given: argparse.Namespace) -> Iterator[Job]:
+    """Heal, and fine-tune all models on all tasks."""
+    models, data, work, healed = given.models, given.data, given.work, given.work / "bert-base"
+    options = [str(models / "mpnet"), str(healed), "--texts", data, *given.heal.split()]
+    yield Job("heal", [([sys.executable, str(HEAL), *options], healed / "heal.json")])
+    wanted = [(SMALL, FOR_SMALL, 1), ("mpnet", TRAINED, SEEDS), ("bert-base", TRAINED, SEEDS)]
+    for model, tasks, seeds in wanted:
+        base = healed if model == "bert-base" else models / model
+        for task, settings in tasks.items():
+            name = f"{model}-{task}"
+            shared = ["--model", str(base), "--task", task, "--data", data, "--seeds", str(seeds)]
+            command = [*PROGRAM, "finetune", *shared, *settings, *ALIKE, "--out", str(work / name)]
+            after = "heal" if model == "bert-base" else ""
+            yield Job(name, [(command, work / name / FINETUNED)], after=after)
+
+
+def runs(given: argparse.Namespace) -> Iterator[Job]:
+    """Take all models, tasks and recipes to an engine of each backend, seed by seed."""
+    work, out = given.work, given.out
+    for seed, recipe, task, model in itertools.product(range(SEEDS), RECIPES, TRAINED, (*BASE, SMALL)):
+        tuned = work / f"{model}-{task}" / f"seed-{seed}" / "model"
+        own = "mpnet" if model == "mpnet" else "bert"
+        if not tuned.is_dir() or (own == "mpnet" and recipe == "int8-linears-per-tensor"):
+            continue
+        later = f"-seed-{seed}" if seed else ""
+        name, folder = f"{model}-{task}-{recipe}{later}", work / f"{model}-{task}-{recipe}{later}"
+        named_model = _link(tuned, work / "tuned" / f"{model}-{task}{later}")
+        command = [*PROGRAM, "run", f"{own}-{recipe}", "--model", str(named_model), "--task", task]
+        command += ["--data", given.data]
+        command += ["--out", str(folder), "--seed", str(seed), "--until", "engine", "--json"]
+        commands = [
+            ([*command, "--backend", backend], out / f"{name}-{backend}" / RESULTS)
+            for backend in BACKENDS[: 2 if own == "bert" else 1]
+        ]
+        yield Job(name, commands, printed=True, heavy=folder)
+
+
+def _link(model: Path, named: Path) -> Path:
+    """Return a model under the name that results are to have; its files are not copied."""
+    if not named.is_dir():
+        shutil.copytree(model, named, copy_function=os.link)
+    return named
+
+
+def do(job: Job, work: Path, until: float, first: "Future[str] | None") -> str:
+    """Run the commands of a job whose files are missing; return a line about it."""
+    if first is not None:
+        first.result()
+    told = []
+    for command, file in job.commands:
+        if file.is_file():
+            told.append("is there")
+            continue
+        started = time.monotonic()
+        if started >= until:
+            told.append("left out, no time is left")
+            continue
+        log = (work / f"{job.name}.log").open("a")
+        printed = file.with_suffix(".part")
+        if job.printed:
+            printed.parent.mkdir(parents=True, exist_ok=True)
+        with log, printed.open("w") if job.printed else log as into:
+            process = subprocess.Popen(command, stdout=into, stderr=log)
+            try:
+                status = process.wait(until - started)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGINT)
+                status = process.wait()
+        # 2: finished, and something does not hold, which is a result too
+        if job.printed and status in (0, 2) and printed.stat().st_size:
+            printed.rename(file)
+        told.append(f"{time.monotonic() - started:.0f} s, status {status}")
+    if job.heavy is not None:
+        shutil.rmtree(job.heavy, ignore_errors=True)
+    return f"{job.name}: {'; '.join(told)}"
+
+
+def keep_records(work: Path, out: Path) -> None:
+    """Copy the records of trainings, which are small, next to the results."""
+    for pattern in (FINETUNED, "heal.json"):
+        for file in sorted(work.glob(f"*/{pattern}")):
+            target = out / file.parent.name / file.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file, target)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Do all jobs of a kind."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    kinds = {"train": finetunings, "runs": runs}
+    parser.add_argument("kind", choices=kinds)
+    parser.add_argument("--models", type=Path, required=True)
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--work", type=Path, required=True, help="models and run directories: tens of GB")
+    parser.add_argument("--out", type=Path, required=True, help="results files")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="jobs at a time")
+    parser.add_argument("--seconds", type=float, default=86400, help="limit of all")
+    parser.add_argument("--heal", default="--steps 3000 --seconds 200", help="options of heal.py")
+    parser.add_argument("--only", nargs="*", default=[""], help="jobs whose name begins so")
+    given = parser.parse_args(arguments)
+    given.work.mkdir(parents=True, exist_ok=True)
+    begun = time.monotonic()
+    done: dict[str, Future[str]] = {}
+
+    def tell(future: "Future[str]") -> None:
+        print(f"{time.monotonic() - begun:5.0f} s: {future.result()}", flush=True)
+        keep_records(given.work, given.out)
+
+    with ThreadPoolExecutor(given.workers) as pool:
+        for job in kinds[given.kind](given):
+            if job.name.startswith(tuple(given.only)):
+                before = done.get(job.after)
+                done[job.name] = pool.submit(do, job, given.work, begun + given.seconds, before)
+                done[job.name].add_done_callback(tell)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""The quick bench of a run, without the measurement: what takes part, and that no report is lost for it."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from qdqbench.eval.bench import quick
+from qdqbench.eval.bench.systems import systems_of
+from qdqbench.quantize.pipeline.artifacts import Skipped
+from qdqbench.quantize.recipe.schema import adapt_recipe, load_recipe
+from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
+
+RAN = {"read_built": object(), "read_engine_run": object()}
+
+
+@pytest.fixture
+def session(tmp_path):
+    config = SimpleNamespace(seed=0, command="qdqbench run")
+    return SimpleNamespace(folder=tmp_path, recipe=load_recipe("bert-int8-linears"), config=config)
+
+
+def measured(session, monkeypatch, backend, *, outcome=None, **found):
+    """What `bench_quickly` returns, the systems that it measured, its plan and its written benches."""
+    session.recipe = adapt_recipe(session.recipe, backend=backend)
+    target, plans, written = SimpleNamespace(session=session, extra={}), [], []
+
+    def run_bench(target, plan, work, *, command, backend=("", "")):
+        plans.append((plan, type(work).__name__, backend))
+        if isinstance(outcome, Exception):
+            raise outcome
+        return SimpleNamespace(errors=outcome or [])
+
+    for name, value in (RAN | found).items():
+        monkeypatch.setattr(quick, name, lambda folder, value=value: value)
+    monkeypatch.setattr(quick, "session_target", lambda session: target)
+    monkeypatch.setattr(quick, "require_gpu", lambda choice: (choice, "1.0"))
+    monkeypatch.setattr(quick, "run_bench", run_bench)
+    monkeypatch.setattr(quick, "write_bench", lambda path, bench: written.append(path.name))
+    said = quick.bench_quickly(session)
+    return said, [([*systems_of(target, plan)], plan, *more) for plan, *more in plans], written
+
+
+@pytest.mark.parametrize(
+    ("backend", "systems", "work", "shown"),
+    [
+        ("openvino", ["int8", "fp32-openvino"], "CpuWork", ("", "")),
+        ("onnxruntime", ["int8", "fp32-onnxruntime"], "CpuWork", ("", "")),
+        ("tensorrt_rtx", ["int8", "fp16"], "GpuWork", ("tensorrt_rtx", "1.0")),
+        ("cuda", ["int8", "torch-fp16"], "GpuWork", ("cuda", "1.0")),
+    ],
+)
+def test_an_engine_is_timed_next_to_its_twin(session, monkeypatch, backend, systems, work, shown):  # noqa: PLR0917
+    monkeypatch.setattr(quick, "cpu_compute", lambda recipe: "fp32")
+    said, [(names, plan, *more)], written = measured(session, monkeypatch, backend)
+    assert (said, written) == ("", ["bench.json"])
+    assert (names, more) == (systems, [work, shown])
+    assert plan.quick
+    assert (plan.device, plan.batches, plan.lengths) == (
+        ("cpu", [8], [128]) if work == "CpuWork" else ("gpu", [32], [128])
+    )
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [CheckFailed("it failed"), MissingDevice("it failed"), RuntimeError("it failed"), ["it failed"]],
+)
+def test_what_fails_is_a_note_and_no_bench(session, monkeypatch, outcome):
+    said, _, written = measured(session, monkeypatch, "tensorrt_rtx", outcome=outcome)
+    assert (said, written) == ("no quick bench: it failed", [])
+
+
+@pytest.mark.parametrize("name", RAN)
+def test_an_engine_that_did_not_run_is_not_timed(session, monkeypatch, name):
+    found = {name: Skipped(skipped="no GPU here")}
+    assert measured(session, monkeypatch, "tensorrt_rtx", **found) == ("", [], [])

@@ -1,0 +1,92 @@
+"""Values that trackers get; the libraries are stand-ins with the calls of tensorboard, wandb and mlflow."""
+
+import sys
+from contextlib import nullcontext
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from qdqbench.eval.runs.run import StageProgress
+from qdqbench.eval.runs.tracked import TrackedRun
+from qdqbench.quantize.utils.errors import MissingDevice, UserError
+from qdqbench.quantize.utils.results import LogRow, read_results
+from qdqbench.quantize.utils.trackers import open_tracker, require_tracker
+
+MEASURED = Path(__file__).parents[3] / "docs/measured-cpu/sst2-openvino-int8-linears"
+CONFIG = {"recipe": "bert-int8-linears"}
+
+
+@pytest.fixture
+def libraries(monkeypatch):
+    """Modules by name, and what each was given: (name, value, step)."""
+    given: list[tuple[str, float, int]] = []
+
+    def log_all(values, step):
+        given.extend((name, value, step) for name, value in values.items())
+
+    def install(name, **members):
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    class Run(nullcontext):
+        def __enter__(self):
+            return self
+
+    class SummaryWriter(Run):
+        def add_text(self, name, text):
+            assert CONFIG[name] == text
+
+        def add_scalar(self, name, value, step):
+            given.append((name, value, step))
+
+    class WandbRun(Run):
+        def define_metric(self, name, step_metric):
+            assert (name, step_metric) == ("*", "step")
+
+        def log(self, values):
+            log_all({name: value for name, value in values.items() if name != "step"}, values["step"])
+
+    def init(project, name, config):
+        print("offline")
+        assert (project, name, config) == ("qdqbench", "run", CONFIG)
+        return WandbRun()
+
+    install("tensorboard")
+    install("torch.utils.tensorboard", SummaryWriter=SummaryWriter)
+    install("wandb", init=init)
+    start_run = lambda run_name: nullcontext()  # noqa: E731
+    install("mlflow", set_experiment=str, start_run=start_run, log_params=dict, log_metrics=log_all)
+    return SimpleNamespace(given=given, install=install)
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_each_tracker_gets_the_log_and_the_results(name, libraries, tmp_path, capsys):
+    results = read_results(MEASURED)
+    rows = [LogRow(step=2, epoch=0.5, loss=0.25), LogRow(step=2, epoch=0.5, score=0.9, values={"f1": 0.8})]
+    require_tracker(name)
+    with open_tracker(name, tmp_path / "run", CONFIG) as log:
+        run = TrackedRun(log)
+        for row in rows:
+            run.follow(lambda now: None)(StageProgress("qat", row=row))
+        run.finish(results)
+    given = {name: (value, step) for name, value, step in libraries.given}
+    expected = {"train/loss": (0.25, 2), "held_out/score": (0.9, 2), "held_out/f1": (0.8, 2)}
+    expected["fp32/accuracy"] = (results.stages["fp32"].metrics["accuracy"], 2)
+    assert expected.items() <= given.items()
+    assert capsys.readouterr().out == ""
+
+
+def test_what_is_missing_or_refuses_is_one_sentence(libraries, monkeypatch, tmp_path):
+    libraries.install("wandb", init=lambda **_: 1 / 0)
+    with (
+        pytest.raises(UserError, match=r"cannot report to wandb .ZeroDivisionError"),
+        open_tracker("wandb", tmp_path, CONFIG),
+    ):
+        pass
+    monkeypatch.setattr("qdqbench.quantize.utils.trackers.find_spec", lambda name: None)
+    with pytest.raises(MissingDevice, match=r"--report-to mlflow .*`pip install .*mlflow"):
+        require_tracker("mlflow")
