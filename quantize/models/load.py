@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from qdqbench.quantize.models import identity
 from qdqbench.quantize.models.attention import ATTENTION, _register_attention
-from qdqbench.quantize.models.families.known import BERT, family_of, known_family
+from qdqbench.quantize.models.families.known import BERT, family_of
 from qdqbench.quantize.tasks.task import kind_of
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.kind import TaskKind
@@ -74,8 +74,6 @@ def use_attention(model: "PreTrainedModel", implementation: str) -> None:
 
 def prepare_model(model: "PreTrainedModel") -> "PreTrainedModel":
     """Make a model quantizable in place: FP32, eval mode, our attention, modules for sums."""
-    if known_family(model.config.model_type) and (name := type(model).__name__).endswith("Model"):
-        raise UserError(f"a {name} has no head; as an embedder load it by load_embedder(..., pooling=...)")
     family = family_of(model.config)
     family.require_supported(model.config, type(model).__name__)
     use_attention(model, ATTENTION)
