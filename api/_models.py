@@ -341,7 +341,7 @@ def load(folder: str | Path) -> Quantized:
         folder: that was saved.
 
     Raises:
-        UserError: no such folder.
+        UserError: no such folder, or files that do not fit each other.
     """
     folder = path_of(folder, "folder")
     if not (folder / SCALES).is_file() or not (folder / RECIPE).is_file():
@@ -350,7 +350,13 @@ def load(folder: str | Path) -> Quantized:
         )
     recipe, record = load_recipe(str(folder / RECIPE)), read_record(folder / SCALES)
     tokenizer = load_tokenizer(str(folder)) if (folder / "tokenizer_config.json").is_file() else None
-    return replace(_restore(_load(str(folder)), recipe, record), tokenizer=tokenizer)
+    try:
+        return replace(_restore(_load(str(folder)), recipe, record), tokenizer=tokenizer)
+    except (IndexError, KeyError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(
+            f"{folder} is damaged: {SCALES} does not fit the model ({why}); save it again"
+        ) from error
 
 
 def _load(name: str) -> "PreTrainedModel":

@@ -1,6 +1,7 @@
 """The stages of a run: each reads files and the configuration, and writes files into the run directory."""
 
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -9,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 
-from qdqbench.eval.metrics.logits import evaluate_stage
+from qdqbench.eval.metrics.logits import Logits, evaluate_stage, read_logits
 from qdqbench.eval.metrics.parity import compare_layers
-from qdqbench.eval.metrics.runners import evaluating, onnxruntime_runner, placed, torch_runner
+from qdqbench.eval.metrics.runners import evaluating, onnxruntime_runner, placed, predict, torch_runner
 from qdqbench.eval.verification.blocks import layer_errors
 from qdqbench.eval.verification.engine import verify_engine
 from qdqbench.quantize.calibration.ptq import calibrate
@@ -28,10 +29,12 @@ from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.artifacts import Skipped, backend_of, engine_profiles, write_outcome
 from qdqbench.quantize.pipeline.pipeline import Stage
 from qdqbench.quantize.pipeline.session import CHECKPOINTS, QAT, Session
+from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.embedded import write_embedded
 from qdqbench.quantize.tasks.rows import source_fingerprint
+from qdqbench.quantize.tasks.task import merge_splits
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.errors import MissingDevice
+from qdqbench.quantize.utils.errors import MissingDevice, QdqError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName, has_profiles
 from qdqbench.quantize.utils.progress import report_phase, track
 from qdqbench.quantize.utils.results import EngineResult
@@ -169,9 +172,10 @@ def embedded(session: Session) -> list[Path]:
 def quantize_stage(session: Session) -> list[Path]:
     settings, path = session.recipe.calibration, session.folder / "calibration.json"
     if session.config.calibrated:
-        shutil.copyfile(Path(session.model_name) / path.name, path)
-        session.notes += read_record(path).notes
-        session.warnings += read_record(path).warnings
+        record = read_record(Path(session.model_name) / path.name)
+        session.notes += record.notes
+        session.warnings += record.warnings
+        write_record(path, record)
         return [path]
     batches = session.calibration_batches()
     total, seen = len(batches.split.dataset), 0
@@ -249,6 +253,57 @@ def torch_stage(
     return Stage(name, evaluate, needs, _evaluation)
 
 
+def onnxruntime_stage(session: Session) -> list[Path]:
+    """Evaluate the graph as exported; one for OpenVINO with ONNX Runtime's optimizations too, to deploy them.
+
+    Those of ONNX Runtime's own engine are evaluated with it, and a graph for GPUs is for no CPU.
+    """
+    graph, name = artifacts.graph_path(session), "onnxruntime"
+    exported = evaluate_stage(session, name, onnxruntime_runner(graph))
+    if not session.recipe.quantizes or backend_of(session.recipe) != "openvino":
+        return [exported]
+    try:
+        found = _evaluate_optimized(session, graph, read_logits(exported))
+    except QdqError as error:
+        found = artifacts.OptimizedRun(lost=str(error))
+    return [exported, write_outcome(session.folder / artifacts.OPTIMIZED, found)]
+
+
+def _evaluate_optimized(session: Session, graph: Path, exported: Logits) -> artifacts.OptimizedRun:
+    task, gemms = session.config.task, artifacts.expected_gemms(session)
+    with tempfile.TemporaryDirectory(prefix="qdqbench-optimized-") as folder:
+        path = Path(folder) / graph.with_suffix(".engine").name
+        built = build_engine(
+            graph,
+            path,
+            backend="onnxruntime",
+            profiles=engine_profiles(session),
+            expected_gemms=gemms,
+            expected_attention=count_attentions(gemms, session.plan.attention),
+            layers_path=path.with_suffix(".json"),
+        )
+        told: dict[str, Any] = {"pad_id": session.pad_id, "stage": "onnxruntime"}
+        with open_runner(path, graph, pad_id=session.pad_id, outputs=task.kind.outputs) as runner:
+            told["batch_size"] = min(session.config.batch_size, runner.max_batch)
+            answers = {name: predict(runner, each, **told) for name, (_, each) in session.eval_splits.items()}
+    gold = {
+        name: metrics.select_reference(task, session.gold[name], values) for name, values in exported.items()
+    }
+    before, after = (
+        merge_splits(metrics.compute(task, values[name], gold[name]) for name in gold)
+        for values in (exported, answers)
+    )
+    counts = {"int8_gemms": built.int8_gemms, "expected_int8_gemms": built.expected_int8_gemms}
+    lost = [
+        f"{name} {after[name]:.4f}, as exported {before[name]:.4f}"
+        for name in before
+        if before[name] - after[name] > session.recipe.gate.max_drop
+    ]
+    if built.not_int8:
+        lost.append(f"{built.int8_gemms} of {built.expected_int8_gemms} GEMMs in INT8")
+    return artifacts.OptimizedRun(metrics=after, lost="; ".join(lost), **counts)
+
+
 def graph_stage(name: str, needs: tuple[str, ...], graph: Callable[[Session], Path]) -> Stage:
     return Stage(name, lambda s: [evaluate_stage(s, name, onnxruntime_runner(graph(s)))], needs, _evaluation)
 
@@ -304,6 +359,10 @@ def _built(session: Session) -> Any:
     return [_placement(session), session.recipe.engine.model_dump(), available_backends(), device, *shapes]
 
 
+def _exported_answers(session: Session) -> Any:
+    return [_evaluation(session), session.recipe.gate.max_drop]
+
+
 def _measured(session: Session) -> Any:
     return [_evaluation(session), _built(session)]
 
@@ -331,7 +390,7 @@ def stages(session: Session) -> dict[str, Stage]:
         torch_stage("fake_quant", calibrated, lambda s: s.fake_quant_model): quantized,
         Stage("export", export_stage, calibrated, _exported): True,
         Stage("check", check_stage, ("export",), _placement): True,
-        graph_stage("onnxruntime", (*first, "export"), artifacts.graph_path): True,
+        Stage("onnxruntime", onnxruntime_stage, (*first, "export"), _exported_answers): True,
         Stage(
             "parity", parity, (*calibrated, "export"), lambda s: [_evaluation(s), s.config.seed]
         ): quantized,

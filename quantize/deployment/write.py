@@ -140,8 +140,7 @@ def installed(name: str) -> str | None:
 def find_runtimes(folder: Path, results: Results, own: BackendName, gpu_graph: Path | None) -> list[Runtime]:
     """Return the backends that take a run's graphs; first that of its engine, where it can be asked here."""
     shown: dict[BackendName, str] = {
-        "onnxruntime": "the graph as exported, as the run evaluated it (stage onnxruntime): slow. "
-        "`ORT_ENABLE_ALL` in `model.json` makes it faster, and its answers may differ a little",
+        "onnxruntime": _describe_onnxruntime(artifacts.read_optimized(folder)),
         "openvino": "not tried in the run",
     }
     if gpu_graph is not None:
@@ -155,6 +154,19 @@ def find_runtimes(folder: Path, results: Results, own: BackendName, gpu_graph: P
         runtimes.values(),
         key=lambda runtime: (not runtime.ran, runtime.backend not in CPU_BACKENDS, runtime.backend != own),
     )
+
+
+def _describe_onnxruntime(optimized: artifacts.OptimizedRun | None) -> str:
+    exported = "the graph as exported, as the run evaluated it (stage onnxruntime): slow. "
+    if optimized is None:
+        told = "`ORT_ENABLE_ALL` in `model.json` makes it faster, and its answers may differ a little"
+        return exported + told
+    if optimized.lost:
+        return f"{exported}With ONNX Runtime's optimizations it lost: {optimized.lost}"
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in optimized.metrics.items())
+    gemms = f"{optimized.int8_gemms} of {optimized.expected_int8_gemms} GEMMs in INT8"
+    told = f"the graph with ONNX Runtime's optimizations, as the run evaluated it: {scores}; {gemms}"
+    return f"{told}. Set `ORT_DISABLE_ALL` in `model.json` on a CPU without INT8 dot products (VNNI)"
 
 
 def _describe_engine(home: Path, built: EngineResult, results: Results) -> Runtime:
@@ -321,7 +333,9 @@ def _describe_model(
     length = min(session.recipe.export.max_length, longest)
     rows = min(max(p.max[0] for p in profiles if p.max[1] >= length) for profiles in limits)
     bf16 = any(sidecar.backend == "openvino" and sidecar.compute == "bf16" for sidecar in sidecars)
-    optimized = any(runtime.ran and runtime.backend == "onnxruntime" for runtime in runtimes)
+    evaluated = artifacts.read_optimized(session.folder)
+    optimized = evaluated is not None and not evaluated.lost
+    optimized |= any(runtime.ran and runtime.backend == "onnxruntime" for runtime in runtimes)
     return {
         "task": session.config.task.name,
         "kind": kind.name,

@@ -25,6 +25,7 @@ from qdqbench.quantize.utils.system.cpu import find_cpu
 FP32, FP16, INT8 = "model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx"
 LAYER_ERRORS = "layer_errors.json"  # of the fake-quant model against FP32
 REWRITES = "rewrites.json"  # how often each rewrite of a graph was made, by file
+OPTIMIZED = "onnxruntime.json"  # of a graph for CPUs: what ONNX Runtime makes of it
 GPU = "gpu"  # folder of the engine for GPUs, in a run whose own engine is for this CPU
 GPU_INT8 = f"{GPU}/{INT8}"
 BUILD, VERIFY, ENGINE = "build.json", "verify.json", "engine.json"  # outcomes of these stages
@@ -173,6 +174,15 @@ class EngineRun(Strict):
     memory: dict[str, Any]  # `EngineMemory`
 
 
+class OptimizedRun(Strict):
+    """The graph as ONNX Runtime optimizes it, evaluated next to the graph as exported."""
+
+    metrics: dict[str, float] = {}
+    int8_gemms: int = 0
+    expected_int8_gemms: int = 0
+    lost: str = ""  # why it is not deployed; empty where it loses nothing
+
+
 Result = TypeVar("Result", bound=Strict)
 
 
@@ -201,6 +211,12 @@ def read_verified(folder: Path) -> Verification | Skipped:
 
 def read_engine_run(folder: Path) -> EngineRun | Skipped:
     return _read_outcome(folder / ENGINE, EngineRun)
+
+
+def read_optimized(folder: Path) -> OptimizedRun | None:
+    """Return what ONNX Runtime's optimizations gave; None where they were not tried."""
+    found = _read_outcome(folder / OPTIMIZED, OptimizedRun) if (folder / OPTIMIZED).is_file() else None
+    return None if isinstance(found, Skipped) else found
 
 
 def _read_outcome(path: Path, schema: type[Result]) -> Result | Skipped:

@@ -15,6 +15,10 @@ class Shown:
         facts = (f"{name}: {value}" for name, value in self.facts().items())
         return f"{type(self).__name__}({', '.join(facts)})"
 
+    def __str__(self) -> str:
+        """Return one line too."""
+        return repr(self)
+
     def _repr_html_(self) -> str:
         rows = (
             f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>"

@@ -2,15 +2,21 @@
 
 import json
 import tempfile
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from qdqbench.eval.bench import measure
+from qdqbench.eval.runs.report.report import deploy
 from qdqbench.eval.selection.search import confirm, study
 from qdqbench.eval.selection.search.results import Ranking, read_search
+from qdqbench.eval.stages import stages
 from qdqbench.quantize.engine.sidecar import check_sidecar
-from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
+from qdqbench.quantize.pipeline import artifacts
+from qdqbench.quantize.pipeline.session import Session
+from qdqbench.quantize.recipe.schema import adapt_recipe, dump_recipe, load_recipe
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import install_command
@@ -45,6 +51,8 @@ def test_an_engine_for_the_cpu_is_proven_verified_and_run(backend, sst2, tmp_pat
     said = answers(out / "deploy" / f"run_{backend}.py", tmp_path / "blocked", lines=texts_of(out))
     shares = np.exp(shipped - np.logaddexp.reduce(shipped, axis=1, keepdims=True))[: len(said)]
     np.testing.assert_allclose([[*each["scores"].values()] for each in said], shares, atol=5e-3)
+    if backend == "openvino":
+        assert_onnxruntime_is_deployed_as_it_was_evaluated(out, tmp_path, shares)
     again = ("run", "int8-linears", *sst2.options, "--backend", backend, "--out", out)
     fine(qdqbench(*again, "--shapes", "auto"))
     assert (out / "bench.json").read_bytes() == measured  # of the same files
@@ -55,6 +63,46 @@ def test_an_engine_for_the_cpu_is_proven_verified_and_run(backend, sst2, tmp_pat
     assert "kernels take every length" in (out / "report.md").read_text()
     with np.load(out / "logits" / "engine.npz") as after:
         np.testing.assert_allclose(after["validation.logits"], shipped, atol=0.1)
+
+
+def assert_onnxruntime_is_deployed_as_it_was_evaluated(out, tmp_path, shares):
+    """With its optimizations, and without them where these lose."""
+    found = artifacts.read_optimized(out)
+    assert (found.int8_gemms, found.lost) == (12, "")
+    assert found.metrics.keys() == {"accuracy"}
+    said = answers(out / "deploy" / "run_onnxruntime.py", tmp_path / "other", lines=texts_of(out))
+    np.testing.assert_allclose([[*each["scores"].values()] for each in said], shares, atol=2e-2)
+    for lost, level in (("", "ENABLE"), ("accuracy 0.1, as exported 0.9", "DISABLE")):
+        artifacts.write_outcome(out / artifacts.OPTIMIZED, found.model_copy(update={"lost": lost}))
+        told = deploy(out, tmp_path / level)
+        assert json.loads((told / "model.json").read_text())["onnxruntime"] == f"ORT_{level}_ALL"
+        assert lost in (told / "README.md").read_text()
+    artifacts.write_outcome(out / artifacts.OPTIMIZED, found)
+
+
+def test_what_optimizations_lose_is_recorded(sst2, tmp_path, monkeypatch):
+    """Wrong answers, and a runtime that fails: the run continues."""
+    config = sst2.config("bert-int8-linears")
+    on_cpu = adapt_recipe(config.recipe, backend="openvino")
+    session = Session(config.model_copy(update={"recipe": on_cpu}), tmp_path)
+    exported = {"validation": np.eye(2, dtype=np.float32)[session.gold["validation"]]}
+    built = SimpleNamespace(int8_gemms=11, expected_int8_gemms=12, not_int8=["x"])
+    monkeypatch.setattr(stages, "build_engine", lambda *_, **__: built)
+    monkeypatch.setattr(stages, "open_runner", lambda *_, **__: nullcontext(SimpleNamespace(max_batch=8)))
+    monkeypatch.setattr(stages, "predict", lambda *_, **__: -exported["validation"])
+    monkeypatch.setattr(stages.artifacts, "expected_gemms", lambda _: [])
+    found = stages._evaluate_optimized(session, tmp_path / "model.onnx", exported)
+    assert found.lost == "accuracy 0.0000, as exported 1.0000; 11 of 12 GEMMs in INT8"
+
+    def fails(*_):
+        raise UserError("it is refused")
+
+    monkeypatch.setattr(stages, "evaluate_stage", lambda *_: tmp_path / "logits.npz")
+    monkeypatch.setattr(stages, "read_logits", lambda _: exported)
+    monkeypatch.setattr(stages, "onnxruntime_runner", lambda _: None)
+    monkeypatch.setattr(stages, "_evaluate_optimized", fails)
+    assert [path.name for path in stages.onnxruntime_stage(session)] == ["logits.npz", artifacts.OPTIMIZED]
+    assert artifacts.read_optimized(tmp_path).lost == "it is refused"
 
 
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])

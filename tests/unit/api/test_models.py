@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,6 +123,13 @@ def test_what_is_saved_loads_again_here_and_in_transformers(tmp_path, monkeypatc
     assert_same_state(made.original, AutoModelForSequenceClassification.from_pretrained("saved"))
     assert found.tokenizer("good").input_ids == made.tokenizer("good").input_ids
     assert found.save_pretrained("saved").is_dir()  # again
+    shutil.copytree("saved", "broken")
+    damaged = json.loads(Path("saved/calibration.json").read_text())
+    two = {name: [1.0, 2.0] for name in damaged["smoothing"]["columns"]}
+    for broken in ({"smoothing": {"columns": two}}, {"quantizers": {}}):
+        Path("broken/calibration.json").write_text(json.dumps(damaged | broken))
+        with pytest.raises(qdqbench.UserError, match=r"broken is damaged|of another recipe"):
+            qdqbench.load("broken")
     with pytest.raises(qdqbench.UserError, match="sst2 holds no quantized model"):
         qdqbench.load(folder)
     with pytest.raises(qdqbench.UserError, match="sst2 holds something else"):
