@@ -2,6 +2,7 @@ import ctypes
 import importlib
 import importlib.util
 import json
+import re
 import types
 from pathlib import Path
 
@@ -340,9 +341,9 @@ def test_auto_takes_tensorrt_for_a_gpu_and_a_cpu_runtime_without(
 @pytest.mark.parametrize(
     ("name", "here", "message"),
     [
-        ("tensorrt_rtx", {}, r"tensorrt_rtx is not installed; pip install 'qdqbench\[rtx\]'"),
-        ("openvino", {}, r"openvino is not installed; pip install 'qdqbench\[openvino\]'"),
-        ("tensorrt", {}, r"tensorrt is not installed; pip install 'qdqbench\[tensorrt\]'"),
+        ("tensorrt_rtx", {}, re.escape(f"tensorrt_rtx is not installed; {install_command('rtx')}")),
+        ("openvino", {}, re.escape(f"openvino is not installed; {install_command('openvino')}")),
+        ("tensorrt", {}, re.escape(f"tensorrt is not installed; {install_command('tensorrt')}")),
         ("tensorrt", {"tensorrt": "11.4"}, "only on the GPU that runs them"),
         ("tensorrt", {"tensorrt": OSError("libnvinfer.so.11: not found")}, "does not import.*libnvinfer"),
         ("tensorrt", {"tensorrt": ModuleNotFoundError("no", name="tensorrt_libs")}, "does not import"),
