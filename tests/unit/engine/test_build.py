@@ -20,6 +20,7 @@ from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.graph.index import prune, rename_tensors
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.utils.names import install_command
 from qdqbench.quantize.utils.system import gpu
 from qdqbench.quantize.utils.system.gpu import Gpu
 from qdqbench.quantize.utils.system.process import interruption
