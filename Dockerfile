@@ -18,10 +18,10 @@ ENTRYPOINT ["qdqbench"]
 
 # CUDA's libraries come with torch; the host has the driver and the NVIDIA Container Toolkit.
 FROM base AS gpu
-RUN --mount=from=wheel,source=/wheels,target=/wheels pip install "$(ls /wheels/*.whl)[rtx,openvino,serve]"
+RUN --mount=from=wheel,source=/wheels,target=/wheels pip install "$(ls /wheels/*.whl)[quantize,rtx,openvino,serve]"
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 # The last target is the one that is built without --target.
 FROM base AS cpu
 RUN pip install --index-url https://download.pytorch.org/whl/cpu torch
-RUN --mount=from=wheel,source=/wheels,target=/wheels pip install "$(ls /wheels/*.whl)[openvino,serve]"
+RUN --mount=from=wheel,source=/wheels,target=/wheels pip install "$(ls /wheels/*.whl)[quantize,openvino,serve]"

@@ -11,7 +11,7 @@ from qdqbench.cli import bench, diagnose, doctor, inspect, recipes, run, serve, 
 from qdqbench.cli.examples import epilog
 from qdqbench.cli.progress import reset_clock
 from qdqbench.cli.terminal import complain
-from qdqbench.quantize.utils.errors import QdqError, UserError
+from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
 from qdqbench.quantize.utils.system import process
 
 NAME, COMPLETION = "qdqbench", "_QDQBENCH_COMPLETE"
@@ -76,6 +76,7 @@ def _invoke() -> None:
         raise UserError(f"{message.rstrip('.')}; see `{where} --help`") from error
 
 
+COMPUTES_WITH = ("torch", "modelopt", "accelerate", "optuna", "onnxscript")  # of the extra `quantize`
 KEEPS_TORCH_DEFAULTS = ("bench",)  # commands that leave threads and memory as PyTorch does
 RESUMABLE = {  # commands that resume what an interrupted call left
     *("run", "auto", "quantize", "export", "evaluate", "build", "verify", "qat", "finetune", "study"),
@@ -90,6 +91,7 @@ class _Interrupted(SystemExit):
 def program() -> None:
     """The installed command: `main`, and the end of the process, without waiting for threads."""
     process.open_streams()
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no PyTorch
     if not any(name in sys.argv[1:2] for name in KEEPS_TORCH_DEFAULTS):
         process.use_passive_wait()
         process.disable_malloc_trim()
@@ -135,7 +137,11 @@ def main() -> None:
         if debug:
             raise
         from qdqbench.quantize.utils.files import full_disk, vanished
+        from qdqbench.quantize.utils.names import install_command
 
+        if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in COMPUTES_WITH:
+            complain(f"this needs {error.name}, which is not installed; `{install_command('quantize')}`")
+            sys.exit(MissingDevice.exit_code)
         if told := full_disk(error) or vanished(error, ["runs", *sys.argv[1:]]):
             complain(str(told))
             sys.exit(1)

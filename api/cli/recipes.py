@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from qdqbench.quantize.recipe.new import NewRecipe
     from qdqbench.quantize.recipe.shipped import Shipped
 
+WIDE = 100  # columns of a terminal that shows all of a table
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 recipes_app = typer.Typer(no_args_is_help=True, help="List, show, write, validate and document recipes.")
 
@@ -82,7 +83,7 @@ def recipes_validate(
     for name in recipe:
         load_recipe(name)
         if not json:
-            console().print(f"{name}: valid")
+            console().print(f"{name}: valid", soft_wrap=True)
     if json:
         show_json(ValidRecipes(valid=recipe))
 
@@ -138,17 +139,21 @@ def _print_recipes(rows: "Sequence[Shipped]") -> None:
     from qdqbench.quantize.recipe import shipped
 
     to, table = console(), Table(box=None, padding=(0, 1, 0, 0))
-    for title in ("recipe", "on", *shipped.TITLES):
-        table.add_column(title, no_wrap=title == "recipe")
+    titles = ("recipe", "on", *shipped.TITLES)
+    narrow = to.width < WIDE
+    hidden = {"held out"} if narrow else set[str]()
+    for title in (each for each in titles if each not in hidden):
+        table.add_column(title, no_wrap=True)
     for row in rows:
-        if not row.figures:
-            on = ", ".join(f"{shipped.DEVICES[device]} *" for device in row.start_on)
-            table.add_row(row.recipe, on, style="dim")
         for number, figure in enumerate(row.figures):
             on = f"{shipped.DEVICES[figure.device]}{' *' if figure.device in row.start_on else ''}"
-            cells = (cell.replace(shipped.NOT_MEASURED, "") for cell in shipped.format_figure(figure))
-            table.add_row("" if number else row.recipe, on, *cells)
+            found = shipped.format_figure(figure, briefly=narrow)
+            cells = (cell.replace(shipped.NOT_MEASURED, "") for cell in found)
+            named = zip(titles, ("" if number else row.recipe, on, *cells), strict=True)
+            table.add_row(*(cell for title, cell in named if title not in hidden))
     to.print(table)
+    if left := [f"{row.recipe}{' *' if row.start_on else ''}" for row in rows if not row.figures]:
+        to.print(f"\nNot measured: {', '.join(left)}.")
     measured = [figure for row in rows for figure in row.figures]
     choice = f"* {shipped.describe_choice(shipped.choose_start())}"
     for line in (choice, *shipped.describe_conditions(measured)):

@@ -25,6 +25,7 @@ from qdqbench.quantize.pipeline.artifacts import engine_profiles
 from qdqbench.quantize.utils.arrays import Batch
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, BackendName
+from qdqbench.quantize.utils.names import install_command
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system.cpu import find_cpu
@@ -196,8 +197,8 @@ def own_backend(choice: BackendChoice) -> BackendName:
 def why_absent(system: System) -> str | None:
     for library in filter(None, (system.library, system.needs)):
         if not _version(library):
-            extra = "'qdqbench[openvino]'" if library == "openvino" else library
-            return f"{library} is not installed: pip install {extra}"
+            command = install_command(library) if library == "openvino" else f"pip install {library}"
+            return f"{library} is not installed: {command}"
     if system.precision == "bf16" and not find_cpu().bf16:
         return "this CPU multiplies no BF16"
     if system.mode and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):

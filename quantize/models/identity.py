@@ -280,7 +280,7 @@ def explain_load_errors(name: str, what: str = "model") -> Iterator[None]:
         yield
     except HubError as error:
         raise UserError(f"cannot load {what} {name} ({_describe_place(name)}): {error}") from error
-    except UserError:
+    except (UserError, ModuleNotFoundError):
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300]

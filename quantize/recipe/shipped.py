@@ -27,7 +27,7 @@ UNJUDGED = "wnli"  # 71 rows, on which FP32 models are no better than the majori
 MAX_DROP = 0.5  # points: what `auto` asks for by default
 NOISE, CHANCE = 2, 0.023  # standard errors; how often a recipe without loss seems to lose more than these
 NOT_MEASURED = "not measured"
-TITLES = ("mean", "held out", "worst task", "beyond", "speed-up")
+TITLES = ("mean", "held out", "worst task", "lost", "speed-up")
 
 
 class Accuracy(Frozen):
@@ -190,11 +190,11 @@ def find_fastest(device: Device, candidates: Iterable[Figure]) -> str | None:
     return max(able)[1] if able else None
 
 
-def format_worst(figure: Figure) -> str:
+def format_worst(figure: Figure, *, briefly: bool = False) -> str:
     worst = figure.worst
     if worst is None:
         return NOT_MEASURED
-    error = "" if worst.stderr is None else f" ± {worst.stderr:.2f}"
+    error = "" if worst.stderr is None or briefly else f" ± {worst.stderr:.2f}"
     graph = "" if worst.stage == "engine" else " (graph)"
     return f"{round(worst.points, 2) + 0.0:+.2f}{error} {worst.task}{graph}"
 
@@ -207,10 +207,13 @@ def format_beyond(mean: Mean | None) -> str:
     return NOT_MEASURED if mean is None else f"{mean.beyond}/{mean.measurements}"
 
 
-def format_figure(figure: Figure) -> tuple[str, ...]:
-    """Return the cells under `TITLES`."""
-    means = format_mean(figure.mean), format_mean(figure.held_out)
-    return *means, format_worst(figure), format_beyond(figure.mean), format_speed(figure)
+def format_figure(figure: Figure, *, briefly: bool = False) -> tuple[str, ...]:
+    """Return the cells under `TITLES`; briefly, the worst task is without its error."""
+    means, worst = (
+        (format_mean(figure.mean), format_mean(figure.held_out)),
+        format_worst(figure, briefly=briefly),
+    )
+    return *means, worst, format_beyond(figure.mean), format_speed(figure)
 
 
 def format_speed(figure: Figure) -> str:
@@ -226,7 +229,7 @@ def describe_conditions(shown: Iterable[Figure]) -> list[str]:
         sentences.append(
             "Accuracy: points of the task's metric, the recipe's engine minus FP32, ± one paired standard "
             f"error; {'; '.join(sorted(ran))}. The mean is over tasks. Held out are those that no setting "
-            f"of a recipe was chosen on: all but {', '.join(TASKS)}. Beyond: measurements that lost more "
+            f"of a recipe was chosen on: all but {', '.join(TASKS)}. Lost: measurements that lost more "
             f"than {NOISE} standard errors. By chance, {CHANCE:.1%} of those without a loss would. "
             "Empty: not measured."
         )

@@ -16,7 +16,7 @@ from qdqbench.eval.bench.results import read_bench, row_of
 from qdqbench.eval.selection.search.results import read_search
 from qdqbench.eval.verification.bisect import bisect_kernels
 from qdqbench.eval.verification.blocks import stitch
-from qdqbench.quantize.deployment.server.batches import pad_to_shape
+from qdqbench.quantize.deployment.server.batches import pad_to_shape, warm_up
 from qdqbench.quantize.deployment.server.served import open_served
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.cuda.compile import load_nvrtc
@@ -362,6 +362,11 @@ def test_a_run_is_served(sst2, tmp_path, capsys):
     served = open_served(tmp_path / "run", fp32=False)
     session = Session(read_config(tmp_path / "run"), tmp_path / "run")
     batch = session.eval_splits["validation"][1].batch([*range(13)], served.pad_id)[1]
-    said = served.open_model("engine")(pad_to_shape(batch, served.sizes("engine", 16), served.pad_id))
+    sizes, run = served.sizes("engine", 16), served.open_model("engine")
+    warm_up(run, sizes, 60.0)
+    graphs = run.engine._model._graphs
+    before = len(graphs)
+    said = run(pad_to_shape(batch, sizes, served.pad_id))
+    assert len(graphs) == before  # captured before the first request
     with np.load(tmp_path / "run" / "logits" / "engine.npz") as known:
         np.testing.assert_allclose(said[:13], known["validation.logits"][:13], rtol=2e-2, atol=2e-2)

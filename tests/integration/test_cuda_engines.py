@@ -56,6 +56,7 @@ except QdqError as error:
 
 
 RECIPES = {
+    **dict.fromkeys(("tokens", "qa", "stsb"), "bert-int8-residual"),
     "rerank": "electra-int8-residual",
     "embed": "roberta-int8-residual",
     "sst2": "bert-int8-residual-qat",
@@ -155,7 +156,9 @@ def test_an_engine_is_proven_verified_evaluated_and_timed(recipe, sst2, tmp_path
     served = open_served(out, fp32=False)
     batch = Session(read_config(out), out).eval_splits["validation"][1].batch([*range(5)], served.pad_id)[1]
     sizes = served.sizes("engine", 8)
-    said = served.open_model("engine")(pad_to_shape(batch, sizes, served.pad_id))
+    model = served.open_model("engine")
+    assert model.choose_bucket(65) == 128  # so that a server prepares all numbers of tokens
+    said = model(pad_to_shape(batch, sizes, served.pad_id))
     with np.load(out / "logits" / "engine.npz") as ours:
         np.testing.assert_allclose(said[:5], ours["validation.logits"][:5], atol=1e-5)
     bench = bench_of(qdqbench, out, hopper)
@@ -209,7 +212,7 @@ def test_a_search_and_auto_time_engines_and_their_twins(sst2, tmp_path, qdqbench
     assert (done.code, "GPU of compute capability 9.0" in done.err) == (3, True)
 
 
-def refuses_engines_that_cannot_run(out, qdqbench, monkeypatch):
+def refuses_engines_that_cannot_run(out, qdqbench, monkeypatch, serves=False):
     """Of another version, GPU or maker, or cut off: a sentence, and no file is written."""
     path = out / "engine" / "model.int8.engine"
     sidecar = path.with_name(f"{path.name}.json")
@@ -228,7 +231,7 @@ def refuses_engines_that_cannot_run(out, qdqbench, monkeypatch):
         sidecar.write_text(json.dumps(about | sums))
         before = {each: each.stat().st_mtime_ns for each in out.rglob("*")}
         commands = [("inspect", out, "--profile", "gpu")]
-        commands += [("serve", out, "--port", "0", "--no-fp32")] if "0.0.1" in message else []
+        commands += [("serve", out, "--port", "0", "--no-fp32")] if serves and "0.0.1" in message else []
         with monkeypatch.context() as patch:
             if bad is None:
                 patch.setattr("qdqbench.quantize.engine.sidecar.find_gpu", lambda: Gpu("L4", "8.9", None))
@@ -285,6 +288,17 @@ def test_every_kind_of_task_runs_with_it(kind, given, tmp_path, qdqbench, hopper
         for name in theirs.files:
             off = np.abs(ours[name].astype(np.float64) - theirs[name])
             assert off.mean() <= 0.02 * np.abs(theirs[name]).max(), name
+    if kind == "stsb":
+        refuses_engines_that_cannot_run(out, qdqbench, hopper, serves=True)
+
+
+@pytest.mark.long
+def test_a_graph_that_is_not_covered_is_refused_by_its_node(sst2, tmp_path, qdqbench, without_nvrtc):
+    options = ["--model", write_model(tmp_path / "model", "mpnet", entries()), *sst2.options[2:]]
+    done = qdqbench("run", "int8-linears", *options, "--backend", "cuda", "--out", tmp_path / "run")
+    assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
+    assert "no kernel for /mpnet/encoder/Add (Add): expected Where; take tensorrt_rtx or tensorrt" in done.err
+    assert not [*(tmp_path / "run").rglob("*.engine")]
 
 
 def test_without_a_gpu_the_engine_is_built_and_proven(sst2, tmp_path, qdqbench, without_nvrtc):

@@ -85,7 +85,8 @@ def test_a_classifier(finished_run):
     assert card.base_model is None  # a folder is no model of the Hub
 
 
-def test_a_card_and_a_config_name_what_is_known_of_the_hub(finished_run):
+def test_a_card_and_a_config_name_what_is_known_of_the_hub(finished_run, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # nothing waits for it
     session, found = Session(read_config(finished_run), finished_run), read_results(finished_run)
     config = session.config.model_copy(update={"model": "owner/name", "revision": "0" * 40})
     data = {**found.data, "source": "hub", "revision": "1" * 40}

@@ -27,6 +27,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,11 @@ from qdqbench.eval.runs.gate import issue_sentence, judge_gate, judge_stages
 from qdqbench.quantize.calibration.record import read_record
 from qdqbench.quantize.deployment.hub import find_license
 from qdqbench.quantize.engine.cache_import import read_cache_file
+from qdqbench.quantize.engine.cuda import plan as cuda
+from qdqbench.quantize.engine.cuda.check import list_arrays
+from qdqbench.quantize.engine.cuda.compile import get_version
+from qdqbench.quantize.engine.cuda.file import read_file, write_safetensors
+from qdqbench.quantize.engine.cuda.names import CAPABILITY, list_kernels
 from qdqbench.quantize.engine.diagnose.diagnose import diagnose
 from qdqbench.quantize.engine.repair.fix import FixOptions, rewrite
 from qdqbench.quantize.engine.repair.runs import read_feeds
@@ -205,6 +211,45 @@ def archive(arrays: dict[str, Any]) -> bytes:
         return path.read_bytes()
 
 
+def engines() -> list[bytes]:
+    """Return an engine of backend cuda of one layer, whose cubin holds the names of its kernels alone."""
+    plan = cuda.Plan(
+        inputs=("input_ids", "attention_mask"),
+        tensors={
+            "codes": cuda.Tensor(kind="int8", width=32, scale=0.5),
+            **{name: cuda.Tensor(kind="fp16", width=32) for name in ("x", "sum", "y")},
+        },
+        operations=(
+            cuda.Embed(name="embed", epsilon=1e-12, typed=False, half="x", codes=("codes",)),
+            cuda.Linear(name="dense", input="codes", weight="int8", residual="x", output="sum"),
+            cuda.Norm(name="norm", input="sum", epsilon=1e-12, half="y"),
+            cuda.Head(name="head", input="y", pooling="mean", steps=(), answers=(cuda.Answer(name="z"),)),
+        ),
+    )
+    listed = (row for operation in plan.operations for row in list_arrays(operation, plan, {}))
+    arrays: dict[str, Any] = {
+        name: np.zeros([size or 2 for size in shape], kind) for name, kind, shape in listed
+    }
+    symbols = "".join(f"\0.text.{name}\0" for name in sorted(list_kernels(plan)))
+    arrays["cubin.all"] = np.frombuffer(symbols.encode(), np.uint8)
+    told = {"version": get_version(), "capability": CAPABILITY, "plan": json.dumps(asdict(plan))}
+    return [write_safetensors(arrays, told)]
+
+
+def odd_engine(samples: list[bytes], chance: random.Random) -> bytes:
+    """Return an engine with another header or plan in front of its arrays."""
+    size = int.from_bytes(samples[0][:8], "little")
+    header, told = json.loads(samples[0][8 : 8 + size]), "__metadata__"
+    if chance.random() < 0.5:
+        header[told]["plan"] = odd_json([header[told]["plan"].encode()], chance).decode("utf-8", "replace")
+    made = (
+        json.dumps(header).encode()
+        if chance.random() < 0.5
+        else odd_json([json.dumps(header).encode()], chance)
+    )
+    return len(made).to_bytes(8, "little") + made + samples[0][8 + size :]
+
+
 def graphs() -> list[bytes]:
     """Return good ONNX files of several forms."""
     return [*(healthy(form).SerializeToString() for form in FORMS), float_layer().SerializeToString()]
@@ -288,6 +333,7 @@ TARGETS: dict[str, Target] = {
         lambda: [engine_result(12).model_dump_json().encode()],
         odd_json,
     ),
+    "engine": Target(read_file, engines, odd_engine),
     "calibration": Target(read_record, lambda: made_json(CALIBRATION), odd_json),
     "model config": Target(
         lambda path: read_class_names(str(path.parent), None, CLASSIFICATION),

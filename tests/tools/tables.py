@@ -65,6 +65,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     "docs/results/cpu.md": "docs/measured-cpu",
     "docs/results/families.md": "docs/measured-families",
+    "docs/results/cuda.md": "docs/measured-cuda",
     "docs/results/heads.md": "docs/measured-heads",
     "docs/results/xlm-r-case.md": "docs/measured-embeddings",
     "docs/results/lengths.md": "docs/measured-lengths",

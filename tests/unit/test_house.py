@@ -29,7 +29,7 @@ HEAVY = {
 }
 HEAVY |= {"safetensors", "sklearn", "scipy", "pandas", "matplotlib", "optuna", "sqlalchemy", "rich", "jinja2"}
 HEAVY |= {"nncf", "psutil", "numpy", "tensorrt", "tensorrt_rtx", "pyarrow", "seqeval"}
-HEAVY |= {"wandb", "mlflow", "mteb"}
+HEAVY |= {"wandb", "mlflow", "mteb", "tqdm"}
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 

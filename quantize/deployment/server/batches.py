@@ -22,6 +22,7 @@ from qdqbench.quantize.utils.errors import UserError
 
 Run = Callable[[Mapping[str, Int64]], Float32]
 Sizes = Sequence[tuple[int, int]]  # longest length of each bucket, ascending, and most rows of its batch
+TOKENS = 64  # between two numbers of tokens that are tried
 HANG = 5  # times the slowest batch of the warm-up
 SHARED = "PROMETHEUS_MULTIPROC_DIR"  # folder of values; read when prometheus_client is imported
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -122,7 +123,28 @@ def warm_up(run: Run, sizes: Sizes, timeout_s: float) -> Model:
                 "raise it"
             )
         fitting.append((length, fits))
+    if choose_bucket := getattr(run, "choose_bucket", None):
+        _meet_totals(run, fitting, choose_bucket)
     return Model(run, fitting, slowest)
+
+
+def _meet_totals(run: Run, sizes: Sizes, choose_bucket: Callable[[int], int]) -> None:
+    """Run what packs tokens with each number of them that batches of these sizes can have.
+
+    Its CUDA graphs are for numbers of tokens: of rows that are alike, and of long rows with short ones.
+    """
+    shortest = 1
+    for length, most in sizes:
+        for rows in list_rows(most):
+            least, full = rows * shortest, rows * length
+            for total in {min(choose_bucket(each), full) for each in (*range(least, full, TOKENS), full)}:
+                alike = total // rows + (np.arange(rows) < total % rows)
+                more = np.clip(total - least - np.arange(rows) * (length - shortest), 0, length - shortest)
+                for lengths in (alike, shortest + more):
+                    mask = (np.arange(length) < lengths[:, None]).astype(np.int64)
+                    zeros = np.zeros_like(mask)
+                    run({"input_ids": zeros, "attention_mask": mask, "token_type_ids": zeros})
+        shortest = length + 1
 
 
 @dataclass

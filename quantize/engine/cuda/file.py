@@ -41,11 +41,11 @@ def build_file(model: onnx.ModelProto) -> tuple[bytes, list[LayerRow], float]:
     _check_products(cubins)
     stored = {f"{CUBIN}{name}": np.frombuffer(cubin, np.uint8) for name, cubin in cubins.items()}
     told = {"qdqbench": metadata.version("qdqbench"), "version": get_version(), "capability": CAPABILITY}
-    data = _write_safetensors(arrays | stored, told | {"plan": json.dumps(asdict(plan))})
+    data = write_safetensors(arrays | stored, told | {"plan": json.dumps(asdict(plan))})
     return data, list_rows(plan), time.perf_counter() - started
 
 
-def _write_safetensors(arrays: Mapping[str, Array], told: Mapping[str, str]) -> bytes:
+def write_safetensors(arrays: Mapping[str, Array], told: Mapping[str, str]) -> bytes:
     """Return the same bytes for the same engine each time, which safetensors' own writer does not."""
     kinds = {np.dtype(kind): name for name, kind in TYPES.items()}
     header: dict[str, Any] = {"__metadata__": told}

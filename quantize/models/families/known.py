@@ -47,9 +47,8 @@ BERT = Family(
     activation="hidden_act",
     intermediate="intermediate_size",
     inputs=("input_ids", "attention_mask", TYPES),
-    needs={
-        "position_embedding_type": ("absolute", None)
-    },  # transformers would compute these whatever it says
+    # transformers would compute these whatever the configuration says
+    needs={"position_embedding_type": ("absolute", None)},
 )
 _LIKE_BERT = replace(BERT, pooler=None, inputs=BERT.inputs[:2])
 _DENSE_HEAD: dict[str, Role] = {"classifier.dense": "pooler", "classifier.out_proj": "classifier"}

@@ -165,3 +165,9 @@ def test_answers_of_tokens_are_told_by_the_first_whatever_the_length():
     lane.launch()
     assert lane.fetch().tolist() == [[0, 1], [6, 7], [0, 1], [10, 11]]
     assert measure.by_row(short[:, 0]).tolist() == [[0, 1], [6, 7]]
+
+
+def test_several_answers_keep_the_order_of_the_graph():
+    """As those of PyTorch, which are joined by the names of the task."""
+    outputs = {"start_logits": torch.zeros(2, 5), "end_logits": torch.ones(2, 5)}
+    assert measure._host_logits(outputs).tolist() == [[0, 1], [0, 1]]

@@ -18,20 +18,18 @@ from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support.cuda_graphs import batch_for, write_case, write_head
+from ...support.cuda_graphs import HEADS, batch_for, write_case, write_head
 from ...support.interpreted import Interpreted, use_host
 from .test_run import OPTIONS
 
 
-@pytest.fixture(params=["classifier", "roberta", "questions", "mean"])
+@pytest.fixture(params=["bert", "roberta", "questions", "mean"])
 def engine(request, made_once):
     """Answers of rows and of tokens; positions that count from padding on."""
-    if request.param in ("classifier", "roberta"):
-        kind = "bert" if request.param == "classifier" else "roberta"
-        folder = made_once(f"packed-{kind}", lambda path: write_case(path, kind, f"{kind}-int8-linears"))
-    else:
-        folder = made_once(f"cuda-{request.param}", lambda path: write_head(path, request.param))
-    graph = onnx.load(folder / "model.onnx")
+    heads = request.param in HEADS
+    case = [request.param] if heads else [request.param, f"{request.param}-int8-linears"]
+    write = write_head if heads else write_case
+    graph = onnx.load(made_once(f"cuda-{'-'.join(case)}", lambda path: write(path, *case)) / "model.onnx")
     return graph, Interpreted(*pack(match_graph(graph)))
 
 

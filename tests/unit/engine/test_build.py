@@ -2,6 +2,7 @@ import ctypes
 import importlib
 import importlib.util
 import json
+import re
 import types
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.graph.index import prune, rename_tensors
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.utils.names import install_command
 from qdqbench.quantize.utils.system import gpu
 from qdqbench.quantize.utils.system.gpu import Gpu
 from qdqbench.quantize.utils.system.process import interruption
@@ -340,9 +342,9 @@ def test_auto_takes_tensorrt_for_a_gpu_and_a_cpu_runtime_without(
 @pytest.mark.parametrize(
     ("name", "here", "message"),
     [
-        ("tensorrt_rtx", {}, r"tensorrt_rtx is not installed; pip install 'qdqbench\[rtx\]'"),
-        ("openvino", {}, r"openvino is not installed; pip install 'qdqbench\[openvino\]'"),
-        ("tensorrt", {}, r"tensorrt is not installed; pip install 'qdqbench\[tensorrt\]'"),
+        ("tensorrt_rtx", {}, re.escape(f"tensorrt_rtx is not installed; {install_command('rtx')}")),
+        ("openvino", {}, re.escape(f"openvino is not installed; {install_command('openvino')}")),
+        ("tensorrt", {}, re.escape(f"tensorrt is not installed; {install_command('tensorrt')}")),
         ("tensorrt", {"tensorrt": "11.4"}, "only on the GPU that runs them"),
         ("tensorrt", {"tensorrt": OSError("libnvinfer.so.11: not found")}, "does not import.*libnvinfer"),
         ("tensorrt", {"tensorrt": ModuleNotFoundError("no", name="tensorrt_libs")}, "does not import"),

@@ -1,6 +1,7 @@
 """Bisecting an engine of backend cuda: the interpreter stands in for its kernels, one of which is wrong."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -21,9 +22,7 @@ NORM = "bert.encoder.layer.0.output.LayerNorm"
 @pytest.fixture(scope="module")
 def graph(made_once):
     name = "bert-int8-residual-fused"
-    return onnx.load(
-        made_once(f"cuda-wide-{name}-32", lambda path: write_wide(path, name, 32)) / "model.onnx"
-    )
+    return onnx.load(made_once(f"cuda-wide-{name}", lambda path: write_wide(path, name, 32)) / "model.onnx")
 
 
 def found(graph, **spoilt) -> BisectResult:
@@ -69,7 +68,7 @@ def test_the_operation_whose_arrays_are_spoilt_is_named(graph, array):
 
 def test_an_engine_of_another_graph_is_refused(graph):
     plan, arrays = pack(match_graph(graph))
-    other = plan.model_copy(update={"inputs": plan.inputs[:-1]})
+    other = replace(plan, inputs=plan.inputs[:-1])
     with pytest.raises(UserError, match="another plan than its graph; build it again"):
         bisect_kernels(Interpreted(other, arrays), graph, batch_for(graph), BERT)
 

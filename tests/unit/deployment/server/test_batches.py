@@ -1,13 +1,22 @@
 """Batches: of similar length, in shapes that the warm-up met, with each answer for its row."""
 
 import asyncio
+import functools
 import time
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.quantize.deployment.server.batches import Batcher, Metrics, Model, list_rows, pad_to_shape
+from qdqbench.quantize.deployment.server.batches import (
+    Batcher,
+    Metrics,
+    Model,
+    list_rows,
+    pad_to_shape,
+    warm_up,
+)
+from qdqbench.quantize.engine.cuda.runtime import choose_bucket
 
 from ....support.fake_served import PAD, Engine
 from ....support.http_client import finished
@@ -35,6 +44,36 @@ def test_every_batch_gets_the_smallest_shape_that_was_warmed_up(size, data):
     assert (made["input_ids"][:rows, :length] == ids).all()
     assert (made["attention_mask"][:rows, length:] == 0).all()
     assert (made["attention_mask"].sum(1) == length).all()  # copies of rows are whole, none is empty
+
+
+PACKED_SIZES = [(16, 8), (32, 32), (64, 12), (100, 4)]
+
+
+@functools.cache
+def met_keys():
+    """What an engine that packs tokens captures graphs for in the warm-up, but for how far rows reach."""
+    met = set()
+
+    def run(batch):
+        mask = batch["attention_mask"]
+        assert mask.any(axis=1).all()
+        met.add((choose_bucket(int(mask.sum())), len(mask), int(mask.sum(axis=1).max() - 1).bit_length()))
+        return np.zeros((len(mask), 2))
+
+    run.choose_bucket = choose_bucket
+    warm_up(run, PACKED_SIZES, 60.0)
+    return met
+
+
+@given(st.sampled_from([1, 2, 3]), st.data())
+def test_packed_batches_meet_no_new_number_of_tokens(place, data):
+    (before, _), (longest, most) = PACKED_SIZES[place - 1 : place + 1]
+    lengths = data.draw(st.lists(st.integers(before + 1, longest), min_size=1, max_size=most))
+    mask = (np.arange(max(lengths)) < np.array(lengths)[:, None]).astype(np.int64)
+    made = pad_to_shape({"input_ids": mask, "attention_mask": mask}, PACKED_SIZES, pad_id=0)["attention_mask"]
+    key = choose_bucket(int(made.sum())), len(made), int(made.sum(axis=1).max() - 1).bit_length()
+    assert key in met_keys()
+    assert len(met_keys()) < 200  # graphs are few enough to be kept
 
 
 class Recorded(Engine):
