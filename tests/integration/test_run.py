@@ -1,5 +1,6 @@
 """The whole path, recipe to report, on a tiny model: `qdqbench run` and the stage commands."""
 
+import html
 import json
 import re
 import sys
@@ -360,7 +361,7 @@ def failed(done, out):
     assert {"results.json", "report.md", "report.html"} <= {*listing(out)}
     gate = results(out)["gate"]
     assert not gate["passed"]
-    report = (out / "report.md").read_text().replace("\\", "")  # Markdown's escapes
+    report = html.unescape((out / "report.md").read_text().replace("\\", ""))  # Markdown's escapes
     issues = [GateIssue.model_validate(issue) for issue in gate["issues"]]
     failures = [issue_sentence(issue) for issue in issues if issue.state == "failed"]
     for failure in failures:

@@ -135,7 +135,7 @@ def test_the_container_has_both_targets_and_installs_what_is_there() -> None:
     assert [path for path in copied if not (ROOT / path).exists()] == []
     extras = {extra for listed in re.findall(r"\.whl\)\[([\w,]+)\]", text) for extra in listed.split(",")}
     assert extras <= PROJECT["project"]["optional-dependencies"].keys()
-    assert {"rtx", "openvino", "serve"} == extras
+    assert {"quantize", "rtx", "openvino", "serve"} == extras
 
 
 def test_the_container_gets_every_tracked_file() -> None:
