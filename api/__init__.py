@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from qdqbench._models import Exported, Quantized, check, export, load_embedder, quantize
     from qdqbench._runs import build, evaluate, load_recipe, resume, run
     from qdqbench.eval.bench.results import Bench
+    from qdqbench.eval.metrics.mteb import mteb_encoder
     from qdqbench.eval.runs.run import StageProgress
     from qdqbench.eval.selection.auto.results import Auto
     from qdqbench.quantize.calibration.record import CalibrationRecord
@@ -26,6 +27,7 @@ _HOMES = {
     "_runs": "build evaluate load_recipe resume run",
     "eval.selection.auto.results": "Auto",
     "eval.bench.results": "Bench",
+    "eval.metrics.mteb": "mteb_encoder",
     "eval.runs.run": "StageProgress",
     "quantize.calibration.record": "CalibrationRecord",
     "quantize.graph.check.check": "CheckReport",
@@ -58,6 +60,7 @@ __all__ = [
     "export",
     "load_embedder",
     "load_recipe",
+    "mteb_encoder",
     "quantize",
     "resume",
     "run",
