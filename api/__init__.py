@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from qdqbench._runs import build, evaluate, load_recipe, resume, run
     from qdqbench._train import finetune, qat
     from qdqbench.eval.bench.results import Bench
+    from qdqbench.eval.metrics.mteb import mteb_encoder
     from qdqbench.eval.runs.run import StageProgress
     from qdqbench.eval.selection.auto.results import Auto
     from qdqbench.quantize.calibration.record import CalibrationRecord
@@ -28,6 +29,7 @@ _HOMES = {
     "_train": "finetune qat",
     "eval.selection.auto.results": "Auto",
     "eval.bench.results": "Bench",
+    "eval.metrics.mteb": "mteb_encoder",
     "eval.runs.run": "StageProgress",
     "quantize.calibration.record": "CalibrationRecord",
     "quantize.graph.check.check": "CheckReport",
@@ -62,6 +64,7 @@ __all__ = [
     "load",
     "load_embedder",
     "load_recipe",
+    "mteb_encoder",
     "qat",
     "quantize",
     "resume",

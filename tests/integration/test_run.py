@@ -418,7 +418,7 @@ def test_without_tensorrt_rtx_nothing_is_proven(a_run, sst2, qdqbench, monkeypat
     out = a_run
     failures = failed(qdqbench("run", *sst2.options, "--out", out), out)
     assert len(failures) == 1
-    assert re.match(r"INT8 is not proven, no engine was built: .*qdqbench\[rtx\]", failures[0])
+    assert re.match(r"INT8 is not proven, no engine was built: .*pip install", failures[0])
     found = results(out)
     assert found["engine"] is None
     assert found["stages"]["engine"]["status"] == "skipped"
