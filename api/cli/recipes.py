@@ -74,7 +74,7 @@ def recipes_validate(
     for name in recipe:
         load_recipe(name)
         if not json:
-            console().print(f"{name}: valid")
+            console().print(f"{name}: valid", soft_wrap=True)
     if json:
         show_json(ValidRecipes(valid=recipe))
 
