@@ -57,7 +57,7 @@ def drop_duplicates(texts: Sequence[str | None], source: str) -> tuple[list[str]
             first.setdefault(key, text)
         else:
             blank += 1
-    left_out = {"empty": blank, "there before": len(texts) - blank - len(first)}
+    left_out = {"empty": blank, "duplicates": len(texts) - blank - len(first)}
     notes = [
         f"{count} of {len(texts)} texts of {source} are {what} and were left out"
         for what, count in left_out.items()

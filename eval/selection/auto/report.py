@@ -18,6 +18,7 @@ from qdqbench.eval.reporting.formats import (
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection.auto.results import AUTO_FILE, Auto, AutoStep, SkipReason, StepKind
 from qdqbench.eval.selection.trials.results import latency_text, noise_text, speed_text
+from qdqbench.quantize.deployment.write import DEPLOY
 from qdqbench.quantize.utils.comparison import Comparison, GateIssue
 
 TITLES: dict[StepKind, str] = {
@@ -33,7 +34,8 @@ REMEDIES: dict[StepKind, str] = {"methods": "scales", "islands": "less INT8", "q
 def auto_report(auto: Auto) -> doc.Report:
     auto = cleaned(auto)
     choice, passed, criteria = auto.choice, auto.choice.passed, _criteria_text(auto)
-    deploy = choice.model_dump(include={"recipe", "engine", "run"}) | {"repeats it": choice.command}
+    deploy = choice.model_dump(include={"recipe", "engine", "run"})
+    deploy |= {"deploy": choice.run and f"{choice.run}/{DEPLOY}", "repeats it": choice.command}
     known = [(name, value) for name, value in deploy.items() if value]
     title = "What to deploy" if passed else "The best that was found"
     story = [(_title(step), " ".join(map(sentence, _describe_step(auto, step)))) for step in auto.steps]

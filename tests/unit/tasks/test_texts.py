@@ -29,7 +29,7 @@ def test_each_text_is_there_once_and_what_was_left_out_is_said() -> None:
     assert texts == ["a b", "c", "d"]
     assert notes == [
         "3 of 8 texts of a.txt are empty and were left out",
-        "2 of 8 texts of a.txt are there before and were left out",
+        "2 of 8 texts of a.txt are duplicates and were left out",
     ]
     assert drop_duplicates(texts, "a.txt") == (texts, [])
 
