@@ -1,6 +1,7 @@
 """XLM-R embedding models down the whole path: texts without labels, pairs with a score, QAT, sensitivity."""
 
 import json
+import re
 
 import numpy as np
 import onnx
@@ -73,7 +74,12 @@ class TestTexts:
         assert widths == [("sentence_embedding", HIDDEN)]
         html = (folder / "report.html").read_text()
         assert "How near the embeddings of each stage are to those of FP32" in html
-        assert "### Embeddings against those of FP32" in (folder / "report.md").read_text()
+        text = (folder / "report.md").read_text()
+        assert "### Embeddings against those of FP32" in text
+        kept = found["stages"]["onnxruntime"]["metrics"]["neighbors"]
+        assert re.search(
+            rf"embed cosine to FP32 [\d.]+ ± .{{6}} in ONNX Runtime, neighbors kept {kept:.4f} ±", text
+        )
 
     def test_check_holds_the_file_to_the_recipe(self, qdqbench, folder):
         done = qdqbench("check", folder / "model.int8.onnx", "--recipe", "roberta-int8-attention")

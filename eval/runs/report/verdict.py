@@ -8,6 +8,7 @@ from qdqbench.eval.reporting.formats import count_of, label, sentence, with_erro
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.report.charts import place
 from qdqbench.quantize.models.families.known import RUN
+from qdqbench.quantize.tasks.types.embedding import AGREEMENT
 from qdqbench.quantize.utils.comparison import MAX_OUTPUT_ERROR, Comparison, GateState, Parity, ParityRow
 from qdqbench.quantize.utils.results import Results, StageResult, TrainingRun
 from qdqbench.quantize.utils.speedup import Speedup
@@ -119,6 +120,9 @@ def accuracy_clause(results: Results) -> str:
     base = results.stages.get("fp32")
     if name == "fp32":
         return f"{text} ({row.n} samples), no other stage was scored"
+    if metric in AGREEMENT:  # with FP32, which agrees with itself
+        kept = f"{label('neighbors')} {metric_text(row, 'neighbors')}"
+        return f"{text}, {kept} ({row.n} samples)"
     if base is None or row.vs_fp32 is None or metric not in base.metrics:
         return f"{text} ({row.n} samples), not compared with FP32"
     return f"{text} against {base.metrics[metric]:.4f} in FP32 ({delta_text(row.vs_fp32)}, {row.n} samples)"
