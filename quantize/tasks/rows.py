@@ -117,6 +117,8 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
             warnings.append(f"{names} is not UTF-8 and was read as {encoding}: look at its texts")
         if mark != ("\t" if paths[0].suffix == ".tsv" else ","):
             notes.append(f"{names} has {BETWEEN[mark]} between its fields")
+    # else a load of local files asks a server, which takes seconds if there is no network
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     try:
         with quiet("datasets"):
             where = {"data": [glob.escape(str(path.resolve())) for path in paths]}

@@ -83,6 +83,14 @@ def test_the_only_file_of_a_folder_and_text_labels_of_a_known_task(tmp_path):
         read(OWN, tmp_path)
 
 
+def test_reading_a_file_asks_no_server(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_UPDATE_DOWNLOAD_COUNTS", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("datasets.load.get_session", lambda: pytest.fail("a server was asked"))
+    write(tmp_path, "validation.csv", [("a text", 1), ("another", 0)])
+    assert read(OWN, tmp_path)[1] == [1, 0]
+
+
 def test_numbers_from_one_are_told_by_all_splits_together(tmp_path):
     five = OWN.model_copy(update={"num_labels": 5})
     write(tmp_path, "train.csv", [(f"text {n}", n) for n in range(1, 6)])
