@@ -31,6 +31,10 @@ def test_every_block_of_the_document_runs(tmp_path, monkeypatch, capsys):
     results = seen["results"]
     assert isinstance(results, qdqbench.Results)
     assert {"quantize", "export", "build", "report"} <= {*seen["stages"]}
+    assert results.stages["fp32"].metrics["accuracy"] > 0.9  # of the embedded default
+    assert results.stages["fp32"].n >= 1000
+    assert results.engine.int8_gemms == len(results.quantized_layers) > 0
+    assert (results.parity.passed, results.gate.passed, results.model["embedded"]) == (True, True, True)
     table = results.to_frame()
     done = {name for name, stage in results.stages.items() if stage.status == "done"}
     assert {*table.stage} == done >= {"fp32", "fake_quant", "onnxruntime"}

@@ -523,7 +523,8 @@ def test_limit_warns_in_the_report(a_run, sst2, qdqbench):
 
 
 @needs_rtx
-@pytest.mark.parametrize("second", ["bert-fp16", pytest.param("bert-int8-attention", marks=pytest.mark.long)])
+@pytest.mark.long  # the pages for Python run it too
+@pytest.mark.parametrize("second", ["bert-fp16", "bert-int8-attention"])
 def test_embedded_default(second, tmp_path, qdqbench):
     out = tmp_path / "run"
     fine(qdqbench("run", "--out", out))

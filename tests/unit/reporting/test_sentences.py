@@ -201,7 +201,15 @@ def states(outcome: Outcome) -> Any:
     }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.long] * (name in ("bench, below the gate", "bench, inconclusive"))
+        )
+        for name in COMMANDS
+    ],
+)
 def test_sentences_in_upper_case_change_no_state_code_or_number(
     name: str, loud: Callable[[], int], tmp_path: Path
 ) -> None:
