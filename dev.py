@@ -85,7 +85,7 @@ def call(*command: object, **variables: str) -> None:
 def main() -> None:
     """Entry point."""
     if sys.argv[1:2] == ["run"]:
-        install("rtx,openvino")
+        install("quantize,rtx,openvino")
         # not in ROOT: the paths among the arguments are the caller's
         environment = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
         commands = [sys.argv[1:]] if sys.argv[2:] else [["run"], MEASURE]

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,3 +91,13 @@ def test_only_all_tests_draw_at_random(
     drawn = settings.get_profile(profile)
     assert drawn.derandomize == (profile == "fixed")
     assert (drawn.database is None) == (profile == "fixed")
+
+
+def test_run_installs_what_the_readme_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: list[str] = []
+    monkeypatch.setattr(sys, "argv", ["dev.py", "run", "int8-linears"])
+    replaced = DEV["main"].__globals__
+    monkeypatch.setitem(replaced, "install", installed.append)
+    monkeypatch.setattr(replaced["subprocess"], "run", lambda *_, **__: SimpleNamespace(returncode=0))
+    DEV["main"]()
+    assert installed == re.findall(r"-e '\.\[(.+)\]'", (ROOT / "README.md").read_text(encoding="utf-8"))
