@@ -55,6 +55,8 @@ if TYPE_CHECKING:
     import pandas
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from qdqbench.quantize.tasks.types.kind import TaskKind
+
 
 SCALES, RECIPE = "calibration.json", "recipe.yaml"  # in a folder that `save_pretrained` wrote
 
@@ -230,7 +232,8 @@ class Quantized(Shown):
                 own = out / "model"
                 shutil.rmtree(own, ignore_errors=True)
                 shutil.move(saved, own)
-                yield Session(config.model_copy(update={"model": str(own)}), out)
+                session.config = config.model_copy(update={"model": str(own)})
+                yield session
 
 
 @dataclass(frozen=True, repr=False)
@@ -298,7 +301,7 @@ def quantize(
     chosen, texts, tokenizer = recipe, find_texts(samples), _tokenizer_of(tokenizer)
     if isinstance(model, str | Path):
         with suppress(*[] if texts else [UserError]):  # tokens need none
-            tokenizer = tokenizer or load_tokenizer(str(model))
+            tokenizer = tokenizer or load_tokenizer(str(model), kind=_kind_of(str(model)))
         model = _load(str(model))
     if not hasattr(model, "config"):
         raise UserError(f"a {type(model).__name__} is no transformers model; give one, its folder or hub id")
@@ -361,8 +364,12 @@ def load(folder: str | Path) -> Quantized:
 
 def _load(name: str) -> "PreTrainedModel":
     """Load a model with the head that it has."""
+    return load_model(name, kind=_kind_of(name))
+
+
+def _kind_of(name: str) -> "TaskKind":
     own = next(iter(load_config(name).architectures or ()), "")
-    return load_model(name, kind=PAIRS if has_pooling(name) else kind_of(own) or CLASSIFICATION)
+    return PAIRS if has_pooling(name) else kind_of(own) or CLASSIFICATION
 
 
 def _prepare(model: "PreTrainedModel", recipe: Recipe) -> "tuple[PreTrainedModel, Plan]":

@@ -44,9 +44,11 @@ def mteb_encoder(run: str | Path, model: ModelName = "engine") -> Any:
             samples = served.encode({served.task.text_columns[0]: texts})
             samples.sort(key=lambda sample: -len(sample.input_ids))
             parts, rows = [], list[int]()
-            while part := samples[len(rows) :]:
-                most = next(most for length, most in sizes if length >= len(part[0].input_ids))
-                numbers, batch = pad([sample[:3] for sample in part[:most]], served.pad_id)
+            while len(rows) < len(samples):
+                longest = len(samples[len(rows)].input_ids)
+                most = next(most for length, most in sizes if length >= longest)
+                part = samples[len(rows) : len(rows) + most]
+                numbers, batch = pad([sample[:3] for sample in part], served.pad_id)
                 parts.append(infer(batch))
                 rows += numbers.tolist()
             return np.concatenate(parts)[np.argsort(rows)]

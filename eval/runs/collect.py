@@ -268,7 +268,10 @@ def _warnings(session: Session, results: Results, record: CalibrationRecord | No
         yield f"--limit {config.limit}: accuracy is measured on a part of the evaluation data only"
     yield from session.warnings
     if config.model is None:
-        yield "embedded default: a small BERT trained on generated sentences, for trying the path only"
+        yield (
+            "embedded default: a small BERT, trained on generated sentences to try the path; its accuracy "
+            "and speed say nothing about your model"
+        )
     if truncated := sum(encoded.truncated for _, encoded in session.eval_splits.values()):
         length = session.recipe.export.max_length
         yield f"{truncated} evaluation samples were cut at export.max_length {length} in every stage"

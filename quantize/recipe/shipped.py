@@ -209,11 +209,13 @@ def format_beyond(mean: Mean | None) -> str:
 
 def format_figure(figure: Figure, *, briefly: bool = False) -> tuple[str, ...]:
     """Return the cells under `TITLES`; briefly, the worst task is without its error."""
-    means, worst = (
-        (format_mean(figure.mean), format_mean(figure.held_out)),
+    return (
+        format_mean(figure.mean),
+        format_mean(figure.held_out),
         format_worst(figure, briefly=briefly),
+        format_beyond(figure.mean),
+        format_speed(figure),
     )
-    return *means, worst, format_beyond(figure.mean), format_speed(figure)
 
 
 def format_speed(figure: Figure) -> str:

@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.names import install_command
-from qdqbench.quantize.utils.results import LogRow, Results
+
+if TYPE_CHECKING:
+    from qdqbench.quantize.utils.results import LogRow, Results
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 Log = Callable[[Mapping[str, float], int], None]  # of values by name, at a step
@@ -85,14 +87,14 @@ _OPEN: dict[TrackerName | None, Callable[[Path, Mapping[str, Any], ExitStack], L
 }
 
 
-def row_values(row: LogRow, prefix: str = "") -> dict[str, float]:
+def row_values(row: "LogRow", prefix: str = "") -> dict[str, float]:
     """Return the values of one line of a training's log."""
     shown = {f"train/{name}": getattr(row, name) for name in ("loss", "learning_rate", "gradient_norm")}
     shown |= {"held_out/score": row.score} | {f"held_out/{name}": value for name, value in row.values.items()}
     return {f"{prefix}{name}": value for name, value in shown.items() if value is not None}
 
 
-def result_values(results: Results) -> dict[str, float]:
+def result_values(results: "Results") -> dict[str, float]:
     """Return the metrics of every stage, their differences from FP32, speed-ups and the gate's verdict."""
     values = {"gate/passed": float(results.gate.passed)}
     for name, stage in results.stages.items():

@@ -22,6 +22,7 @@ from qdqbench.quantize.utils.results import read_results
 
 from ...integration.tiny import write_data, write_model
 from ...support.tiny_bert import assert_same_state, calibrate, calibration_batches, recipe_with
+from ...support.tiny_embedder import write_sentence_folder
 
 MEASURED = Path(__file__).parents[3] / "docs" / "measured-cpu"
 
@@ -284,3 +285,13 @@ def test_a_wrong_call_is_one_sentence(number, model, made, tmp_path, monkeypatch
 def test_an_unknown_argument_is_named_with_its_function(call):
     with pytest.raises(TypeError, match=r"^\w+\(\) .*'recpie'"):
         call(recpie="x")
+
+
+@pytest.mark.parametrize("inside", ["", "0_Transformer"])
+def test_a_folder_of_an_embedder_brings_its_tokenizer(tmp_path, inside):
+    folder = write_sentence_folder(tmp_path / "model", inside=inside)
+    of_texts = qdqbench.quantize(folder, ["a good film", "dull"])
+    ids = of_texts.tokenizer(["a good film", "dull"])["input_ids"]
+    of_tokens = qdqbench.quantize(folder, [{"input_ids": each} for each in ids])
+    assert of_tokens.tokenizer is not None
+    assert of_tokens.tokenizer.get_vocab() == of_texts.tokenizer.get_vocab()
