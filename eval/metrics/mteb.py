@@ -41,7 +41,7 @@ def mteb_encoder(run: str | Path, model: ModelName = "engine") -> Any:
 
         def encode(self, inputs: Any, **_: Any) -> Float32:
             texts = [text for batch in inputs for text in batch["text"]]
-            samples = served.encode({served.task.text_columns[0]: texts})
+            samples = served.encode({served.task.text_columns[0]: texts}, prompt="")
             samples.sort(key=lambda sample: -len(sample.input_ids))
             parts, rows = [], list[int]()
             while len(rows) < len(samples):

@@ -26,7 +26,8 @@ def served(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules["mteb.models.abs_encoder"].AbsEncoder = object
 
-    def encode(columns):
+    def encode(columns, prompt):
+        assert prompt == ""  # the run's own would stand before documents too
         ids = [np.ones(len(text.split()), dtype=np.int64) for text in columns["text"]]
         return [Sample(row, each, 0 * each, False) for row, each in enumerate(ids)]
 
