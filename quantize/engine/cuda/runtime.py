@@ -96,6 +96,22 @@ def choose_tile(m: int, n: int, k: int, multiprocessors: int) -> tuple[int, int]
     return min(TILES, key=cost)
 
 
+def launch_gemm(  # noqa: PLR0913, PLR0917
+    kernels: Kernels,
+    instance: str,
+    tile: tuple[int, int],
+    multiprocessors: int,
+    source: Any,
+    weight: Any,
+    call: GemmArguments,
+) -> None:
+    """Launch an instance of gemm.cu on INT8 [M, K] and [N, K], with one block a multiprocessor at most."""
+    grid = min(multiprocessors, -(-call.m // tile[0]) * -(-call.n // tile[1]))
+    shared = STAGES[tile] * (sum(tile) * 128 + 16) + 1024
+    arguments = [map_tiles(source, tile[0]), map_tiles(weight, tile[1]), call]
+    kernels.launch(f"gemm_{tile[0]}_{tile[1]}_{instance}", (grid, 1), 384, arguments, shared)
+
+
 def permute_rows(n: int, run: int) -> Array:
     """Return the row of B that each row in memory holds, so that a thread owns `run` consecutive columns.
 
@@ -395,7 +411,6 @@ class CudaEngine:
             made = values[operation.output] = self._make(operation.output, len(source))
             weight = self._arrays[f"{name}.weight"]
             m, n, k = len(source), made.shape[1], weight.shape[1]
-            tile = choose_tile(m, n, k, self._multiprocessors)
             factor = f"{operation.output}.multiplier" if operation.residual is None else f"{name}.residual"
             call = GemmArguments(
                 self._at(f"{name}.scale"),
@@ -405,11 +420,9 @@ class CudaEngine:
                 made.data_ptr(),
             )
             call.m, call.n, call.k = m, n, k
-            stages, grid = STAGES[tile], min(self._multiprocessors, -(-m // tile[0]) * -(-n // tile[1]))
-            shared = stages * (sum(tile) * 128 + 16) + 1024
-            kernel = f"gemm_{tile[0]}_{tile[1]}_{gemm_name(operation, self.plan)}"
-            arguments = [map_tiles(source, tile[0]), map_tiles(weight, tile[1]), call]
-            self._kernels.launch(kernel, (grid, 1), 384, arguments, shared)
+            tile = choose_tile(m, n, k, self._multiprocessors)
+            instance = gemm_name(operation, self.plan)
+            launch_gemm(self._kernels, instance, tile, self._multiprocessors, source, weight, call)
             return
         x: Any = functional.linear(source, self._arrays[f"{name}.weight"], self._arrays[f"{name}.bias"])
         if operation.activation is not None:

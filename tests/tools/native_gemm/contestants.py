@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 
 from qdqbench.quantize.engine.cuda.compile import compile_source
-from qdqbench.quantize.engine.cuda.driver import GemmArguments, Kernels, map_tiles
-from qdqbench.quantize.engine.cuda.names import STAGES
-from qdqbench.quantize.engine.cuda.runtime import permute_rows
+from qdqbench.quantize.engine.cuda.driver import GemmArguments, Kernels
+from qdqbench.quantize.engine.cuda.runtime import launch_gemm, permute_rows
 
 SOURCE = Path(__file__).parent / "gemm.cu"
 FLAGS = "-std=c++17 -O3 -DNDEBUG --expt-relaxed-constexpr -gencode=arch=compute_90a,code=sm_90a "
@@ -209,15 +208,11 @@ class Own:
             order = torch.from_numpy(permute_rows(made.n, columns)).cuda()
             self._permuted = {each.data_ptr(): each[order].contiguous() for each in made.weights}
             self._factor = torch.full((made.n,), made.next_scale, device="cuda")
-        blocks = -(-made.tokens // tile[0]) * -(-made.n // tile[1])
         for a, b, c, d in made.launches():
             pointers = (made.scale, made.bias, self._factor, c, d)
             call = GemmArguments(*(each.data_ptr() for each in pointers))
             call.m, call.n, call.k = made.tokens, made.n, made.k
-            arguments = [map_tiles(a, tile[0]), map_tiles(self._permuted[b.data_ptr()], tile[1]), call]
-            shared = STAGES[tile] * (sum(tile) * 128 + 16) + 1024
-            kernel = f"gemm_{tile[0]}_{tile[1]}_{name}"
-            self._kernels.launch(kernel, (min(self._count, blocks), 1), 384, arguments, shared)
+            launch_gemm(self._kernels, name, tile, self._count, a, self._permuted[b.data_ptr()], call)
 
 
 class _Heuristic(ctypes.Structure):  # cublasLtMatmulHeuristicResult_t
