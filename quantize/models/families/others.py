@@ -64,4 +64,6 @@ def explain_other(values: Iterable[Any]) -> str:
     """Return the end of a refusal: which models, why not, the nearest that works; empty for others."""
     there = [*values]
     found = next((other for other in OTHERS if any(value in there for value in other.values)), None)
-    return f". Such are {found.models}: {found.reason}. Nearest that works: {found.nearest}" if found else ""
+    if found is None:
+        return ""
+    return f". This type includes {found.models}: {found.reason}. Nearest that works: {found.nearest}"

@@ -152,7 +152,7 @@ def keep_records(work: Path, out: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do all jobs of a kind."""
+    """Do all jobs of a kind; returns 1 if any left no result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     kinds = {"train": finetunings, "runs": runs}
     parser.add_argument("kind", choices=kinds)
@@ -173,13 +173,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{time.monotonic() - begun:5.0f} s: {future.result()}", flush=True)
         keep_records(given.work, given.out)
 
+    asked = [job for job in kinds[given.kind](given) if job.name.startswith(tuple(given.only))]
     with ThreadPoolExecutor(given.workers) as pool:
-        for job in kinds[given.kind](given):
-            if job.name.startswith(tuple(given.only)):
-                before = done.get(job.after)
-                done[job.name] = pool.submit(do, job, given.work, begun + given.seconds, before)
-                done[job.name].add_done_callback(tell)
-    return 0
+        for job in asked:
+            before = done.get(job.after)
+            done[job.name] = pool.submit(do, job, given.work, begun + given.seconds, before)
+            done[job.name].add_done_callback(tell)
+    return int(any(not file.is_file() for job in asked for _, file in job.commands))
 
 
 if __name__ == "__main__":
