@@ -263,7 +263,7 @@ def require_kernels() -> None:
 
 
 def _backend_of(owner: Target, system: systems.System) -> BackendName:
-    """Return what builds a system's engine; MissingDevice where that is another than the recipe's."""
+    """Return the backend that builds a system's engine; MissingDevice where kernels of cuda cannot run."""
     if system.library == "cuda":
         require_kernels()
         return "cuda"

@@ -256,6 +256,7 @@ def run_bench(  # noqa: PLR0913
         if isinstance(work, GpuWork):
             prebuild(work, target, options, backend[0], announce)
         result.prepare_s = round(time.monotonic() - clock, 1)
+        time_left = TimeLeft([0.0, *time_left.parts[1:]])  # builds say nothing about the pace of measuring
         for number, config in enumerate(() if options.build_only else configs_of(options), start=1):
             here = Preparation[Any](target, options, config, work, ExitStack())
             _measure_config(result, here, monitor, announce, partial(time_left.text, number))

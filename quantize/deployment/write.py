@@ -36,7 +36,7 @@ from qdqbench.quantize.tasks.types.questions import QUESTIONS
 from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.tasks.types.tokens import TOKENS
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.errors import QdqError, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.results import EngineResult, Results
@@ -317,9 +317,12 @@ def collect_modules(name: str) -> dict[str, str | bytes | Path]:
     found: dict[str, str | bytes | Path] = {}
     waiting = [name]
     for module in waiting:
+        path = f"{CUDA_MODULES}/{module.rpartition('.')[2]}.py"
+        if path in found:
+            raise QdqError(f"two modules would be {path} of the deployed folder; rename {module}")
         source = Path(import_module(module).__file__ or "").read_text(encoding="utf-8")
         waiting += [each for each in _OURS.findall(source) if each not in waiting]
-        found[f"{CUDA_MODULES}/{module.rpartition('.')[2]}.py"] = _IMPORT.sub(r"from .\1 import", source)
+        found[path] = _IMPORT.sub(r"from .\1 import", source)
     return found
 
 

@@ -89,7 +89,7 @@ def _normalize(operation: Embed | Norm, arrays: Arrays, x: Float32) -> Float32:
     variance = np.square(centered).mean(axis=1, keepdims=True, dtype=np.float32)
     inverse = 1 / np.sqrt(variance + np.float32(operation.epsilon))
     gamma, beta = (arrays[f"{operation.name}.{part}"] for part in ("gamma", "beta"))
-    return _single(_multiply_add(centered * inverse, gamma, beta))
+    return _multiply_add(centered * inverse, gamma, beta)
 
 
 def _forms(operation: Quantized, arrays: Arrays, y: Float32) -> dict[str, Array]:

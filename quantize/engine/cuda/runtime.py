@@ -54,7 +54,7 @@ _NORM_BLOCKS = 4  # of a multiprocessor; a block takes four tokens at a time
 _KEYS = 128  # of a step of an attention block
 _MOST_KEYS = 4 * _KEYS  # that it holds in shared memory
 _WINDOW = 64  # tokens of an attention block
-_MOST_GRAPHS = 256
+_MOST_GRAPHS = 512  # the server's first runs capture 425 for 64 rows of up to 512 tokens
 PACKED = "packed"  # the one input of what is bound
 _MARK = "plan: "  # before the name of an operation in a profile
 _Around = Callable[[Operation], AbstractContextManager[None]]
@@ -188,7 +188,7 @@ class CudaEngine:
         self._kernels = Kernels([*cubins.values()])
         self._multiprocessors = torch.cuda.get_device_properties().multi_processor_count
         self._arrays = {name: torch.from_numpy(array).cuda() for name, array in self._prepared()}
-        self._last = {name: number for number, each in enumerate(plan.operations) for name in _reads(each)}
+        self._last = {name: number for number, each in enumerate(plan.operations) for name in each.reads}
         self._graphs: OrderedDict[tuple[int, int, int, int], tuple[Any, Any, dict[str, Any]]] = OrderedDict()
         self._pool = torch.cuda.graph_pool_handle()
         self.ran: Tokens | None = None
@@ -358,7 +358,7 @@ class CudaEngine:
         return torch.empty(tokens, tensor.width, dtype=kind, device="cuda")
 
     def _norm(self, operation: Embed | Norm, values: dict[str, Any], rows: _Rows) -> None:
-        tokens, width = len(rows.ids), self.plan.tensors[self._any_output(operation)].width
+        tokens, width = len(rows.ids), self.plan.tensors[operation.writes[0]].width
         name = operation.name
         call = NormArguments(self._at(f"{name}.gamma"), self._at(f"{name}.beta"))
         self._outputs(operation, values, tokens, call)
@@ -386,18 +386,14 @@ class CudaEngine:
                 self._at(f"{name}.multiplier"),
             )
 
-    @staticmethod
-    def _any_output(operation: Quantized) -> str:
-        return operation.codes[0] if operation.half is None else operation.half
-
     def _quantize(self, operation: Quantize, values: dict[str, Any]) -> None:
         source = values[operation.input]
         for name in operation.codes:
             values[name] = self._codes(source, name)
 
-    def _codes(self, source: Any, name: str) -> Any:
+    def _codes(self, source: Any, name: str, factor: str = "") -> Any:
         made = self._make(name, len(source))
-        pointers = (source.data_ptr(), self._at(f"{name}.multiplier"), made.data_ptr())
+        pointers = (source.data_ptr(), self._at(factor or f"{name}.multiplier"), made.data_ptr())
         arguments = [*map(c.c_void_p, pointers), *map(c.c_int, source.shape)]
         self._kernels.launch("quantize", (-(-source.numel() // 1024), 1), 256, arguments)
         return made
@@ -451,7 +447,9 @@ class CudaEngine:
             context = torch.ops.aten._flash_attention_forward(q, k, v, *bounds, 0.0, False, False, **scale)[0]
             context = context.reshape(tokens, hidden)
             coded = self.plan.tensors[operation.output].kind == "int8"
-            values[operation.output] = self._codes_by(context, operation) if coded else context
+            values[operation.output] = (
+                self._codes(context, operation.output, f"{operation.name}.scale") if coded else context
+            )
             return
         made = values[operation.output] = self._make(operation.output, tokens)
         call = AttentionArguments(
@@ -471,13 +469,6 @@ class CudaEngine:
             f"attention_{attention_name(operation, self.plan)}_{'short' if rows.reach == _KEYS else 'long'}"
         )
         self._kernels.launch(kernel, grid, 128, [call], shared)
-
-    def _codes_by(self, context: Any, operation: Attention) -> Any:
-        made = self._make(operation.output, len(context))
-        pointers = (context.data_ptr(), self._at(f"{operation.name}.scale"), made.data_ptr())
-        arguments = [*map(c.c_void_p, pointers), *map(c.c_int, context.shape)]
-        self._kernels.launch("quantize", (-(-context.numel() // 1024), 1), 256, arguments)
-        return made
 
     def _head(self, operation: Head, values: dict[str, Any], rows: _Rows) -> dict[str, Any]:
         import torch
@@ -537,13 +528,3 @@ def fill(staging: Array, tokens: Tokens | None, bucket: int, rows: int) -> None:
         part[count:] = 0
     start[count:] = np.arange(count, bucket)
     end[count:] = np.arange(count + 1, bucket + 1)
-
-
-def _reads(operation: Any) -> Iterator[str]:
-    match operation:
-        case Attention():
-            yield from {operation.query.tensor, operation.key.tensor, operation.value.tensor}
-        case Linear():
-            yield from {operation.input, operation.residual} - {None}  # type: ignore[misc]
-        case Norm() | Quantize() | Head():
-            yield operation.input
