@@ -20,6 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from qdqbench.quantize.engine.cpu_runtimes import load_openvino
 from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.layers import parse_inspector_json, parse_log
 from qdqbench.quantize.engine.profiles import Profile, add_profiles
@@ -226,7 +227,7 @@ def _import(name: BackendName) -> Any | None:
     if name == "cuda":
         return SimpleNamespace(__version__=get_version())
     try:
-        return importlib.import_module(name)
+        return load_openvino() if name == "openvino" else importlib.import_module(name)
     except Exception as error:  # a broken install raises ImportError, OSError, RuntimeError, ...
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             return None

@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import sys
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -224,9 +225,22 @@ _MADE = re.compile(r"[A-Z][A-Za-z]*_[0-9]+$")  # an operator that OpenVINO made,
 _CONSTANTS = ("Const", "Constant")
 
 
+def load_openvino() -> Any:
+    """Return OpenVINO's module, which tells Google Analytics nothing: it takes its own stub of telemetry."""
+    name = "openvino_telemetry"
+    before = sys.modules.get(name)
+    sys.modules[name] = None  # type: ignore[assignment]  # its import fails, and nothing else's after this
+    try:
+        return importlib.import_module("openvino")
+    finally:
+        sys.modules.pop(name)
+        if before is not None:
+            sys.modules[name] = before
+
+
 class _OpenVinoModel(CompiledModel):
     def __init__(self, data: Any, blob: bool, fixed: Sizes, config: dict[str, Any]) -> None:
-        ov = importlib.import_module("openvino")
+        ov = load_openvino()
         core = ov.Core()
         try:
             if blob:
@@ -297,12 +311,12 @@ class _OpenVinoModel(CompiledModel):
 
 
 def read_openvino_model(data: bytes) -> Any:
-    return importlib.import_module("openvino").Core().read_model(data)
+    return load_openvino().Core().read_model(data)
 
 
 def write_openvino_ir(graph: Path, target: Path) -> None:
     """Write a graph as an .xml and its .bin, as OpenVINO keeps it; equal graphs give equal files."""
-    ov = importlib.import_module("openvino")
+    ov = load_openvino()
     try:
         model = ov.Core().read_model(graph)
     except RuntimeError as error:

@@ -35,6 +35,7 @@ TIMEOUT_S = 90.0  # for all; torch takes seconds, on a busy machine many
 MAX_SAID = 300
 _ASK = """
 import json, sys
+sys.modules["openvino_telemetry"] = None  # see load_openvino
 name = sys.argv[1]
 module = __import__(name)
 found = {"version": str(getattr(module, "__version__", "unknown"))}

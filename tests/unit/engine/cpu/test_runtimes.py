@@ -1,5 +1,8 @@
 """What CPU runtimes compile: the same answers, INT8 where it was asked, and engines that load again."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +31,16 @@ PROFILE = Profile((1, 16), (2, 16), (4, 32))
 @pytest.fixture(autouse=True)
 def _installed():
     pytest.importorskip("openvino", reason="needs openvino: pip install 'qdqbench[openvino]'")
+
+
+def test_openvino_tells_no_server(tmp_path):
+    """Its import starts a process that writes an identity to ~/intel and asks Google Analytics."""
+    program = "from qdqbench.quantize.engine.backend import _import; print(_import('openvino').Core())"
+    environment = {name: value for name, value in os.environ.items() if name != "CI"} | {
+        "HOME": str(tmp_path)
+    }
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    assert not (tmp_path / "intel").exists()
 
 
 @pytest.fixture(scope="module")
