@@ -20,7 +20,7 @@ from qdqbench.quantize.deployment import hub
 from qdqbench.quantize.engine.cpu_runtimes import write_openvino_ir
 from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.cuda.runtime import load_engine
-from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
+from qdqbench.quantize.engine.sidecar import Sidecar, read_own_sidecar
 from qdqbench.quantize.engine.trtexec import build_options
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models import identity
@@ -171,7 +171,7 @@ def _describe_onnxruntime(optimized: artifacts.OptimizedRun | None, max_drop: fl
 
 def _describe_engine(home: Path, built: EngineResult, results: Results) -> Runtime:
     engine, stage = artifacts.engine_file(home, built), results.stages.get("engine")
-    sidecar = read_sidecar(engine)
+    sidecar = read_own_sidecar(engine)
     ran = built is results.engine and stage is not None and stage.status == "done"
     targets = ", ".join(built.compute_capability)
     if ran:

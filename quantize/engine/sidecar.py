@@ -48,6 +48,14 @@ def read_sidecar(engine_path: Path) -> Sidecar:
     return read(sidecar_path(engine_path), Sidecar, "engine sidecar", again)
 
 
+def read_own_sidecar(engine_path: Path) -> Sidecar:
+    """Return the sidecar of an engine, which must be the file that it was written for."""
+    sidecar = read_sidecar(engine_path)
+    if not engine_path.is_file() or files.sha256(engine_path) != sidecar.engine_sha256:
+        raise UserError(f"{engine_path} is not the file that was built; {_how_to_rebuild(engine_path)}")
+    return sidecar
+
+
 def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
     """Hold an engine to its sidecar, its ONNX file and this machine, before it is loaded.
 

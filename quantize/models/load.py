@@ -235,6 +235,11 @@ def load_matching_tokenizer(
             f"the tokenizer of model {model} has {tokenizer.vocab_size} entries and the model {entries}, so "
             "it is another model's; save the model's own next to the weights"
         )
+    if beyond := sorted(name for name, number in tokenizer.get_added_vocab().items() if number >= entries):
+        raise UserError(
+            f"the tokenizer of model {model} adds {name_list(beyond)} beyond the model's {entries} "
+            "embeddings; call model.resize_token_embeddings and train, or remove them from the tokenizer"
+        )
     if family_of(config).positions_follow_padding and pad_id != config.pad_token_id:
         raise UserError(
             f"the tokenizer of model {model} pads with id {pad_id}, but the model counts its positions by "

@@ -124,6 +124,17 @@ def test_copies_go_elsewhere(finished_run, tmp_path, qdqbench, blocked):
     assert not (out / "model.json").exists()
 
 
+def test_an_engine_that_was_changed_is_not_deployed(a_run, tmp_path, qdqbench):
+    engine = a_run / "engine" / "model.int8.engine"
+    changed = engine.read_bytes()[:-1] + b"?"
+    engine.unlink()  # the folder of the run has a link to it
+    engine.write_bytes(changed)
+    done = qdqbench("deploy", a_run, "--out", tmp_path / "there")
+    assert (done.code, done.err.count("\n")) == (1, 1)
+    assert "model.int8.engine is not the file that was built; build it again with" in done.err
+    assert not (tmp_path / "there").exists()
+
+
 def test_what_somebody_put_there_stays_and_is_told(a_run, qdqbench):
     mine = a_run / "deploy" / "run_onnxruntime.py"
     mine.write_text("# my own\n")

@@ -255,7 +255,10 @@ class TestPrompts:
     @pytest.mark.parametrize(
         ("asked", "told"),
         [
-            (["querry"], "has no prompt 'querry'; it has query. A text that is a prompt itself ends with"),
+            (
+                ["querry"],
+                "has no prompt named 'querry', but query; to give a prompt's text instead, end it with",
+            ),
             (["query", "query"], "2 prompts are too many; give one for each text of a sample, 1"),
             (["query"], "does not pool the tokens of a prompt (1_Pooling/config.json, key include_prompt)"),
         ],

@@ -255,6 +255,13 @@ class TestRefused:
         told = f"has {entries} entries and the model {entries - 1}, so it is another model's"
         assert told in failure(load_matching_tokenizer, tmp_path)
 
+    def test_an_added_token_beyond_the_table(self, tmp_path: Path) -> None:
+        tokenizer = load_matching_tokenizer(str(write_model(tmp_path, "bert")))
+        tokenizer.add_tokens(["euro"])
+        tokenizer.save_pretrained(tmp_path)
+        told = "adds euro beyond the model's"
+        assert told in failure(load_matching_tokenizer, tmp_path)
+
     def test_positions_behind_the_padding_are_fewer(self, tmp_path: Path) -> None:
         config = load_config(str(write_model(tmp_path, "camembert")))
         recipe = load_recipe("roberta-int8-linears")
