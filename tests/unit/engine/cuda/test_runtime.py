@@ -203,8 +203,9 @@ def test_a_head_folds_activations_into_its_dense_steps(pooling, steps, widths, l
     tokens, engine, ran = packed([5, 2, 7]), CudaEngine.__new__(CudaEngine), []
     engine._arrays = {name: torch.from_numpy(array).half() for name, array in arrays.items()}
 
-    def dense(name, x, rows, places, activation, half):
+    def dense(name, x, rows, places, *last):
         """Compute what head.cu does."""
+        activation, half = last
         ran.append(activation)
         at = torch.arange(rows) if places is None else (places[0].long() + places[1]).clamp(0, len(x) - 1)
         weight, bias = (engine._arrays[f"{name}.{part}"].float() for part in ("weight", "bias"))
