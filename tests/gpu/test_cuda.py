@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import onnx
@@ -19,15 +20,15 @@ from qdqbench.eval.verification.blocks import stitch
 from qdqbench.quantize.deployment.server.batches import pad_to_shape, warm_up
 from qdqbench.quantize.deployment.server.served import open_served
 from qdqbench.quantize.engine.build import build
-from qdqbench.quantize.engine.cuda.compile import load_nvrtc
+from qdqbench.quantize.engine.cuda.compile import compile_kernels, load_nvrtc
 from qdqbench.quantize.engine.cuda.interpret import compute, interpret
 from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.model import load_kernels
 from qdqbench.quantize.engine.cuda.names import CAPABILITY, list_kernels
 from qdqbench.quantize.engine.cuda.pack import pack
-from qdqbench.quantize.engine.cuda.plan import Attention, Head, Linear
+from qdqbench.quantize.engine.cuda.plan import Answer, Attention, Head, Linear, Plan, Step, Tensor
 from qdqbench.quantize.engine.cuda.runtime import PACKED, CudaEngine, choose_graph, fill
-from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, pack_tokens
+from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, Tokens, pack_tokens
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.runtime.runners import open_engine, open_runner
 from qdqbench.quantize.models.families.known import family_named
@@ -150,7 +151,7 @@ def test_every_head_answers_as_the_interpreter(head, made_once):
     for operation in plan.operations:
         values |= compute(operation, plan, arrays, values, tokens)
     small = replace(plan, operations=(plan.head,))
-    engine = CudaEngine(small, arrays, {})
+    engine = CudaEngine(small, arrays, compile_kernels(small))
     rows = engine.load(tokens)
     state = torch.zeros(len(rows.ids), values[plan.head.input].shape[1], dtype=torch.float16, device="cuda")
     state[: len(tokens.ids)] = torch.from_numpy(values[plan.head.input]).cuda()
@@ -159,12 +160,55 @@ def test_every_head_answers_as_the_interpreter(head, made_once):
         compare(name, answer[: len(values[name])].cpu().numpy(), values[name])
 
 
+@pytest.mark.parametrize(
+    ("lengths", "pooling", "steps", "widths", "alone"),
+    [
+        ((8,) * 8, "first", "dense tanh dense", (768, 768, 2), True),  # no spare row or token
+        ((2,) * 256, "first", "dense sigmoid dense", (384, 384, 1), True),
+        ((2,) * 256, "last", "dense", (768, 768), True),
+        ((3, 1) * 65, "last", "dense gelu dense relu", (768, 1024, 40), True),
+        ((1,), "last", "dense relu dense", (128, 104, 17), True),
+        ((5, 2, 4), "first", "dense gelu_tanh dense tanh", (1024, 20, 300), False),  # PyTorch takes K of 20
+        ((5, 2, 4), "first", "tanh dense relu sigmoid", (64, 33), False),
+        ((7,) * 9, "mean", "dense tanh normalize", (768, 8), False),
+        ((1,) * 300, "first", "dense tanh dense", (768, 768, 2), False),  # and that many rows
+    ],
+)
+def test_dense_steps_of_a_head_are_those_of_numpy(lengths, pooling, steps, widths, alone):
+    random, kinds, sizes = np.random.default_rng(0), steps.split(), pairwise(widths)
+    head = Head(
+        name="head",
+        input="x",
+        pooling=pooling,
+        steps=tuple(Step(kind=kind) for kind in kinds),
+        answers=(Answer(name="y"), Answer(name="z", column=widths[-1] - 1)),
+    )
+    plan = Plan(inputs=(), tensors={"x": Tensor(kind="fp16", width=widths[0])}, operations=(head,))
+    arrays: dict[str, np.ndarray] = {}
+    for number in (number for number, kind in enumerate(kinds) if kind == "dense"):
+        k, n = next(sizes)
+        arrays[f"head.{number}.weight"] = random.normal(size=(n, k)) / k**0.5
+        arrays[f"head.{number}.bias"] = random.normal(size=n)
+    arrays = {name: array.astype(np.float16).astype(np.float32) for name, array in arrays.items()}
+    count, starts = sum(lengths), np.cumsum([0, *lengths], dtype=np.int32)
+    given = {"x": random.normal(size=(count, widths[0])).astype(np.float16)}
+    tokens = Tokens(*np.zeros((3, count), np.int32), starts, np.ones((1, count), bool), given)
+    engine = CudaEngine(plan, arrays, compile_kernels(plan))
+    answers = engine.unpack(tokens, engine.forward(engine.load(tokens)))
+    for name, wanted in compute(head, plan, arrays, given, tokens).items():
+        compare(name, answers[name], wanted)
+        if alone and kinds.count("dense") == 1:  # FP32 from the sums on
+            np.testing.assert_allclose(answers[name], wanted, rtol=1e-4, atol=1e-4)
+    if alone:
+        assert [*engine.profile(tokens)[0]] == ["head"]
+
+
 def test_the_profiler_names_the_kernels_of_the_plan_and_no_others(case):
     graph, _, engine = case
     batch = batch_for(graph, (100, 30, 5))
     engine.run(batch)
     ran = engine.profile(pack_tokens(engine.plan, engine.arrays, batch))
-    ours = re.compile(r"(?:gemm|attention|norm|embed)_\w+|quantize")
+    ours = re.compile(r"(?:gemm|attention|norm|embed)_\w+|quantize|head")
     known = list_kernels(engine.plan)
     for operation, kernels in zip(engine.plan.operations, ran, strict=True):
         names = [name for name in kernels if ours.fullmatch(name)]
@@ -173,7 +217,7 @@ def test_the_profiler_names_the_kernels_of_the_plan_and_no_others(case):
         assert {*names} <= known
         if int8:
             assert len(kernels) == len(names) == 1
-        if not isinstance(operation, Head | Linear | Attention):
+        if not isinstance(operation, Linear | Attention):
             assert [*kernels] == names
         assert all(ms > 0 for ms in kernels.values())
     rows = engine.kernels()

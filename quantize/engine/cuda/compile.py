@@ -21,10 +21,11 @@ from qdqbench.quantize.engine.cuda.names import (
     NORM_PARTS,
     attention_name,
     gemm_name,
+    has_dense,
     needs_clamp,
     norm_name,
 )
-from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Linear, Norm, Operation, Plan
+from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Head, Linear, Norm, Operation, Plan
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
 from qdqbench.quantize.utils.names import install_command
 
@@ -93,6 +94,8 @@ def list_instances(operation: Operation, plan: Plan) -> list[tuple[str, str]]:
         case Embed() | Norm():
             name = norm_name(operation, plan.tensors[operation.writes[0]].width)
             return [("norm", f"{operation.op.upper()}({name.replace('_', ', ')})")]
+        case Head():
+            return [("head", "")] if has_dense(operation) else []
     return [("norm", "")]  # codes of FP16 tensors
 
 

@@ -50,6 +50,13 @@ class NormArguments(c.Structure):
     )
 
 
+class DenseArguments(c.Structure):
+    _fields_ = (
+        *((name, Pointer) for name in ("x", "weight", "bias", "bounds", "single", "half")),
+        *((name, c.c_int) for name in ("shift", "activation", "tokens", "rows", "n", "k")),
+    )
+
+
 class TableArguments(c.Structure):
     _fields_ = tuple((name, Pointer) for name in ("ids", "positions", "types", "word", "position", "type"))
 

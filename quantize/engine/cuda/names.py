@@ -2,7 +2,7 @@
 
 import re
 
-from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Linear, Norm, Operation, Plan, Quantize
+from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Head, Linear, Norm, Operation, Plan, Quantize
 
 TILES = (128, 128), (64, 128), (64, 64)  # M and N of a block's tile
 STAGES = {(128, 128): 6, (64, 128): 8, (64, 64): 12}
@@ -34,6 +34,11 @@ def norm_name(operation: Embed | Norm, width: int) -> str:
     return f"{parts}_{len(operation.codes)}"
 
 
+def has_dense(operation: Head) -> bool:
+    """Return whether a head has dense steps of rows; those of tokens are PyTorch's."""
+    return operation.pooling != "tokens" and any(step.kind == "dense" for step in operation.steps)
+
+
 def list_kernels(plan: Plan) -> set[str]:
     """Return the names of all kernels that a plan may launch: GEMMs have one for each tile."""
     named = (name for operation in plan.operations for name in _list_names(operation, plan))
@@ -48,11 +53,10 @@ def _list_names(operation: Operation, plan: Plan) -> list[str]:
             return [f"attention_{attention_name(operation, plan)}_{form}" for form in ("short", "long")]
         case Embed() | Norm():
             return [f"{operation.op}_{norm_name(operation, plan.tensors[operation.writes[0]].width)}"]
-        case Linear() | Attention() if plan.tensors[operation.output].kind == "int8":
-            return ["quantize"]
-        case Quantize():
-            return ["quantize"]
-    return []
+        case Head():
+            return ["head"] if has_dense(operation) else []
+    codes = isinstance(operation, Quantize) or plan.tensors[operation.output].kind == "int8"
+    return ["quantize"] if codes else []
 
 
 def find_symbols(cubin: bytes) -> set[str]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from qdqbench.quantize.engine.cuda.driver import (
     AttentionArguments,
+    DenseArguments,
     GemmArguments,
     Kernels,
     NormArguments,
@@ -42,6 +43,8 @@ from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_tokens, spread
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError
 
+_DENSE_ROWS, _DENSE_CHANNELS = 256, 1024  # at most, of a dense step in head.cu; PyTorch takes all others
+_ACTIVATIONS = ["none", "tanh", "relu", "sigmoid", "gelu", "gelu_tanh"]  # as head.cu numbers them
 _ALIGN = 64  # tokens: an attention block's
 # us on one H200 of a block's first tile and of each further one, which the first hides in part: fixed, and
 # for each 128 of K
@@ -472,31 +475,68 @@ class CudaEngine:
 
     def _head(self, operation: Head, values: dict[str, Any], rows: _Rows) -> dict[str, Any]:
         import torch
-        from torch.nn import functional
 
-        x = values[operation.input]
-        match operation.pooling:
-            case "first":
-                x = x.index_select(0, rows.bounds[:-1].clamp(max=len(x) - 1))
-            case "last":
-                x = x.index_select(0, (rows.bounds[1:] - 1).clamp(min=0))
-            case "mean":
-                x = torch.segment_reduce(x.float(), "mean", offsets=rows.bounds.long(), axis=0)
-        for number, step in enumerate(operation.steps):
-            match step.kind:
-                case "dense":
-                    weight, bias = (
-                        self._arrays[f"{operation.name}.{number}.{part}"] for part in ("weight", "bias")
-                    )
-                    x = functional.linear(x.half(), weight, bias)
-                case "tanh" | "relu" | "sigmoid":
-                    x = getattr(torch, step.kind)(x)
-                case "gelu" | "gelu_tanh":
-                    x = functional.gelu(x, approximate="tanh" if step.kind == "gelu_tanh" else "none")
-                case "normalize":
-                    x = functional.normalize(x.float(), dim=1)
+        x, count = values[operation.input], len(rows.bounds) - 1
+        places = {"first": (rows.bounds[:-1], 0), "last": (rows.bounds[1:], -1)}.get(operation.pooling)
+        steps = [(f"{operation.name}.{number}", step.kind) for number, step in enumerate(operation.steps)]
+        fitting = {name for name, kind in steps if kind == "dense" and self._fits(name, count)}
+        if operation.pooling == "tokens":
+            fitting.clear()
+        elif places is None:
+            x = torch.segment_reduce(x.float(), "mean", offsets=rows.bounds.long(), axis=0)
+        elif not steps or steps[0][0] not in fitting:
+            bounds, shift = places
+            x = x.index_select(0, (bounds + shift if shift else bounds).clamp(0, len(x) - 1))
+        while steps:
+            name, kind = steps.pop(0)
+            if name in fitting:
+                activation = steps.pop(0)[1] if steps and steps[0][1] in _ACTIVATIONS else "none"
+                half = any(kind == "dense" for _, kind in steps)
+                x = self._dense(name, x.half(), count, places, activation, half)
+            else:
+                x = self._step(name, kind, x)
+            places = None
         x = x.float()
         return {each.name: x if each.column is None else x[:, each.column] for each in operation.answers}
+
+    def _fits(self, name: str, rows: int) -> bool:
+        """Return whether head.cu takes a dense step: it is for few rows, and reads eight channels at once."""
+        channels = self._arrays[f"{name}.weight"].shape[1]
+        return rows <= _DENSE_ROWS and channels <= _DENSE_CHANNELS and channels % 8 == 0
+
+    def _dense(  # noqa: PLR0913, PLR0917
+        self, name: str, x: Any, rows: int, places: tuple[Any, int] | None, activation: str, half: bool
+    ) -> Any:
+        """Return the answers of a dense step and an activation, of the tokens at `places` or of all."""
+        import torch
+
+        n, k = self._arrays[f"{name}.weight"].shape
+        made = torch.empty(rows, n, dtype=torch.float16 if half else torch.float32, device="cuda")
+        call = DenseArguments(x.data_ptr(), self._at(f"{name}.weight"), self._at(f"{name}.bias"))
+        if places is not None:
+            call.bounds, call.shift = places[0].data_ptr(), places[1]
+        setattr(call, "half" if half else "single", made.data_ptr())
+        call.activation = _ACTIVATIONS.index(activation)
+        call.tokens, call.rows, call.n, call.k = len(x), rows, n, k
+        across, down = -(-n // 16), -(-rows // 8)
+        grid = across, min(down, max(1, 3 * self._multiprocessors // across))
+        self._kernels.launch("head", grid, 256, [call])
+        return made
+
+    def _step(self, name: str, kind: str, x: Any) -> Any:
+        """Return what PyTorch computes of one step of a head."""
+        import torch
+        from torch.nn import functional
+
+        match kind:
+            case "dense":
+                weight, bias = (self._arrays[f"{name}.{part}"] for part in ("weight", "bias"))
+                return functional.linear(x.half(), weight, bias)
+            case "gelu" | "gelu_tanh":
+                return functional.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+            case "normalize":
+                return functional.normalize(x.float(), dim=1)
+        return getattr(torch, kind)(x)
 
     def _at(self, name: str) -> int:
         return int(self._arrays[name].data_ptr())

@@ -100,7 +100,7 @@ def test_kernels_of_shipped_recipes_compile_and_are_found(made_once):
             expected |= names.list_kernels(plan)
             for source, line in (pair for each in operations for pair in kernels.list_instances(each, plan)):
                 lines.setdefault(source, set()).add(line)
-    assert {*lines} == {"attention", "gemm", "norm"}
+    assert {*lines} == {"attention", "gemm", "head", "norm"}
     cubins = [kernels.compile_source(source, sorted(made)) for source, made in lines.items()]
     there = [names.find_symbols(cubin) for cubin in cubins]
     assert expected <= set().union(*there)
@@ -119,7 +119,8 @@ def test_int8_products_are_in_the_machine_code(graph_of, monkeypatch):
     made = {name: products for each in found for name, products in each.items()}
     assert made.keys() >= names.list_kernels(plan)
     for name, products in made.items():
-        assert products == {"gemm": {"IGMMA"}, "attention": {"IMMA"}}.get(name.partition("_")[0], set())
+        wanted = {"gemm": {"IGMMA"}, "attention": {"IMMA"}, "head": {"HMMA"}}
+        assert products == wanted.get(name.partition("_")[0], set())
 
 
 def test_a_kernel_that_multiplies_in_fp16_is_no_int8_kernel(graph_of, without_nvrtc, monkeypatch):

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qdqbench.quantize.engine.cuda.interpret import compute
 from qdqbench.quantize.engine.cuda.names import TILES
-from qdqbench.quantize.engine.cuda.plan import Answer, Embed, Head, Plan, Tensor
+from qdqbench.quantize.engine.cuda.plan import Answer, Embed, Head, Plan, Step, Tensor
 from qdqbench.quantize.engine.cuda.runtime import (
     PACKED,
     CudaEngine,
@@ -167,3 +168,56 @@ def test_batches_that_no_bucket_holds_or_of_other_shapes_are_refused():
     for empty in (ones[:0], ones[:, :0], ones[0]):
         with pytest.raises(UserError, match="none of them empty"):
             pack_tokens(PLAN, TABLES, {"input_ids": empty, "attention_mask": empty})
+
+
+@pytest.mark.parametrize(
+    ("pooling", "steps", "widths", "launches"),
+    [
+        ("first", "dense tanh dense", (16, 24, 2), ["tanh", "none"]),
+        ("last", "dense gelu normalize", (16, 24), ["gelu"]),
+        ("first", "dense dense relu sigmoid", (16, 20, 3), ["none"]),  # PyTorch takes 20 channels
+        ("last", "tanh dense", (16, 3), ["none"]),
+        ("first", "dense relu", (12, 3), []),
+        ("last", "normalize", (16,), []),
+        ("mean", "dense sigmoid", (16, 4), ["sigmoid"]),
+        ("tokens", "dense", (16, 4), []),
+    ],
+)
+def test_a_head_folds_activations_into_its_dense_steps(pooling, steps, widths, launches, monkeypatch):
+    random, kinds = np.random.default_rng(0), steps.split()
+    head = Head(
+        name="head",
+        input="x",
+        pooling=pooling,
+        steps=tuple(Step(kind=kind) for kind in kinds),
+        answers=(Answer(name="y"), Answer(name="z", column=1)),
+    )
+    numbers = (number for number, kind in enumerate(kinds) if kind == "dense")
+    arrays = {}
+    for number, n, k in zip(numbers, widths[1:], widths, strict=False):
+        arrays |= {
+            f"head.{number}.weight": random.normal(size=(n, k)).astype(np.float32),
+            f"head.{number}.bias": random.normal(size=n).astype(np.float32),
+        }
+    values = {"x": random.normal(size=(14, widths[0])).astype(np.float16)}
+    tokens, engine, ran = packed([5, 2, 7]), CudaEngine.__new__(CudaEngine), []
+    engine._arrays = {name: torch.from_numpy(array).half() for name, array in arrays.items()}
+
+    def dense(name, x, rows, places, *last):
+        """Compute what head.cu does."""
+        activation, half = last
+        ran.append(activation)
+        at = torch.arange(rows) if places is None else (places[0].long() + places[1]).clamp(0, len(x) - 1)
+        weight, bias = (engine._arrays[f"{name}.{part}"].float() for part in ("weight", "bias"))
+        made = x[at].float() @ weight.T + bias
+        made = made if activation == "none" else engine._step(name, activation, made)
+        return made.half() if half else made
+
+    monkeypatch.setattr(engine, "_dense", dense)
+    bounds = torch.from_numpy(np.append(tokens.starts, [14] * 2).astype(np.int32))  # two spare rows
+    x = {"x": torch.from_numpy(values["x"])}
+    made = engine._head(head, x, SimpleNamespace(bounds=bounds))
+    assert ran == launches
+    for name, wanted in compute(head, PLAN, arrays, values, tokens).items():
+        assert made[name].dtype == torch.float32
+        np.testing.assert_allclose(made[name][: len(wanted)].numpy(), wanted, rtol=0.01, atol=0.02)
