@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PARTS = 4  # of the calibration rows, whose largest values are compared
-# Standard deviation over mean from which on an amax is named: that of one part with twice the largest value
-# of the others. In MiniLM on SST-2 one amax doubled raises the KL divergence from FP32 by up to 120 %.
+# Spread above which an amax is named: that of one part with twice the largest value of the others. One amax
+# doubled raised the KL divergence from FP32 by up to 119 % (MiniLM-L6, int8-residual-fused, SST-2, n = 256).
 WIDE = 0.4
 FAR = 2.0  # times what calibration found, or a part of it, from which on an amax is named
 
