@@ -2,9 +2,10 @@
 
 import difflib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,11 @@ from qdqbench.quantize.utils.progress import report_phase, track
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+PARTS = 4  # of the calibration rows, whose largest values are compared
+# Spread above which an amax is named: that of one part with twice the largest value of the others. One amax
+# doubled raised the KL divergence from FP32 by up to 119 % (MiniLM-L6, int8-residual-fused, SST-2, n = 256).
+# Of 1,000 resampled draws of 512 rows, none of SST-2, MRPC or STS-B came above 0.33.
+WIDE = 0.4
 FAR = 2.0  # times what calibration found, or a part of it, from which on an amax is named
 
 
@@ -194,7 +200,7 @@ def calibrate(
         quantizers[f"{name}.p_bmm_quantizer"].amax = amax
     histograms.install_calibrators(quantizers, plan)
     report_phase("calibrating")
-    with fake._silent(), _record_rms(quantizers) as moments:
+    with fake._silent(), _watch_inputs(quantizers, lengths, fixed) as seen:
         mtq.calibrate(model, "max", forward_loop=forward_loop)
     notes = [*_note_shared(model, plan), *note_kept_biases(plan), *chosen.notes]
     notes += _revive_dead_channels(model, quantizers)
@@ -207,7 +213,7 @@ def calibrate(
     replaced, of_overrides, far_off = _apply_overrides(quantizers, fixed)
     notes, warnings = notes + of_overrides, warnings + far_off
     states = {
-        name: records.read_quantizer_state(name, q, moments.get(name)) for name, q in quantizers.items()
+        n: records.read_quantizer_state(n, q, *seen.get(n, (None, None))) for n, q in quantizers.items()
     }
     records.require_plausible(states)
     records.require_shared(states, plan)
@@ -232,7 +238,7 @@ def calibrate(
         seed=settings.seed,
         data=_summarize_lengths(np.array(lengths)),
         notes=notes,
-        warnings=warnings,
+        warnings=[*warnings, *_warn_of_spread(states, plan)],
         quantizers=states,
     )
 
@@ -292,25 +298,63 @@ def _require_finite_weights(model: "PreTrainedModel") -> None:
 
 
 @contextmanager
-def _record_rms(quantizers: dict[str, Any]) -> Iterator[dict[str, float]]:
-    """Record the root mean square of all that each activation quantizer sees; filled when the block ends."""
+def _watch_inputs(
+    quantizers: dict[str, Any], before: Sequence[int], given: Collection[str]
+) -> Iterator[dict[str, tuple[float, float | None]]]:
+    """Record the root mean square of all that each activation quantizer sees, and the spread of its amax.
+
+    Filled when the block ends. Row n of the data, counted from the length of `before`, is in part n modulo
+    PARTS: whole batches would differ, since each has rows of one length. A given amax has no spread.
+    """
+    import torch
+
     sums: dict[str, float] = {}
     counts: dict[str, int] = {}
-    moments: dict[str, float] = {}
+    largest: dict[str, list[float]] = {}
+    seen: dict[str, tuple[float, float | None]] = {}
 
     def watch(name: str, quantizer: Any, inputs: tuple[Any, ...]) -> None:
-        power = float(fake.smooth_input(quantizer, inputs[0]).double().square().sum())
+        value = fake.smooth_input(quantizer, inputs[0])
+        power = float(value.double().square().sum())
         if not math.isfinite(power):  # ModelOpt would fail here without naming the layer
             raise CheckFailed(f"calibration met NaN or infinity at {name}; look at the layers before it")
         sums[name] = sums.get(name, 0.0) + power
         counts[name] = counts.get(name, 0) + inputs[0].numel()
+        if name in given or fake.get_quantizer_kind(name) == "softmax":
+            return
+        rest = tuple(range(1, value.dim()))
+        tops = torch.maximum(value.amax(rest), -value.amin(rest)).tolist()
+        parts = largest.setdefault(name, [0.0] * PARTS)
+        for row, top in enumerate(tops, len(before)):
+            parts[row % PARTS] = max(parts[row % PARTS], top)
 
     with ExitStack() as hooks:
         for name, quantizer in quantizers.items():
             if fake.get_quantizer_kind(name) != "weight":
                 hooks.enter_context(quantizer.register_forward_pre_hook(partial(watch, name)))
-        yield moments
-    moments |= {name: math.sqrt(sums[name] / counts[name]) for name in sums}
+        yield seen
+    for name, total in sums.items():
+        parts = np.array(largest.get(name, [0.0]))
+        spread = float(parts.std(ddof=1) / parts.mean()) if parts.all() else None
+        seen[name] = math.sqrt(total / counts[name]), spread
+
+
+def _warn_of_spread(states: Mapping[str, records.QuantizerState], plan: Plan) -> list[str]:
+    """Name each amax that a few calibration rows set. Methods that clip do not follow the largest value."""
+    wide = {
+        name: spread
+        for name, state in states.items()
+        if (spread := state.spread or 0.0) > WIDE and plan.scaling_of(name.rpartition(".")[0]).method == "max"
+    }
+    if not wide:
+        return []
+    ordered = sorted(wide.items(), key=itemgetter(1), reverse=True)
+    listed = name_list([f"{name} ({spread:.0%})" for name, spread in ordered])
+    return [
+        f"{len(wide)} amax depend on few calibration rows: between parts of the rows, largest values vary by "
+        f"more than {WIDE:.0%} at {listed}; calibrate on more rows, or choose a method with "
+        "`qdqbench compare-calibration`"
+    ]
 
 
 def _note_shared(model: "PreTrainedModel", plan: Plan) -> list[str]:

@@ -29,6 +29,8 @@ class QuantizerState(Strict):
     axis: int | None
     amax: float | list[float]  # a list when per-channel; float32 values, exact in JSON
     rms: float | None = None  # of an activation while calibrating
+    # standard deviation over mean of the largest magnitudes of four parts of the rows; None if amax is given
+    spread: float | None = None
 
 
 class Smoothing(Strict):
@@ -90,18 +92,21 @@ class CalibrationRecord(Tabular):
                 amax_min=float(values[name].min()),
                 amax_over_rms=float(values[name].max() / state.rms) if state.rms else None,
                 calibrated_amax=self.replaced.get(name),
+                amax_spread=state.spread,
             )
             for name, state in self.quantizers.items()
         ]
 
 
-def read_quantizer_state(name: str, quantizer: Any, rms: float | None) -> QuantizerState:
+def read_quantizer_state(
+    name: str, quantizer: Any, rms: float | None, spread: float | None = None
+) -> QuantizerState:
     amax = quantizer.amax
     values = [] if amax is None else amax.detach().float().cpu().flatten().tolist()
     scalar = amax is not None and quantizer.axis is None
-    return QuantizerState(
-        kind=fake.get_quantizer_kind(name), axis=quantizer.axis, amax=values[0] if scalar else values, rms=rms
-    )
+    amax = values[0] if scalar else values
+    kind = fake.get_quantizer_kind(name)
+    return QuantizerState(kind=kind, axis=quantizer.axis, amax=amax, rms=rms, spread=spread)
 
 
 def trained_record(model: Any, record: CalibrationRecord) -> CalibrationRecord:
@@ -110,6 +115,9 @@ def trained_record(model: Any, record: CalibrationRecord) -> CalibrationRecord:
         name: read_quantizer_state(name, quantizer, record.quantizers[name].rms)
         for name, quantizer in fake.list_quantizers(model).items()
     }
+    for name, state in states.items():
+        if state.amax == record.quantizers[name].amax:  # else training made it
+            state.spread = record.quantizers[name].spread
     require_plausible(states)
     changed = {"quantizers": states, "shifts": {}, "centers": {}, "biases": {}}
     return record.model_copy(update=changed)

@@ -1,6 +1,7 @@
 """Schemas of `results.json` and `finetune.json`, every number of a run and of a training."""
 
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,17 @@ class QuantizerRow(Strict):
     """Outlier measure of an activation: amax / root mean square; null when not measured."""
     calibrated_amax: float | None = None
     """Amax from calibration if the recipe overrides it (`calibration.amax`); else null."""
+    amax_spread: float | None = None
+    """Largest magnitudes of four parts of the calibration rows: standard deviation / mean. With method max
+    this estimates how far amax varies over draws of as many rows. Null for weights and the softmax, and
+    for an amax that the recipe gives or training changed."""
+
+
+def summarize_spread(quantizers: Sequence[QuantizerRow]) -> tuple[float, QuantizerRow] | None:
+    """Return the median of all `amax_spread`, and the quantizer with the largest; None if there is none."""
+    spreads = [row.amax_spread for row in quantizers if row.amax_spread is not None]
+    widest = max(quantizers, key=lambda row: row.amax_spread or 0.0, default=None)
+    return (statistics.median(spreads), widest) if spreads and widest else None
 
 
 class SoftmaxRow(Strict):

@@ -39,6 +39,7 @@ from qdqbench.quantize.utils.results import (
     Results,
     StageResult,
     read_results,
+    summarize_spread,
     write_results,
 )
 
@@ -441,7 +442,11 @@ def _calibration_text(results: Results) -> str:
     for what, modules in others.items():
         text += f", {count_of(len(modules), what)}" if modules else ""
     source = f"{count_of(calibration['samples'], 'sample')} of {calibration['split']}"
-    return f"{text}; scales by {calibration['method']} of {source}"
+    text += f"; scales by {calibration['method']} of {source}"
+    if (spread := summarize_spread(results.quantizers)) is None:
+        return text
+    median, widest = spread
+    return f"{text}, whose parts differ in largest values by {median:.1%}, at most {widest.amax_spread:.1%}"
 
 
 def _training_text(results: Results) -> str:

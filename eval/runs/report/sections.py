@@ -12,7 +12,13 @@ from qdqbench.eval.reporting.formats import count_of, known, label, number, shar
 from qdqbench.eval.runs.report import charts, verdict
 from qdqbench.quantize.engine.inspection import EngineFacts
 from qdqbench.quantize.utils import comparison
-from qdqbench.quantize.utils.results import EngineResult, Results, StageResult, Verification
+from qdqbench.quantize.utils.results import (
+    EngineResult,
+    Results,
+    StageResult,
+    Verification,
+    summarize_spread,
+)
 
 OUTPUTS = (
     "The engine on {} against {}, block by block with the reference's own input fed to each. A block fails "
@@ -320,7 +326,14 @@ def _ranges_text(results: Results) -> str:
     outliers = [(row.amax_over_rms, row) for row in results.quantizers if row.amax_over_rms is not None]
     outliers.sort(key=lambda pair: -pair[0])
     largest = ", ".join(f"`{row.module}` ({row.kind}) {ratio:.0f}" for ratio, row in outliers[:3])
-    return f"{text} Largest: {largest}." if largest else text
+    text += f" Largest: {largest}." if largest else ""
+    if (spread := summarize_spread(results.quantizers)) is not None:
+        median, widest = spread
+        text += (
+            f" Between parts of the calibration rows, largest values vary by {median:.1%} (median of all "
+            f"activations), and most by {widest.amax_spread:.1%} (`{widest.module}`, {widest.kind})."
+        )
+    return text
 
 
 def _quantizers_table(results: Results, *, weights: bool) -> doc.Table:
@@ -332,6 +345,7 @@ def _quantizers_table(results: Results, *, weights: bool) -> doc.Table:
         ("amax", lambda row: f"{row.amax:.4g}"),
         ("smallest amax", lambda row: "" if row.axis is None else f"{row.amax_min:.4g}"),
         ("amax / rms", lambda row: known(row.amax_over_rms, ".1f")),
+        ("spread over rows", lambda row: known(row.amax_spread, ".1%")),
         texts=(0, 1, 2),
         look="sortable",
     )

@@ -69,7 +69,7 @@ def measure(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             quantized = qdqbench.quantize(model, [drawn[index] for index in chosen], given.recipe)
             after = predict(quantized.model, tokenizer, samples)
             table = quantized.to_frame()
-            inputs = table[table.kind == "input"].set_index("module").amax
+            inputs = table[table.kind == "input"].set_index("module")[["amax", "amax_spread"]]
             yield {
                 "task": given.task,
                 "texts": source,
@@ -79,7 +79,7 @@ def measure(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 "fp32": float((before == gold).mean()),
                 "fake_quant": float((after == gold).mean()),
                 "changed": int((before != after).sum()),
-                "amax": {name: float(f"{value:.5g}") for name, value in inputs.items()},
+                **inputs.map(lambda value: float(f"{value:.5g}")).to_dict(),
             }
 
 

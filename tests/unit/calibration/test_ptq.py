@@ -25,6 +25,7 @@ from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.results import summarize_spread
 
 from ...support import tiny_bert as bert
 
@@ -287,6 +288,37 @@ def test_rows_of_the_results(tiny_bert: Path) -> None:
     assert (weight.module, weight.amax, weight.amax_min) == (bert.LINEARS[0], max(amax), min(amax))
     assert weight.amax_over_rms is None
     assert all(row.amax_over_rms > 1 for row in rows.values() if row.kind == "input" and row.amax_over_rms)
+
+
+def test_spread_of_amax_over_parts_of_the_rows(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clipped, fixed = f"{bert.LINEARS[0]}.input_quantizer", f"{bert.LINEARS[-1]}.input_quantizer"
+    rules = [EVERY, {"match": "encoder.layer.0.*", "method": "percentile/99.9"}]
+    monkeypatch.setattr(ptq, "WIDE", 0.0)
+    recipe = bert.recipe_with("bert-int8-attention", rules=rules, calibration={"amax": {fixed: 3.0}})
+    model, _, record = bert.calibrate(tiny_bert, recipe)
+    spreads = {name: state.spread for name, state in record.quantizers.items()}
+    untouched = load_model(str(tiny_bert))
+    with bert.watched(untouched, bert.LINEARS, inputs=True) as seen:
+        for batch in bert.calibration_batches():
+            quantizers.forward(untouched, batch)
+    for name in bert.LINEARS[:-1]:
+        rows = np.concatenate([values.abs().amax((1, 2)).numpy() for values in seen[name]])
+        parts = [rows[part::4].max() for part in range(4)]
+        assert spreads[f"{name}.input_quantizer"] == pytest.approx(np.std(parts, ddof=1) / np.mean(parts))
+    without = {name for name, spread in spreads.items() if spread is None}
+    assert without == {fixed} | {n for n, q in record.quantizers.items() if q.kind in ("weight", "softmax")}
+    named = [name for name in spreads if any(f"{name} (" in line for line in record.warnings)]
+    assert named == [name for name in spreads if ".layer.1." in name and name not in without]
+    median, widest = summarize_spread(record.rows())
+    assert 0 < median < widest.amax_spread == max(spread for spread in spreads.values() if spread)
+    changed = quantizers.list_quantizers(model)[clipped]
+    changed.amax = 2 * changed.amax  # as training might
+    after = calibration.trained_record(model, record).quantizers
+    assert {n: q.spread for n, q in after.items()} == spreads | {clipped: None}
+    old = record.model_dump(mode="json")
+    for state in old["quantizers"].values():
+        del state["spread"]
+    assert summarize_spread(calibration.CalibrationRecord.model_validate(old).rows()) is None
 
 
 class TestUnusable:

@@ -14,7 +14,15 @@ from qdqbench.eval.reporting.render import render_screen
 from qdqbench.eval.runs.gate import issue_sentence, judge_stages
 from qdqbench.eval.runs.report.report import stage_cell, stages_report
 from qdqbench.quantize.utils.comparison import Gate, GateIssue, Parity
-from qdqbench.quantize.utils.results import EngineResult, FileRow, FindingRow, Results, StageResult, Timing
+from qdqbench.quantize.utils.results import (
+    EngineResult,
+    FileRow,
+    FindingRow,
+    QuantizerRow,
+    Results,
+    StageResult,
+    Timing,
+)
 
 from ...support.records import comparison, engine_result
 from .report.test_report import parity_of, parity_row
@@ -44,6 +52,11 @@ def parity(differing: int) -> Parity:
     return parity_of([parity_row("a", 1000, 0, 0, 0.001), parity_row("b", 1000, differing, 1, 0.001)])
 
 
+def spread_row(name: str, spread: float | None) -> QuantizerRow:
+    row = {"name": name, "module": name, "kind": "input", "axis": None, "amax": 1.0, "amax_min": 1.0}
+    return QuantizerRow.model_validate(row | {"amax_over_rms": 9.0, "amax_spread": spread})
+
+
 CALIBRATED = {
     "data": {"calibration": {"method": "max", "samples": 1, "split": "train"}},
     "quantized_layers": [str(number) for number in range(12)],
@@ -71,6 +84,12 @@ FILES = [FileRow(name=f"model.{n}.onnx", bytes=size, fp32_ratio=part) for n, (si
             "quantize",
             CALIBRATED,
             "12 of 14 linears in INT8, 2 attentions; scales by max of 1 sample of train",
+        ),
+        (
+            "quantize",
+            CALIBRATED | {"quantizers": [spread_row("a", 0.1), spread_row("b", None), spread_row("c", 0.01)]},
+            "12 of 14 linears in INT8, 2 attentions; scales by max of 1 sample of train, whose parts differ "
+            "in largest values by 5.5%, at most 10.0%",
         ),
         ("baseline", {"stages": {"fp32": ALONE}}, "accuracy 0.8750 ± 0.0125, n = 1,200"),
         (

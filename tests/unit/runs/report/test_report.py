@@ -18,7 +18,7 @@ from qdqbench.eval.reporting import svg as plots
 from qdqbench.eval.reporting.document import Tile
 from qdqbench.eval.reporting.render import prose, render_screen
 from qdqbench.eval.runs.gate import issue_sentence
-from qdqbench.eval.runs.report import charts, report
+from qdqbench.eval.runs.report import charts, report, sections
 from qdqbench.eval.runs.report import verdict as wording
 from qdqbench.quantize.utils import results as schema
 from qdqbench.quantize.utils.comparison import Gate, GateIssue, Parity, ParityRow
@@ -126,7 +126,13 @@ def sample(layers: int = 6, prefix: str = "bert.encoder", **changes: Any) -> Res
         weight = {"axis": 0, "amax": 0.4 + 0.01 * index, "amax_min": 0.05, "amax_over_rms": None}
         outliers = 14 + (60 / (1 + layer) if name == 4 else 3 * shared)
         amax = 3.2 + 1.7 * shared + 0.6 * ((layer * 5) % 4)
-        read = {"axis": None, "amax": amax, "amax_min": 3.2, "amax_over_rms": outliers}
+        read = {
+            "axis": None,
+            "amax": amax,
+            "amax_min": 3.2,
+            "amax_over_rms": outliers,
+            "amax_spread": 0.01 * name,
+        }
         for kind, values in (("input", read), ("weight", weight)):
             path = f"{module}.{kind}_quantizer"
             quantizers.append(schema.QuantizerRow(name=path, module=module, kind=kind, **values))
@@ -618,6 +624,14 @@ def test_numbers_below_the_accuracy_chart_stand_apart(error: float) -> None:
     assert len(middles) >= 2
     for (left, half), (right, other) in pairwise(middles):
         assert right - left > half + other or right < left  # the next metric's
+
+
+def test_the_spread_of_amax_is_one_sentence_if_it_is_known() -> None:
+    results, said = sample(), "largest values vary by 2.5% (median of all activations), and most by 5.0% ("
+    assert f"{said}`bert.encoder.layer.0.output.dense`, input)." in sections._ranges_text(results)
+    for row in results.quantizers:
+        row.amax_spread = None
+    assert "vary" not in sections._ranges_text(results)
 
 
 def test_inputs_that_share_a_tensor_share_a_line() -> None:
