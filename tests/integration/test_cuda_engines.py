@@ -157,7 +157,7 @@ def test_an_engine_is_proven_verified_evaluated_and_timed(recipe, sst2, tmp_path
     batch = Session(read_config(out), out).eval_splits["validation"][1].batch([*range(5)], served.pad_id)[1]
     sizes = served.sizes("engine", 8)
     model = served.open_model("engine")
-    assert model.choose_bucket(65) == 128  # so that a server prepares all numbers of tokens
+    assert callable(model.prepare)  # so that a server has all graphs before its first request
     said = model(pad_to_shape(batch, sizes, served.pad_id))
     with np.load(out / "logits" / "engine.npz") as ours:
         np.testing.assert_allclose(said[:5], ours["validation.logits"][:5], atol=1e-5)

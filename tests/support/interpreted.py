@@ -53,6 +53,9 @@ class Interpreted(CompiledModel):
         self.by_token = plan.head.pooling == "tokens"
         self._lanes = [lambda feeds: interpret(plan, arrays, feeds)]
 
+    def prepare(self, tokens: int, rows: int, longest: int) -> None:
+        """Do nothing: there are no CUDA graphs."""
+
     def blob(self):
         raise NotImplementedError
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import itertools
 import math
 import os
 import time
@@ -123,27 +124,23 @@ def warm_up(run: Run, sizes: Sizes, timeout_s: float) -> Model:
                 "raise it"
             )
         fitting.append((length, fits))
-    if choose_bucket := getattr(run, "choose_bucket", None):
-        _meet_totals(run, fitting, choose_bucket)
+    if prepare := getattr(run, "prepare", None):
+        _prepare_totals(prepare, fitting)
     return Model(run, fitting, slowest)
 
 
-def _meet_totals(run: Run, sizes: Sizes, choose_bucket: Callable[[int], int]) -> None:
-    """Run what packs tokens with each number of them that batches of these sizes can have.
+def _prepare_totals(prepare: Callable[[int, int, int], None], sizes: Sizes) -> None:
+    """Have what packs tokens prepare each number of them that batches of these sizes can have.
 
-    Its CUDA graphs are for numbers of tokens: of rows that are alike, and of long rows with short ones.
+    Its CUDA graphs are for tokens, rows and the longest row, the latter by powers of two.
     """
     shortest = 1
     for length, most in sizes:
-        for rows in list_rows(most):
-            least, full = rows * shortest, rows * length
-            for total in {min(choose_bucket(each), full) for each in (*range(least, full, TOKENS), full)}:
-                alike = total // rows + (np.arange(rows) < total % rows)
-                more = np.clip(total - least - np.arange(rows) * (length - shortest), 0, length - shortest)
-                for lengths in (alike, shortest + more):
-                    mask = (np.arange(length) < lengths[:, None]).astype(np.int64)
-                    zeros = np.zeros_like(mask)
-                    run({"input_ids": zeros, "attention_mask": mask, "token_type_ids": zeros})
+        powers = sorted({1 << (each - 1).bit_length() for each in range(shortest, length + 1)})
+        for rows, longest in itertools.product(list_rows(most), powers):
+            full = rows * min(longest, length)
+            for total in (*range(rows * shortest, full, TOKENS), full):
+                prepare(total, rows, longest)
         shortest = length + 1
 
 

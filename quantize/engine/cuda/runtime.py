@@ -80,6 +80,11 @@ def choose_graph(tokens: Tokens) -> tuple[int, int, int, int]:
     return choose_bucket(count), rows, longest, min(-(-int(reach) // _KEYS) * _KEYS, _MOST_KEYS)
 
 
+def bound_reach(longest: int) -> int:
+    """Return the most keys of an attention block whose rows have up to so many tokens, for any rows."""
+    return min(-(-(_WINDOW + 2 * (longest - 1)) // _KEYS) * _KEYS, _MOST_KEYS)
+
+
 def choose_heads(tokens: int, heads: int, reach: int, longest: int, multiprocessors: int) -> int:
     """Return how many heads an attention block takes: several where loads, not sums, bound it."""
     most = 4 if reach == _KEYS else 2 if longest <= _WINDOW else 1
@@ -258,19 +263,28 @@ class CudaEngine:
     def answer(self, tokens: Tokens) -> dict[str, Any]:
         """Return the answers of packed tokens on the GPU; the next call overwrites them."""
         key = choose_graph(tokens)
-        if key in self._graphs:
-            self._graphs.move_to_end(key)
-        else:
-            while len(self._graphs) >= _MOST_GRAPHS:
-                self._graphs.popitem(last=False)
-            self._graphs[key] = self._capture(*key, self._pool)
-        graph, staging, answers = self._graphs[key]
+        captured = (each for each in (key, (*key[:3], bound_reach(key[2]))) if each in self._graphs)
+        graph, staging, answers = self._take_graph(next(captured, key))
         staging[1].synchronize()  # the last copy out of the host's buffer is over
         fill(staging[0].numpy(), tokens, *key[:2])
         staging[2].copy_(staging[0], non_blocking=True)
         staging[1].record()
         graph.replay()
         return answers
+
+    def prepare(self, tokens: int, rows: int, longest: int) -> None:
+        """Capture the graph of all batches of such a bucket of tokens and rows, wherever the rows lie."""
+        powers = [1 << (each - 1).bit_length() for each in (rows, longest)]
+        self._take_graph((choose_bucket(tokens), powers[0], powers[1], bound_reach(powers[1])))
+
+    def _take_graph(self, key: tuple[int, int, int, int]) -> tuple[Any, Any, dict[str, Any]]:
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+        else:
+            while len(self._graphs) >= _MOST_GRAPHS:
+                self._graphs.popitem(last=False)
+            self._graphs[key] = self._capture(*key, self._pool)
+        return self._graphs[key]
 
     def unpack(self, tokens: Tokens, answers: Mapping[str, Any]) -> dict[str, Array]:
         by_token = self.plan.head.pooling == "tokens"

@@ -12,7 +12,6 @@ import psutil
 
 from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, compile_model, warm_up
 from qdqbench.quantize.engine.cuda.model import load_kernels
-from qdqbench.quantize.engine.cuda.runtime import choose_bucket
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile, fit_batch
 from qdqbench.quantize.engine.runtime.engine import Arrays, BoundRun, Engine
 from qdqbench.quantize.engine.sidecar import check_sidecar, note_sidecar, read_sidecar
@@ -68,7 +67,7 @@ class CompiledEngine(AbstractContextManager["CompiledEngine"]):
             self._model = compile_model(backend, data, blob=True, compute=compute, profile=profile)
             used = max(0, psutil.Process().memory_info().rss - before)
             self.memory = CpuMemory(sidecar.engine_bytes, used)
-        self.choose_bucket = choose_bucket if backend == "cuda" else None  # what packs tokens
+        self.prepare = getattr(self._model, "prepare", None)  # of what packs tokens
         self.name, self.profiles = path.name, sidecar.profiles
         self.notes = note_sidecar(sidecar, None if sidecar.cpu else find_gpu())
         self.inputs, self.outputs = self._model.inputs, self._model.outputs
@@ -111,7 +110,7 @@ class EngineRunner(AbstractContextManager["EngineRunner"]):
         self, engine: Engine | CompiledEngine, *, pad_id: int, outputs: Iterable[str] = LOGITS
     ) -> None:
         self.engine, self.pad_id, self._outputs = engine, pad_id, list(outputs)
-        self.choose_bucket = getattr(engine, "choose_bucket", None)
+        self.prepare = getattr(engine, "prepare", None)
         if lost := [name for name in self._outputs if name not in engine.outputs]:
             has = ", ".join(engine.outputs)
             raise UserError(f"{engine.name} has no output {', '.join(lost)} but {has}")
