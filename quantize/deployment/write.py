@@ -321,7 +321,7 @@ def collect_modules(name: str) -> dict[str, str | bytes | Path]:
         if path in found:
             raise QdqError(f"two modules would be {path} of the deployed folder; rename {module}")
         source = Path(import_module(module).__file__ or "").read_text(encoding="utf-8")
-        waiting += [each for each in _OURS.findall(source) if each not in waiting]
+        waiting += [each for each in dict.fromkeys(_OURS.findall(source)) if each not in waiting]
         found[path] = _IMPORT.sub(r"from .\1 import", source)
     return found
 

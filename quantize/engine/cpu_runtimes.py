@@ -228,14 +228,13 @@ _CONSTANTS = ("Const", "Constant")
 def load_openvino() -> Any:
     """Return OpenVINO's module, which tells Google Analytics nothing: it takes its own stub of telemetry."""
     name = "openvino_telemetry"
-    before = sys.modules.get(name)
-    sys.modules[name] = None  # type: ignore[assignment]  # its import fails, and nothing else's after this
-    try:
-        return importlib.import_module("openvino")
-    finally:
-        sys.modules.pop(name)
-        if before is not None:
-            sys.modules[name] = before
+    if "openvino" not in sys.modules and name not in sys.modules:
+        sys.modules[name] = None  # type: ignore[assignment]  # its import fails, and nothing else's after this
+        try:
+            return importlib.import_module("openvino")
+        finally:
+            sys.modules.pop(name, None)
+    return importlib.import_module("openvino")
 
 
 class _OpenVinoModel(CompiledModel):

@@ -51,8 +51,10 @@ def read_sidecar(engine_path: Path) -> Sidecar:
 def read_own_sidecar(engine_path: Path) -> Sidecar:
     """Return the sidecar of an engine, which must be the file that it was written for."""
     sidecar = read_sidecar(engine_path)
-    if not engine_path.is_file() or files.sha256(engine_path) != sidecar.engine_sha256:
-        raise UserError(f"{engine_path} is not the file that was built; {_how_to_rebuild(engine_path)}")
+    there = engine_path.is_file()
+    if not there or files.sha256(engine_path) != sidecar.engine_sha256:
+        wrong = "is not the file that was built" if there else "does not exist"
+        raise UserError(f"{engine_path} {wrong}; {_how_to_rebuild(engine_path)}")
     return sidecar
 
 
