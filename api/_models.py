@@ -80,14 +80,14 @@ class Quantized(Shown):
         """Return what is shown of it."""
         plan, given = self.plan, self.record.data.get("samples")
         spread = summarize_spread(self.record.rows())
-        largest = {"amax spread": f"{spread[0]:.1%}, at most {spread[1].amax_spread:.1%}"} if spread else {}
+        said = f"median {spread[0]:.1%}, largest {spread[1].amax_spread:.1%}" if spread else ""
         return {
             "model": type(self.model).__name__,
             "recipe": self.recipe.name,
             "INT8 linears": f"{len(plan.int8)} of {len(plan.int8) + len(plan.high)}",
             "INT8 attention": count_of(len(plan.attention), "layer"),
             "calibration": f"{self.record.method}, {count_of(int(given or 0), 'sample')}",
-        } | largest
+        } | ({"amax spread": said} if said else {})
 
     def export(self, path: str | Path) -> "Exported":
         """Write it as ONNX, as `export` does."""

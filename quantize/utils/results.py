@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,16 +36,15 @@ class QuantizerRow(Strict):
     calibrated_amax: float | None = None
     """Amax from calibration if the recipe overrides it (`calibration.amax`); else null."""
     amax_spread: float | None = None
-    """Largest magnitudes of four parts of the calibration rows: standard deviation / mean. With method max
-    this estimates how far amax varies over draws of as many rows. Null for weights and the softmax, and
-    for an amax that the recipe gives or training changed."""
+    """Largest magnitudes of four parts of the calibration rows: standard deviation / mean. Null for weights
+    and the softmax, and for an amax that the recipe gives or training changed."""
 
 
 def summarize_spread(quantizers: Sequence[QuantizerRow]) -> tuple[float, QuantizerRow] | None:
     """Return the median of all `amax_spread`, and the quantizer with the largest; None if there is none."""
-    spreads = [row.amax_spread for row in quantizers if row.amax_spread is not None]
-    widest = max(quantizers, key=lambda row: row.amax_spread or 0.0, default=None)
-    return (statistics.median(spreads), widest) if spreads and widest else None
+    spreads = [(row.amax_spread, row) for row in quantizers if row.amax_spread is not None]
+    widest = max(spreads, key=itemgetter(0), default=None)
+    return (statistics.median(map(itemgetter(0), spreads)), widest[1]) if widest else None
 
 
 class SoftmaxRow(Strict):

@@ -446,7 +446,7 @@ def _calibration_text(results: Results) -> str:
     if (spread := summarize_spread(results.quantizers)) is None:
         return text
     median, widest = spread
-    return f"{text}, whose parts differ in largest values by {median:.1%}, at most {widest.amax_spread:.1%}"
+    return f"{text}; amax spread: median {median:.1%}, largest {widest.amax_spread:.1%}"
 
 
 def _training_text(results: Results) -> str:

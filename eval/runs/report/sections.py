@@ -330,8 +330,8 @@ def _ranges_text(results: Results) -> str:
     if (spread := summarize_spread(results.quantizers)) is not None:
         median, widest = spread
         text += (
-            f" Between parts of the calibration rows, largest values vary by {median:.1%} (median of all "
-            f"activations), and most by {widest.amax_spread:.1%} (`{widest.module}`, {widest.kind})."
+            f" The amax spread between parts of the calibration rows is {median:.1%} in the median, and "
+            f"{widest.amax_spread:.1%} at most (`{widest.module}`, {widest.kind})."
         )
     return text
 
@@ -345,7 +345,7 @@ def _quantizers_table(results: Results, *, weights: bool) -> doc.Table:
         ("amax", lambda row: f"{row.amax:.4g}"),
         ("smallest amax", lambda row: "" if row.axis is None else f"{row.amax_min:.4g}"),
         ("amax / rms", lambda row: known(row.amax_over_rms, ".1f")),
-        ("spread over rows", lambda row: known(row.amax_spread, ".1%")),
+        ("amax spread", lambda row: known(row.amax_spread, ".1%")),
         texts=(0, 1, 2),
         look="sortable",
     )

@@ -69,7 +69,7 @@ def measure(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             quantized = qdqbench.quantize(model, [drawn[index] for index in chosen], given.recipe)
             after = predict(quantized.model, tokenizer, samples)
             table = quantized.to_frame()
-            inputs = table[table.kind == "input"].set_index("module")[["amax", "amax_spread"]]
+            inputs = table[table.kind == "input"].set_index("module")[["amax", "amax_spread"]].dropna()
             yield {
                 "task": given.task,
                 "texts": source,

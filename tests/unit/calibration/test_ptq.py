@@ -321,6 +321,12 @@ def test_spread_of_amax_over_parts_of_the_rows(tiny_bert: Path, monkeypatch: pyt
     assert summarize_spread(calibration.CalibrationRecord.model_validate(old).rows()) is None
 
 
+def test_quantizers_with_one_amax_have_one_spread(tiny_bert: Path) -> None:
+    _, _, record = bert.calibrate(tiny_bert, bert.recipe_with("bert-int8-residual-fused"))
+    names = [f"bert.encoder.layer.1.attention.self.{each}_bmm_quantizer" for each in "qkv"]
+    assert len({(record.quantizers[name].amax, record.quantizers[name].spread) for name in names}) == 1
+
+
 class TestUnusable:
     """Each one names every layer that it hits."""
 

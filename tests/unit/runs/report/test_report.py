@@ -627,11 +627,11 @@ def test_numbers_below_the_accuracy_chart_stand_apart(error: float) -> None:
 
 
 def test_the_spread_of_amax_is_one_sentence_if_it_is_known() -> None:
-    results, said = sample(), "largest values vary by 2.5% (median of all activations), and most by 5.0% ("
+    results, said = sample(), "parts of the calibration rows is 2.5% in the median, and 5.0% at most ("
     assert f"{said}`bert.encoder.layer.0.output.dense`, input)." in sections._ranges_text(results)
     for row in results.quantizers:
         row.amax_spread = None
-    assert "vary" not in sections._ranges_text(results)
+    assert "spread" not in sections._ranges_text(results)
 
 
 def test_inputs_that_share_a_tensor_share_a_line() -> None:
