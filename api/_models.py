@@ -47,7 +47,7 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE, count_of
 from qdqbench.quantize.utils.options import parse_options, path_of, take_options
-from qdqbench.quantize.utils.results import Results, Timing, summarize_spread
+from qdqbench.quantize.utils.results import Results, Timing, describe_spread
 from qdqbench.quantize.utils.shown import Shown
 from qdqbench.quantize.utils.system.quiet import quiet
 
@@ -79,15 +79,14 @@ class Quantized(Shown):
     def facts(self) -> dict[str, Any]:
         """Return what is shown of it."""
         plan, given = self.plan, self.record.data.get("samples")
-        spread = summarize_spread(self.record.rows())
-        said = f"median {spread[0]:.1%}, largest {spread[1].amax_spread:.1%}" if spread else ""
+        spread = describe_spread(self.record.rows())
         return {
             "model": type(self.model).__name__,
             "recipe": self.recipe.name,
             "INT8 linears": f"{len(plan.int8)} of {len(plan.int8) + len(plan.high)}",
             "INT8 attention": count_of(len(plan.attention), "layer"),
             "calibration": f"{self.record.method}, {count_of(int(given or 0), 'sample')}",
-        } | ({"amax spread": said} if said else {})
+        } | ({"amax spread": spread} if spread else {})
 
     def export(self, path: str | Path) -> "Exported":
         """Write it as ONNX, as `export` does."""

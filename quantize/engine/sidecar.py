@@ -49,7 +49,7 @@ def read_sidecar(engine_path: Path) -> Sidecar:
 
 
 def read_own_sidecar(engine_path: Path) -> Sidecar:
-    """Return the sidecar of an engine, which must be the file that it was written for."""
+    """Return the sidecar of an engine; UserError where the engine changed after its build."""
     sidecar = read_sidecar(engine_path)
     there = engine_path.is_file()
     if not there or files.sha256(engine_path) != sidecar.engine_sha256:

@@ -151,8 +151,8 @@ def choose_prompts(name: str, revision: str | None, asked: Sequence[str], column
     chosen = [*asked] or ([folder.default_prompt] if folder and folder.default_prompt else [])
     if unknown := [each for each in chosen if each not in known and re.fullmatch(r"[\w-]+", each)]:
         raise UserError(
-            f"model {name} has no prompt named {unknown[0]!r}, but {name_list(known) or 'none'}; to give a "
-            "prompt's text instead, end it with a space or a colon"
+            f"model {name} has no prompt named {unknown[0]!r}; it has {name_list(known) or 'none'}. "
+            "End a prompt's own text with a space or a colon"
         )
     if len(chosen) > columns:
         raise UserError(f"{len(chosen)} prompts are too many; give one for each text of a sample, {columns}")

@@ -40,6 +40,12 @@ class QuantizerRow(Strict):
     and the softmax, and for an amax that the recipe gives or training changed."""
 
 
+def describe_spread(quantizers: Sequence[QuantizerRow]) -> str:
+    """Return the median and the largest `amax_spread` in words; empty if there is none."""
+    spread = summarize_spread(quantizers)
+    return f"median {spread[0]:.1%}, largest {spread[1].amax_spread:.1%}" if spread else ""
+
+
 def summarize_spread(quantizers: Sequence[QuantizerRow]) -> tuple[float, QuantizerRow] | None:
     """Return the median of all `amax_spread`, and the quantizer with the largest; None if there is none."""
     spreads = [(row.amax_spread, row) for row in quantizers if row.amax_spread is not None]

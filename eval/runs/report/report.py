@@ -38,8 +38,8 @@ from qdqbench.quantize.utils.results import (
     EngineResult,
     Results,
     StageResult,
+    describe_spread,
     read_results,
-    summarize_spread,
     write_results,
 )
 
@@ -443,10 +443,8 @@ def _calibration_text(results: Results) -> str:
         text += f", {count_of(len(modules), what)}" if modules else ""
     source = f"{count_of(calibration['samples'], 'sample')} of {calibration['split']}"
     text += f"; scales by {calibration['method']} of {source}"
-    if (spread := summarize_spread(results.quantizers)) is None:
-        return text
-    median, widest = spread
-    return f"{text}; amax spread: median {median:.1%}, largest {widest.amax_spread:.1%}"
+    spread = describe_spread(results.quantizers)
+    return f"{text}; amax spread: {spread}" if spread else text
 
 
 def _training_text(results: Results) -> str:

@@ -23,7 +23,7 @@ from qdqbench.quantize.utils.errors import UserError
 
 Run = Callable[[Mapping[str, Int64]], Float32]
 Sizes = Sequence[tuple[int, int]]  # longest length of each bucket, ascending, and most rows of its batch
-TOKENS = 64  # between two numbers of tokens that are tried
+TOKENS = 64  # between two numbers of tokens that are prepared
 HANG = 5  # times the slowest batch of the warm-up
 SHARED = "PROMETHEUS_MULTIPROC_DIR"  # folder of values; read when prometheus_client is imported
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -130,9 +130,9 @@ def warm_up(run: Run, sizes: Sizes, timeout_s: float) -> Model:
 
 
 def _prepare_totals(prepare: Callable[[int, int, int], None], sizes: Sizes) -> None:
-    """Have what packs tokens prepare each number of them that batches of these sizes can have.
+    """Prepare an engine that packs tokens for every batch of these sizes.
 
-    Its CUDA graphs are for tokens, rows and the longest row, the latter by powers of two.
+    Each of its CUDA graphs is for a number of tokens, of rows, and a longest row by powers of two.
     """
     shortest = 1
     for length, most in sizes:

@@ -57,7 +57,7 @@ _NORM_BLOCKS = 4  # of a multiprocessor; a block takes four tokens at a time
 _KEYS = 128  # of a step of an attention block
 _MOST_KEYS = 4 * _KEYS  # that it holds in shared memory
 _WINDOW = 64  # tokens of an attention block
-_MOST_GRAPHS = 1024  # a server's warm-up captures 412 for 64 rows of up to 512 tokens, and 552 for 128
+_MOST_GRAPHS = 1024  # more than a server prepares for batches of 128 rows of up to 512 tokens
 PACKED = "packed"  # the one input of what is bound
 _MARK = "plan: "  # before the name of an operation in a profile
 _Around = Callable[[Operation], AbstractContextManager[None]]
@@ -81,7 +81,7 @@ def choose_graph(tokens: Tokens) -> tuple[int, int, int, int]:
 
 
 def bound_reach(longest: int) -> int:
-    """Return the most keys of an attention block whose rows have up to so many tokens, for any rows."""
+    """Return the most keys that an attention block can need if no row is longer than `longest` tokens."""
     return min(-(-(_WINDOW + 2 * (longest - 1)) // _KEYS) * _KEYS, _MOST_KEYS)
 
 
@@ -273,7 +273,7 @@ class CudaEngine:
         return answers
 
     def prepare(self, tokens: int, rows: int, longest: int) -> None:
-        """Capture the graph of all batches of such a bucket of tokens and rows, wherever the rows lie."""
+        """Capture the graph that serves all batches of these sizes, wherever their rows start."""
         powers = [1 << (each - 1).bit_length() for each in (rows, longest)]
         self._take_graph((choose_bucket(tokens), powers[0], powers[1], bound_reach(powers[1])))
 

@@ -67,7 +67,7 @@ class CompiledEngine(AbstractContextManager["CompiledEngine"]):
             self._model = compile_model(backend, data, blob=True, compute=compute, profile=profile)
             used = max(0, psutil.Process().memory_info().rss - before)
             self.memory = CpuMemory(sidecar.engine_bytes, used)
-        self.prepare = getattr(self._model, "prepare", None)  # of what packs tokens
+        self.prepare = getattr(self._model, "prepare", None)  # where tokens are packed
         self.name, self.profiles = path.name, sidecar.profiles
         self.notes = note_sidecar(sidecar, None if sidecar.cpu else find_gpu())
         self.inputs, self.outputs = self._model.inputs, self._model.outputs

@@ -3,7 +3,8 @@
     python -m tests.tools.real_size.draws MODEL sst2 --data GLUE --rows 64 512 --seeds 10 --out draws.json
 
 Each draw calibrates MODEL anew and evaluates its fake-quant model on the validation split. With --texts the
-rows are those of another task's train split. A row of the result is written as soon as it is there.
+rows are those of another task's train split. A row of the result is written as soon as it is there. At the
+end a Markdown table of docs/how-to/compare-calibration.md is printed.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet
 import torch
+from scipy.stats import spearmanr
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import qdqbench
@@ -83,6 +85,37 @@ def measure(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
             }
 
 
+def summarize(draws: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a Markdown row for each number of rows and source of texts.
+
+    The rank correlation is that of a draw's spread with the variation of amax over all draws; the mean over
+    draws.
+    """
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for draw in draws:
+        groups.setdefault((draw["rows"], draw["texts"]), []).append(draw)
+    for (rows, texts), found in groups.items():
+        names = sorted(set[str].intersection(*(set(draw["amax"]) for draw in found)))
+        if len(found) < 2 or not names:
+            continue
+        accuracy, changed = [draw["fake_quant"] for draw in found], [draw["changed"] for draw in found]
+        amax, spread = (
+            np.array([[draw[key][name] for name in names] for draw in found])
+            for key in ("amax", "amax_spread")
+        )
+        varies = amax.std(axis=0, ddof=1) / amax.mean(axis=0)
+        agrees = np.mean([spearmanr(one, varies).statistic for one in spread])
+        cells = (
+            f"{rows:,} of {texts}",
+            f"{np.mean(accuracy):.4f} ± {np.std(accuracy, ddof=1):.4f}",
+            f"{min(changed)} to {max(changed)}",
+            f"{np.median(varies):.1%}, {varies.max():.0%}",
+            f"{np.median(spread):.1%}, {spread.max():.0%}",
+            f"{agrees:.2f}",
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
 def main() -> None:
     """Write all draws of a model as JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -107,6 +140,7 @@ def main() -> None:
         print(f"{time.monotonic() - begun:5.0f} s: {seen} (FP32 {draw['fp32']:.4f})", flush=True)
         if time.monotonic() - begun > given.seconds:
             break
+    print(*summarize(draws), sep="\n")
 
 
 if __name__ == "__main__":

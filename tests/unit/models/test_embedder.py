@@ -257,7 +257,7 @@ class TestPrompts:
         [
             (
                 ["querry"],
-                "has no prompt named 'querry', but query; to give a prompt's text instead, end it with",
+                "has no prompt named 'querry'; it has query. End a prompt's own text with a space or a colon",
             ),
             (["query", "query"], "2 prompts are too many; give one for each text of a sample, 1"),
             (["query"], "does not pool the tokens of a prompt (1_Pooling/config.json, key include_prompt)"),

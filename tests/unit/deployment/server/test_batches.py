@@ -12,11 +12,12 @@ from qdqbench.quantize.deployment.server.batches import (
     Batcher,
     Metrics,
     Model,
+    _prepare_totals,
     list_rows,
     pad_to_shape,
     warm_up,
 )
-from qdqbench.quantize.engine.cuda.runtime import choose_bucket
+from qdqbench.quantize.engine.cuda.runtime import _MOST_GRAPHS, choose_bucket
 
 from ....support.fake_served import PAD, Engine
 from ....support.http_client import finished
@@ -71,6 +72,13 @@ def test_packed_batches_meet_no_new_number_of_tokens(place, data):
     key = choose_bucket(int(made.sum())), len(made), 1 << int(made.sum(axis=1).max() - 1).bit_length()
     assert key in met_keys()
     assert len(met_keys()) < 200  # graphs are few enough to be kept
+
+
+def test_graphs_of_large_batches_are_all_kept():
+    met, sizes = set(), [(1 << power, 128) for power in range(4, 10)]
+    _prepare_totals(lambda total, rows, longest: met.add((choose_bucket(total), rows, longest)), sizes)
+    exact = len(sizes) * len(list_rows(128))  # whole shapes, which the warm-up runs before
+    assert 500 < len(met) + exact < _MOST_GRAPHS
 
 
 class Recorded(Engine):
