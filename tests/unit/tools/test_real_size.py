@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import typer
+from safetensors.torch import load_file, save_file
 from transformers import MPNetConfig, MPNetModel
 
 from qdqbench.cli.app import app
@@ -70,7 +71,7 @@ def test_batches_hold_every_row_once_an_epoch_and_no_more_tokens_than_asked():
 def test_commands_and_options_exist(tmp_path):
     given = argparse.Namespace(models=tmp_path, data="glue", work=tmp_path, out=tmp_path, heal="--seed 0")
     for task in ("sst2", "mrpc"):
-        (tmp_path / f"bert-base-{task}" / "seed-1" / "model").mkdir(parents=True)
+        (tmp_path / measure.TUNED / f"bert-base-{task}-seed-1").mkdir(parents=True)
     trained, ran = [*measure.finetunings(given)], [*measure.runs(given)]
     assert [job.after for job in trained].count("heal") == len(measure.TRAINED)
     assert len(ran) == len(measure.RECIPES) * 2
@@ -81,6 +82,19 @@ def test_commands_and_options_exist(tmp_path):
             name, *rest = command[len(measure.PROGRAM) :]
             known = {option for parameter in commands[name].params for option in parameter.opts}
             assert {each for each in rest if each.startswith("--")} <= known
+
+
+def test_runs_read_rounded_weights(tmp_path):
+    for seed, name in enumerate(("bert-base-rte", "bert-base-rte-seed-1")):
+        model = tmp_path / "bert-base-rte" / f"seed-{seed}" / "model"
+        model.mkdir(parents=True)
+        (model / "config.json").write_text(name)
+        save_file({"weight": torch.tensor([1 + 2**-20]), "count": torch.tensor([7])}, model / "m.safetensors")
+    measure.round_weights(tmp_path / "bert-base-rte", tmp_path / measure.TUNED)
+    assert len([*(tmp_path / measure.TUNED).iterdir()]) == 2
+    weights = load_file(tmp_path / measure.TUNED / name / "m.safetensors")
+    assert (weights["weight"].dtype, weights["weight"].item(), weights["count"].item()) == (torch.half, 1, 7)
+    assert (tmp_path / measure.TUNED / name / "config.json").read_text() == name
 
 
 def test_a_job_is_done_once_and_its_folder_goes(tmp_path):
