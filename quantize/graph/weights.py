@@ -28,7 +28,8 @@ from qdqbench.quantize.utils.errors import CheckFailed
 def quantize_weights(weight: Float32, scale: Float32, axis: int) -> Int8:
     """Return the INT8 codes of a weight, as QuantizeLinear computes them: divide, round half to even, clip.
 
-    ModelOpt multiplies by the reciprocal, so a quotient on a rounding border may differ by one code there.
+    ModelOpt multiplies by the reciprocal, so a quotient on a rounding border may differ by one code there;
+    `use_rounded_weights` divides too.
     The scale is a scalar, or [channels] along `axis`.
     """
     shape = [1] * weight.ndim

@@ -1,5 +1,6 @@
 """ModelOpt's quantizers in a model: their names, what each rounds, and running a model with them."""
 
+import math
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -143,9 +144,11 @@ def quantizers_off(model: "PreTrainedModel") -> Iterator[None]:
 
 @contextmanager
 def use_rounded_weights(model: "PreTrainedModel", linears: Iterable[str] | None = None) -> Iterator[None]:
-    """Round the weights of quantized linears (all, if None) once, and not at every batch.
+    """Round the weights of quantized linears (all, if None) once, and to the codes that the graph stores.
 
-    What reads a weight past its quantizer, as DeBERTa's relative positions do, finds it as it was.
+    ModelOpt multiplies by a reciprocal where the graph divides: FP16 weights are often halfway between two
+    codes, and hundreds of them got the other code. What reads a weight past its quantizer, as DeBERTa's
+    relative positions do, finds it as it was.
     """
     import torch
 
@@ -156,7 +159,7 @@ def use_rounded_weights(model: "PreTrainedModel", linears: Iterable[str] | None 
     with torch.inference_mode():
         for linear in modules:
             linear.__dict__[UNROUNDED] = linear.weight.data
-            linear.weight.data = linear.weight_quantizer(linear.weight.detach()).clone()
+            linear.weight.data = _round_weight(linear.weight.detach(), linear.weight_quantizer)
             linear.weight_quantizer.disable()
     try:
         yield
@@ -165,6 +168,19 @@ def use_rounded_weights(model: "PreTrainedModel", linears: Iterable[str] | None 
             linear.weight.data = weight
             linear.__dict__.pop(UNROUNDED, None)
             linear.weight_quantizer.enable()
+
+
+def _round_weight(weight: "torch.Tensor", quantizer: Any) -> "torch.Tensor":
+    if "learned" in quantizer.__dict__:
+        return quantizer(weight).clone()  # type: ignore[no-any-return]
+    import torch
+
+    amax = quantizer.amax.float()
+    held = amax.where(amax > 2**-24, math.inf)  # else codes of 0, as ModelOpt's
+    codes = (weight / (held / INT8_MAX)).round_().clamp_(-INT8_MAX - 1, INT8_MAX)
+    steps = torch.full_like(amax, INT8_MAX).div_(amax)  # a number divided by a tensor is rounded twice
+    rounded: torch.Tensor = codes.div_(steps.masked_fill_(held.isinf(), 1.0)).to(weight.dtype)
+    return rounded
 
 
 RESIDUAL_QUANTIZER = "residual_quantizer"

@@ -18,6 +18,7 @@ from qdqbench.eval.metrics import runners
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import modelopt as private
 from qdqbench.quantize.calibration.fakequant import native, quantizers
+from qdqbench.quantize.graph.weights import quantize_weights
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import Plan
 
@@ -242,12 +243,31 @@ def test_evaluated_on_a_cpu_as_modelopt_does_to_the_bit(fake_quant: bert.Quantiz
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
 
 
+@axes
+def test_frozen_weights_have_the_codes_of_the_graph(tiny_bert: Path, axis: int | None) -> None:
+    # 119 / 8192 is such a scale: its odd multiples of a half are FP16 values, and 1 / scale is rounded up
+    model = fresh(tiny_bert, "linears" if axis == 0 else "per-tensor").model
+    linear = model.get_submodule("bert.encoder.layer.0.attention.self.query")
+    scale, shape = 119 / 8192, linear.weight.shape
+    codes = torch.arange(linear.weight.numel()).reshape(shape) % 16 - 8
+    linear.weight.data = ((codes + 0.5) * scale).float()
+    linear.weight_quantizer.amax = torch.full_like(linear.weight_quantizer.amax, 127 * scale)
+    assert torch.equal(linear.weight.half().float(), linear.weight)
+    stored = quantize_weights(linear.weight.detach().numpy(), np.float32([scale] * len(codes)), 0)
+    with torch.inference_mode():
+        theirs = (linear.weight_quantizer(linear.weight) / scale).round()
+    assert not np.array_equal(theirs, stored)
+    with native.use_frozen_weights(model):
+        np.testing.assert_array_equal((linear.weight / scale).round().detach(), stored)
+
+
 def test_a_scale_that_is_zero_to_fp16_gives_zeros_as_modelopt_has_it() -> None:
     quantizer = quantizer_of([[2e-8], [1.0]], axis=0)
     values = torch.tensor([[1e-8, 2e-8], [0.3, -2.0]])
     with torch.inference_mode():
         expected = quantizer(values)
         assert torch.equal(private.quantize_exactly(values, quantizer), expected)
+        assert torch.equal(quantizers._round_weight(values, quantizer), expected)
     assert not expected[0].any()
 
 
