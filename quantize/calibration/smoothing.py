@@ -571,7 +571,8 @@ def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing) -> Smoothin
             for_key = _towards(np.sqrt(of_query * of_key), of_key)
         else:
             for_key = _towards(_mean(of_key), of_key)
-        for_value = _towards(np.max(of_key * for_key) if name in level else _mean(of_value), of_value)
+        # with one amax for q, k and v, values larger than q and k would cost these their precision
+        for_value = _towards(_mean(of_key * for_key if name in level else of_value), of_value)
         rows |= {key: for_key.tolist(), query: (1 / for_key).tolist(), value: for_value.tolist()}
         columns[output] = (1 / for_value).tolist()
     apply_factors(model, Smoothing(rows=rows, columns=columns))
