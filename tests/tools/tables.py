@@ -69,10 +69,13 @@ PAGES = {
     "docs/results/heads.md": "docs/measured-heads",
     "docs/results/xlm-r-case.md": "docs/measured-embeddings",
     "docs/results/lengths.md": "docs/measured-lengths",
+    "docs/results/real-size.md": "docs/measured-real",
     "docs/results/recipes.md": "docs/measured",
 }
 FIGURES = "recipes/figures.json"
-FIGURES_FROM = ("measured", "measured-cpu", "measured-families", "measured-heads", "measured-lengths")
+FIGURES_FROM = (
+    "measured", "measured-cpu", "measured-families", "measured-heads", "measured-lengths", "measured-real",
+)  # fmt: skip
 BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
 SUMMARY_FILE = "summary.json"
 CHANGED = "†"
