@@ -106,7 +106,7 @@ def runs(given: argparse.Namespace) -> Iterator[Job]:
 
 
 def round_weights(trained: Path, tuned: Path) -> None:
-    """Write the models of a fine-tuning, weights in FP16, under the names that results are to have."""
+    """Move the models of a fine-tuning to the names that results are to have, with weights in FP16."""
     for model in sorted(trained.glob("seed-*/model")):
         seed = int(model.parent.name.removeprefix("seed-"))
         named = tuned / (trained.name + (f"-seed-{seed}" if seed else ""))
@@ -121,6 +121,7 @@ def round_weights(trained: Path, tuned: Path) -> None:
             }
             save_file(weights, part / file.name, {"format": "pt"})
         part.rename(named)
+        shutil.rmtree(model.parent)  # 42 models with checkpoints would fill a disk
 
 
 def do(job: Job, work: Path, until: float, first: "Future[str] | None") -> str:
