@@ -158,7 +158,7 @@ def test_the_speed_ups_of_the_readme_are_measured_against_the_unpadded_encoder()
 
 
 def test_the_speed_up_of_the_readme_on_a_cpu_is_measured():
-    bench = read_bench(ROOT / "docs/measured-cpu/sst2-bench-128/bench.json")
+    bench = read_bench(ROOT / "docs/measured-real/bert-base-sst2-bench/bench.json")
     (config,) = (each for each in bench.configs if (each.batch, each.length) == (8, 128))
     without_int8 = ("fp32-", "bf16-", "torch-", "compile-")
     rows = [each for each in config.speedups if each.baseline.startswith(without_int8)]
@@ -166,6 +166,19 @@ def test_the_speed_up_of_the_readme_on_a_cpu_is_measured():
     assert (len(rows), best.baseline) == (7, "bf16-openvino")
     interval = f"[{best.ci95_low:.2f}, {best.ci95_high:.2f}]"
     assert figures_between("cpu") == f"{best.value:.2f}x {interval} over OpenVINO in BF16"
+
+
+def test_the_real_model_of_the_readme_is_measured():
+    folder = ROOT / "docs/measured-real/bert-base-sst2-int8-linears-openvino"
+    run = json.loads((folder / "summary.json").read_text())
+    accuracy = {stage: run["stages"][stage]["metrics"]["accuracy"] for stage in ("fp32", "engine")}
+    versus, engine = run["stages"]["engine"]["vs_fp32"], run["engine"]
+    assert figures_between("real") == (
+        f"{accuracy['engine']:.4f} in the engine against {accuracy['fp32']:.4f} in FP32 "
+        f"({versus['delta']['accuracy']:+.4f} ± {versus['delta_stderr']['accuracy']:.4f}, n = "
+        f"{run['stages']['engine']['n']}), INT8 in {engine['int8_gemms']} of {engine['expected_int8_gemms']} "
+        "linear layers"
+    )
 
 
 def test_the_loss_of_the_readme_is_the_largest():
