@@ -25,6 +25,7 @@ from qdqbench.quantize.models.inputs import MASK, TOKENS
 from qdqbench.quantize.models.load import use_attention
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Batch, Int64
+from qdqbench.quantize.utils.capture import capture_graph
 from qdqbench.quantize.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class TorchRun:
         """Capture one inference; returns why it does not capture."""
         graph = self.torch.cuda.CUDAGraph()
         try:
-            with self.torch.inference_mode(), self.torch.cuda.graph(graph, stream=self.stream):
+            with self.torch.inference_mode(), capture_graph(graph, stream=self.stream):
                 self.outputs = {OUTPUT: self.forward(**self.inputs)}
         except RuntimeError as error:
             self.torch.cuda.synchronize()

@@ -41,6 +41,7 @@ from qdqbench.quantize.engine.cuda.plan import (
 from qdqbench.quantize.engine.cuda.reader import EngineFile
 from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_tokens, spread
 from qdqbench.quantize.utils.arrays import Array
+from qdqbench.quantize.utils.capture import capture_graph
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError
 
 _DENSE_ROWS, _DENSE_CHANNELS = 256, 1024  # at most, of a dense step in head.cu; PyTorch takes all others
@@ -331,7 +332,7 @@ class CudaEngine:
             self.forward(inputs)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        with capture_graph(graph, pool=pool):
             answers = self.forward(inputs)
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()

@@ -17,6 +17,7 @@ from qdqbench.quantize.engine.backend import CacheFile, capture, choose_backend
 from qdqbench.quantize.engine.profiles import choose_profile, fill_shape, measure_distance
 from qdqbench.quantize.engine.sidecar import check_sidecar, note_sidecar
 from qdqbench.quantize.utils.arrays import Array
+from qdqbench.quantize.utils.capture import capture_graph
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
@@ -155,7 +156,7 @@ class BoundRun:
         graph, enqueued = torch.cuda.CUDAGraph(), False
         try:
             # thread_local: compiler threads of the backend may allocate meanwhile
-            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            with capture_graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 enqueued = context.execute_async_v3(self.stream.cuda_stream)
         except RuntimeError as error:
             reason = " ".join(str(error).split())[:200]
