@@ -46,7 +46,7 @@ CASES = [
     ("bert-int8-residual", 64),
 ]
 SHARE, GELU_SHARE = 0.002, 0.01  # of codes that may differ by a step; the chip's tanh has an error of 2^-11
-DRAWS = 200
+DRAWS = int(os.environ.get("DRAWS", "200"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,15 +74,19 @@ def case(request, made_once, tmp_path_factory):
     return onnx.load(path), path, engine
 
 
-def compare(name: str, got, wanted, share: float = SHARE) -> None:
-    """Codes are equal but for rounding borders, FP16 and FP32 but for the order of sums."""
+def compare(name: str, got, wanted, share: float = SHARE, head_size: int = 0) -> None:
+    """Codes are equal but for rounding borders, FP16 and FP32 but for the order of sums.
+
+    A probability on a border moves all channels of a head, by up to two codes. The terms of a logit are
+    larger than it may be.
+    """
     assert got.shape == wanted.shape, name
     off = np.abs(got.astype(np.float64) - wanted)
     if got.dtype == np.int8:
-        assert off.max(initial=0) <= 1, name
-        assert (off > 0).sum() <= max(3, share * off.size), name
+        assert off.max(initial=0) <= (2 if head_size else 1), name
+        assert (off > 0).sum() <= max(3, head_size, share * off.size), name
     else:
-        assert off.max(initial=0) <= 4e-3 * np.abs(wanted).max(), name
+        assert off.max(initial=0) <= max(2e-3, 4e-3 * np.abs(wanted).max()), name
 
 
 def compare_kernels(engine: CudaEngine, batch) -> None:
@@ -101,7 +105,8 @@ def compare_kernels(engine: CudaEngine, batch) -> None:
             linear = isinstance(operation, Linear) and operation.weight == "int8" and not activated
             if linear and wanted.dtype == np.int8:
                 assert (values[name] == wanted).all(), name  # sums of integers are exact
-            compare(f"{operation.name}: {name}", values[name], wanted, GELU_SHARE if activated else SHARE)
+            share, head = GELU_SHARE if activated else SHARE, getattr(operation, "head_size", 0)
+            compare(f"{operation.name}: {name}", values[name], wanted, share, head)
 
 
 @pytest.mark.parametrize(
@@ -390,6 +395,7 @@ def test_a_kernel_with_spoilt_arrays_is_found(case):
 
 
 def test_a_search_times_engines_and_their_twins(sst2, tmp_path, capsys):
+    pytest.importorskip("optuna")
     options = [*sst2.options, "--backend", "cuda", "--set", "calibration.samples=64", "--speed", "latency"]
     options += ["--trials", 5, "--samples", 64, "--batch", 8, "--length", 32, "--out", tmp_path / "out"]
     done = call(capsys, "search", "bert-int8-linears", *options)

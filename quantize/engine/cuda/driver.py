@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from qdqbench.quantize.engine.cuda.names import find_symbols
 from qdqbench.quantize.utils.errors import QdqError
 
 _SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -83,11 +84,12 @@ class Kernels:
         import torch
 
         torch.cuda.current_stream().synchronize()  # makes the context that modules are loaded into
-        self._cubins, self._modules = cubins, []
+        self._cubins = cubins
+        self._modules: dict[str, Pointer] = {}  # by kernel
         for cubin in cubins:
             module = Pointer()
             _check(_driver().cuModuleLoadData(c.byref(module), cubin))
-            self._modules.append(module)
+            self._modules |= dict.fromkeys(find_symbols(cubin), module)
         self._found: dict[str, tuple[Pointer, int]] = {}
 
     def launch(
@@ -111,11 +113,11 @@ class Kernels:
         return function
 
     def _find(self, name: str) -> Pointer:
+        if name not in self._modules:
+            raise QdqError(f"the engine has no kernel {name}; build it again")
         function = Pointer()
-        for module in self._modules:
-            if _driver().cuModuleGetFunction(c.byref(function), module, name.encode()) == 0:
-                return function
-        raise QdqError(f"the engine has no kernel {name}; build it again")
+        _check(_driver().cuModuleGetFunction(c.byref(function), self._modules[name], name.encode()))
+        return function
 
 
 def map_tiles(matrix: Any, rows: int) -> TensorMap:
