@@ -9,7 +9,7 @@
 A chunk needs no other one. Its results go to OUT/NAME, as the folders of `docs/measured` are called; with
 --keep what is there already is not measured again. What does not end within the limit is left out and told.
 MODELS holds the fine-tuned `minilm-l6-TASK` and, for `qat`, the encoder `minilm-l6`: all-MiniLM-L6-v2 in
-FP16.
+FP16. For `lengths-real` it holds the `bert-base-TASK` of `real_size/measure.py`.
 """
 
 import argparse
@@ -118,9 +118,6 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
     both = ["--dataset-batch", "128", "--dataset-batch", "256"]
     tokenizer = ["--tokenizer", str(models / "minilm-l6-sst2")]
 
-    def base(name: str, task: str) -> Step:
-        return lengths(name, task, "bert-base", data, *both, *tokenizer)
-
     found = {
         "bench": [
             bench(
@@ -139,11 +136,12 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
                 *lean,
             )
         ],
-        "lengths": [
-            *(lengths(task, task, str(models / "minilm-l6-sst2"), data, *both) for task in TASKS),
-            base("base", "sst2"),
+        "lengths": [lengths(task, task, str(models / "minilm-l6-sst2"), data, *both) for task in TASKS],
+        "lengths-base": [lengths("base-stsb", "stsb", "bert-base", data, *both, *tokenizer)],
+        "lengths-real": [
+            lengths("bert-base-sst2", "sst2", str(models / "bert-base-sst2"), data, *both, *grid(128)),
+            lengths("bert-base-mrpc", "mrpc", str(models / "bert-base-mrpc"), data, *both),
         ],
-        "lengths-base": [base("base-mrpc", "mrpc"), base("base-stsb", "stsb")],
         "lengths-squad": [
             lengths(
                 "large-squad",

@@ -79,6 +79,7 @@ FIGURES_FROM = (
 BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
 SUMMARY_FILE = "summary.json"
 CHANGED = "†"
+SQUAD = "squad-lengths"  # in the path of made-up rows
 JOINT = 128, 128  # batch and tokens of the speed next to accuracy
 QAT_NOTE = (
     "Where a recipe trains (QAT), PTQ fake-quant is the model before training and fake-quant the one after; "
@@ -165,6 +166,13 @@ def _search(path: Path) -> Record:
     return _summary("search", search.model_dump(mode="json") | derived)
 
 
+def _bench(bench: Bench) -> Bench:
+    """Return a bench with the right name of rows that `measure_tables.py` made up in the layout of SST-2."""
+    if SQUAD not in bench.command:
+        return bench
+    return bench.model_copy(update={"settings": bench.settings.model_copy(update={"dataset": "SQuAD-like"})})
+
+
 def _summary(kind: str, value: dict[str, Any]) -> Record:
     return Record(kind=kind, **_project(clean(value), KEPT[kind]))
 
@@ -176,7 +184,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     ),
     SEARCH_FILE: _search,
     SUMMARY_FILE: lambda path: _project(clean(files.read_json(path)), None),
-    BENCH_FILE: lambda path: cleaned(read_bench(path)),
+    BENCH_FILE: lambda path: _bench(cleaned(read_bench(path))),
 }
 
 
@@ -460,25 +468,23 @@ def _task_order(task: str) -> tuple[int, str]:
 
 
 def joint_tables(runs: Sequence[Record], benches: Sequence[Bench], notes: Notes) -> list[str]:
-    """Return a row for each model, recipe and runtime whose speed was measured at both, over seeds."""
+    """Return a row for each model, recipe and runtime whose engine was scored and timed, over seeds."""
     timed = {
-        (bench.target.name, bench.settings.dataset): bench
-        for bench in benches
-        if bench.settings.dataset and JOINT in [(each.batch, each.length) for each in bench.configs]
+        (bench.target.name, bench.settings.dataset): bench for bench in benches if bench.settings.dataset
     }
     groups: dict[tuple[str, str, str, str], list[Record]] = defaultdict(list)
     for run in runs:
         model, task = _model_name(run).partition("-seed-")[0], run.task.name
-        if run.engine and (model, task) in timed:
+        if run.engine and _last(run, ["engine"]) and (model, task) in timed:
             groups[model, task, str(run.recipe["name"]), run.engine.backend].append(run)
     rows = []
     for (model, task, recipe, backend), same in groups.items():
-        first, pairs = same[0], [(run.stages.get("engine"), run) for run in same]
-        deltas = [(row.vs_fp32, _metric(run)) for row, run in pairs if row and row.vs_fp32]
-        if not deltas:
+        first, pairs = same[0], [(run.stages.engine, _metric(run)) for run in same]
+        points = [row.vs_fp32.delta[metric] for row, metric in pairs]
+        errors = [row.vs_fp32.delta_stderr.get(metric) or 0.0 for row, metric in pairs]
+        speeds = _joint_speeds(timed[model, task], recipe, backend)
+        if not any(speeds):
             continue
-        points = [versus.delta[metric] for versus, metric in deltas]
-        errors = [versus.delta_stderr.get(metric) or 0.0 for versus, metric in deltas]
         spread = f"{100 * statistics.stdev(points):.2f}" if len(points) > 1 else "one seed"
         rows.append(
             [
@@ -486,7 +492,7 @@ def joint_tables(runs: Sequence[Record], benches: Sequence[Bench], notes: Notes)
                 *(_mean(same, stage) for stage in ("fp32", "fake_quant", "engine")),
                 in_points(statistics.fmean(points), statistics.fmean(errors), "+"),
                 spread, str(len(points)), str(first.stages.engine.n),
-                *_joint_speeds(timed[model, task], recipe, backend), notes.place(first),
+                *(speed or "not measured" for speed in speeds), notes.place(first),
             ]
         )  # fmt: skip
     if not rows:
@@ -502,7 +508,7 @@ def joint_tables(runs: Sequence[Record], benches: Sequence[Bench], notes: Notes)
 
 
 def _joint_speeds(bench: Bench, recipe: str, backend: str) -> list[str]:
-    """Return the speed-ups at the task's lengths and at 128 x 128."""
+    """Return the speed-ups at the task's lengths and at 128 x 128, empty where not measured."""
     own = str(bench.recipe.get("name"))
     systems = [
         each.name
@@ -520,7 +526,7 @@ def _joint_speeds(bench: Bench, recipe: str, backend: str) -> list[str]:
             if (row := row_of(config, name)) and row.median_ms is not None
         ]
         best = min(found, key=lambda pair: pair[0], default=(0.0, None))[1]
-        cells.append("not measured" if best is None else _ratio_cell(words.ratio_cell(best)))
+        cells.append("" if best is None else _ratio_cell(words.ratio_cell(best)))
     return cells
 
 

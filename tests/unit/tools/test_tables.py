@@ -373,8 +373,15 @@ def test_accuracy_over_seeds_and_speed_stand_in_one_row():
     )
     assert f"{slowest:.2f}x [" in cells["128 x 128"]
     assert f"{2 * slowest:.2f}x [" in cells["task's lengths"]
+    second.stages["engine"] = type(second.stages.engine)(
+        status="skipped", n=0, metrics={}, stderr={}, vs_fp32=None
+    )
     bench.configs = [lengths]
-    assert tables.joint_tables([first, second], [bench], tables.Notes()) == []
+    (_, made) = tables.joint_tables([first, second], [bench], tables.Notes())
+    assert "| not measured |" in made
+    assert "| one seed | 1 |" in made
+    bench.systems[0].backend = "another"
+    assert tables.joint_tables([first], [bench], tables.Notes()) == []
 
 
 # Figures of `recipes list`
