@@ -21,7 +21,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from qdqbench.quantize.engine.cpu_runtimes import load_openvino
-from qdqbench.quantize.engine.cuda.compile import get_version
+from qdqbench.quantize.engine.cuda.compile import get_version, load_nvrtc
 from qdqbench.quantize.engine.layers import parse_inspector_json, parse_log
 from qdqbench.quantize.engine.profiles import Profile, add_profiles
 from qdqbench.quantize.utils import files
@@ -280,6 +280,12 @@ def choose_backend(name: BackendChoice) -> Backend:
             f"use backend tensorrt_rtx ({INSTALL['tensorrt_rtx']})"
         )
     return Backend(name, _version(module), module, gpu)
+
+
+def require_builder(name: BackendChoice) -> None:
+    """Raise MissingDevice where nothing here builds engines of a backend."""
+    if choose_backend(name).name == "cuda":
+        load_nvrtc()
 
 
 def build_engine(  # noqa: PLR0913  the options are keywords

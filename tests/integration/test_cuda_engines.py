@@ -19,6 +19,7 @@ from qdqbench.eval.selection.search import confirm, workspace
 from qdqbench.eval.selection.search.results import read_search
 from qdqbench.quantize.deployment.server.batches import pad_to_shape
 from qdqbench.quantize.deployment.server.served import open_served
+from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.cuda import file as files
 from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.cuda.names import list_kernels
@@ -32,7 +33,7 @@ from ..support.families import write_model
 from ..support.interpreted import H200, load_interpreted, use_host
 from ..support.tiny_embedder import MEAN, write_modules
 from . import heads
-from .test_run import edited
+from .test_run import NO_ENGINE, edited
 from .tiny import EVAL_ROWS, entries, fine, results, sentences, write_split
 
 NOT_NEEDED = (*(name for name in FORBIDDEN if name != "torch"), "pydantic", "safetensors", "typer", "psutil")
@@ -76,6 +77,7 @@ def without_nvrtc(monkeypatch):
 
     monkeypatch.setattr(files, "compile_kernels", compile_kernels)
     monkeypatch.setattr(files, "find_products", lambda _: {})
+    monkeypatch.setattr(backend, "load_nvrtc", lambda: None)
 
 
 @pytest.fixture
@@ -341,11 +343,29 @@ def deployed_folder_needs_torch_alone(folder):
     assert (done.returncode, done.stderr.startswith(told)) == (1, True)
 
 
-def test_without_nvrtc_a_run_says_what_to_install(sst2, tmp_path, qdqbench, monkeypatch):
-    def missing(_):
+def without_a_compiler(monkeypatch):
+    def missing(*_):
         raise MissingDevice("cuda compiles its kernels by NVRTC, which is not here")
 
     monkeypatch.setattr(files, "compile_kernels", missing)
+    monkeypatch.setattr(backend, "load_nvrtc", missing)
+
+
+def test_without_nvrtc_a_run_says_what_to_install(sst2, tmp_path, qdqbench, monkeypatch):
+    without_a_compiler(monkeypatch)
     options = [*sst2.options, "--backend", "cuda", "--out", tmp_path / "run"]
     done = qdqbench("run", "int8-linears", *options, "--until", "build")
-    assert (done.code, "NVRTC, which is not here" in done.err) == (3, True)
+    assert done.code == 3
+    early, last = done.err.splitlines()
+    assert early.startswith(f"{NO_ENGINE}: cuda compiles its kernels by NVRTC")
+    assert "NVRTC, which is not here" in last
+    again = qdqbench("build", tmp_path / "run")
+    assert (again.code, again.err.splitlines()) == (3, [last])
+
+
+def test_an_engine_that_is_there_needs_no_nvrtc(sst2, tmp_path, qdqbench, monkeypatch, without_nvrtc):
+    options = [*sst2.options, "--backend", "cuda", "--out", tmp_path / "run"]
+    fine(qdqbench("run", "int8-linears", *options, "--until", "build"))
+    without_a_compiler(monkeypatch)
+    fine(qdqbench("run", "int8-linears", *options, "--until", "verify"))  # computes the baseline
+    assert (tmp_path / "run" / "engine" / "model.int8.engine").is_file()

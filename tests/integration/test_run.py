@@ -4,6 +4,7 @@ import html
 import json
 import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import onnx
@@ -12,9 +13,12 @@ import yaml
 
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.stages import stages as engine_stages
+from qdqbench.quantize.engine import backend as engine_backend
+from qdqbench.quantize.pipeline import pipeline
 from qdqbench.quantize.pipeline.artifacts import engine_profiles
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.utils.comparison import GateIssue
+from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.results import Results
 
 from ..support.pages import offline
@@ -28,6 +32,7 @@ needs_rtx = pytest.mark.skipif(
     reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'",
 )
 pytestmark = pytest.mark.slow
+NO_ENGINE = "no engine can be built here, so the run will continue without one"
 
 
 def quantized_matmuls(path):
@@ -424,11 +429,40 @@ def test_without_tensorrt_rtx_nothing_is_proven(a_run, sst2, qdqbench, monkeypat
     assert found["stages"]["engine"]["status"] == "skipped"
     assert "not installed" in found["stages"]["engine"]["reason"]
     assert found["stages"]["onnxruntime"]["status"] == "done"
+    (out / "calibration.json").unlink()
+    done = qdqbench("run", *sst2.options, "--out", out)
+    first, _, rest = done.err.partition("\n")
+    assert re.match(rf"{NO_ENGINE}: tensorrt_rtx is not installed; pip install", first)
+    assert failed(replace(done, err=rest), out) == failures
     monkeypatch.undo()
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
     assert qdqbench("run", *sst2.options, "--out", out).code == 0  # once it is installed
     timings = results(out)["timings"]
     assert {name for name, row in timings.items() if not row["reused"]} == {"build", "verify", "engine"}
+
+
+@pytest.mark.parametrize("backend", ["cuda", "tensorrt", "tensorrt_rtx"])
+def test_a_missing_builder_is_named_before_anything_is_computed(
+    backend, sst2, tmp_path, qdqbench, monkeypatch
+):
+    def missing():
+        raise MissingDevice("no NVRTC")
+
+    def compute(*_):
+        raise UserError("a stage runs")
+
+    monkeypatch.setattr(engine_backend, "load_nvrtc", missing)
+    monkeypatch.setattr(pipeline, "_run_stage", compute)
+    for name in ("tensorrt", "tensorrt_rtx"):
+        monkeypatch.setitem(sys.modules, name, None)
+    options = [*sst2.options, "--backend", backend, "--out", tmp_path / "run"]
+    done = qdqbench("run", "int8-linears", *options)
+    first, last = done.err.splitlines()
+    why = "no NVRTC" if backend == "cuda" else f"{backend} is not installed; pip install"
+    assert first.startswith(f"{NO_ENGINE}: {why}")
+    assert last == "qdqbench: a stage runs"
+    done = qdqbench("run", "int8-linears", *options, "--until", "parity")
+    assert done.err.splitlines() == [last]  # no engine is asked for
 
 
 def test_a_wrong_graph_fails_parity(a_run, sst2, qdqbench):
