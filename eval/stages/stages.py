@@ -106,7 +106,7 @@ def verify_stage(session: Session) -> list[Path]:
 def cannot_run(session: Session) -> str | None:
     built, gpu = artifacts.read_built(session.folder), find_gpu()
     if isinstance(built, Skipped):
-        return f"no engine was built: {built.skipped}"
+        return built.skipped
     if built.backend in CPU_BACKENDS:
         return None
     if gpu is None:

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load, save
 
 from qdqbench.eval.verification.blocks import stitch
+from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.build import build, list_gemms, require_int8
 from qdqbench.quantize.engine.cuda import check, names
 from qdqbench.quantize.engine.cuda import compile as kernels
@@ -301,9 +302,12 @@ def test_a_build_without_nvrtc_or_for_another_gpu_is_refused(graph_of, tmp_path,
     def missing(*_):
         raise MissingDevice("no NVRTC")
 
-    monkeypatch.setattr(kernels, "load_nvrtc", missing)
+    for module in (kernels, backend):
+        monkeypatch.setattr(module, "load_nvrtc", missing)
     with pytest.raises(MissingDevice, match="no NVRTC"):
         build(path, tmp_path / "e", **given)
+    with pytest.raises(MissingDevice, match="no NVRTC"):
+        backend.require_builder("cuda")
     assert not [*tmp_path.iterdir()]
 
 
