@@ -20,11 +20,7 @@ from . import tiny_bert as tiny
 
 LIKE_ROBERTA = {"xlm-roberta": "roberta", "camembert": "roberta"}  # and the family
 RECIPES = {
-    family: [
-        f"{family}-{name}"
-        for name, having in family_free_recipes().items()
-        if family in having and (family == "bert" or not name.endswith("-qat"))
-    ]
+    family: [f"{family}-{name}" for name, having in family_free_recipes().items() if family in having]
     for family in FAMILIES
 } | {model_type: ["roberta-int8-residual-fused"] for model_type in LIKE_ROBERTA}
 CASES = [(model_type, recipe) for model_type, recipes in RECIPES.items() for recipe in recipes]

@@ -63,7 +63,7 @@ FILES: dict[str, tuple[type[BaseModel], ...]] = {  # in this order, each schema 
         if isinstance(value, type) and value.__module__ == schemas.__name__
     ),
 }
-RUNTIMES = ("TensorRT", "TensorRT-RTX", "OpenVINO", "ONNX Runtime")
+RUNTIMES = ("TensorRT", "TensorRT-RTX", "CUDA kernels", "OpenVINO", "ONNX Runtime")
 BOUNDS = {
     "minimum": "at least",
     "exclusiveMinimum": "over",
@@ -263,7 +263,8 @@ def supported_page() -> str:
     ]
     lines += [
         "",
-        "Tasks that an engine ran, by family and backend. An empty cell is not measured.",
+        "Tasks that an engine ran, by family and backend. An empty cell is not measured. CUDA kernels are "
+        "backend `cuda`, whose other engines are in [cuda.md](../results/cuda.md).",
         "",
         *table(["family", *RUNTIMES], _measured_rows()),
         "",

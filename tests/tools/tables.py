@@ -54,7 +54,7 @@ from qdqbench.eval.selection.search.results import SEARCH_FILE, read_search
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.recipe.schema import Recipe, adapt_recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import AUTO
-from qdqbench.quantize.recipe.shipped import Accuracy, Figure, Speed
+from qdqbench.quantize.recipe.shipped import PADDED, Accuracy, Figure, Speed
 from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
@@ -80,6 +80,7 @@ BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
 SUMMARY_FILE = "summary.json"
 CHANGED = "†"
 SQUAD = "squad-lengths"  # in the path of made-up rows
+UNPADDED = "unpadded-fp16"  # a system of a bench
 JOINT = 128, 128  # batch and tokens of the speed next to accuracy
 QAT_NOTE = (
     "Where a recipe trains (QAT), PTQ fake-quant is the model before training and fake-quant the one after; "
@@ -278,6 +279,9 @@ def differences(recipe: dict[str, Any]) -> list[str]:
     shapes = AUTO if _follows_data(recipe) else None
     shipped = adapt_recipe(load_recipe(name), max_length=length, backend=backend, shapes=shapes)
     now = dict(flat((shipped if recipe.get("qat") else shipped.ptq).model_dump(mode="json")))
+    written = dict(flat(load_recipe(name).model_dump(mode="json")))["engine.shapes"]
+    if then["engine.shapes"] == written:  # `--set export.max_length` leaves them; `--max-length` does not
+        now["engine.shapes"] = written
     return [
         f"{key} {then.get(key)} (now {now.get(key)})"
         for key in dict.fromkeys((*then, *now))
@@ -733,7 +737,7 @@ def latency_tables(bench: Bench, notes: Notes) -> list[str]:
         *words.slow_lines(bench),
     ]
     lines = [] if bench.complete else ["- interrupted: not every shape was measured"]
-    if on_gpu and "unpadded-fp16" not in names:
+    if on_gpu and UNPADDED not in names:
         without = "without the unpadded FP16 baseline, so the fastest FP16 may be faster than here"
         lines.append(f"- measured {without}")
     lines += [f"- {text(line)}" for line in (*remarks, *bench.errors, *bench.warnings)]
@@ -886,6 +890,8 @@ def _speeds(bench: Bench) -> Iterator[tuple[str, Speed]]:
             best = over_fastest(bench.systems, cell, system)
             if recipe not in shipped_recipes() or cell.length is None or best is None:
                 continue  # not a recipe of ours, or real lengths, which are another measure
+            peer = row_of(cell, UNPADDED)
+            padded = bench.device == "gpu" and (peer is None or peer.median_ms is None)
             yield (
                 recipe,
                 Speed(
@@ -895,7 +901,7 @@ def _speeds(bench: Bench) -> Iterator[tuple[str, Speed]]:
                     value=round(best.value, 4),
                     low=best.ci95_low and round(best.ci95_low, 4),
                     high=best.ci95_high and round(best.ci95_high, 4),
-                    over=about[best.baseline].precision.upper(),
+                    over=f"{PADDED if padded else ''}{about[best.baseline].precision.upper()}",
                     where=f"{device}, {_backend(*about[system].backend.split())}",
                 ),
             )

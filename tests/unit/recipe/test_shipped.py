@@ -15,9 +15,9 @@ def accuracy(task, points, stderr=0.1, stage="engine"):
     return shipped.Accuracy(task=task, points=points, stderr=stderr, stage=stage, **about)
 
 
-def figure(name, speed, losses=(0.0, 0.0, 0.0), device="gpu", **more):
+def figure(name, speed, losses=(0.0, 0.0, 0.0), device="gpu", over="FP16", **more):
     model, batch, length = shipped.SHOWN[device]
-    about = {"length": length, "low": None, "high": None, "over": "FP16", "where": "one GPU"}
+    about = {"length": length, "low": None, "high": None, "over": over, "where": "one GPU"}
     return shipped.Figure(
         recipe=name,
         device=device,
@@ -56,6 +56,11 @@ def test_the_worst_task_is_shown_and_what_no_engine_ran_is_called_so():
     assert shipped.format_worst(drawn) == f"-0.30 ± 0.10 {shipped.TASKS[0]} (graph)"
     assert any("no engine of it ran" in line for line in shipped.describe_conditions([drawn]))
     assert shipped.format_speed(figure("x", 1.234)) == "1.23x"
+    padded = figure("x", 1.234, over="padded FP16")
+    assert shipped.format_speed(padded) == "1.23x †"
+    *_, speeds, told = shipped.describe_conditions([padded])
+    assert speeds.endswith("over the fastest FP16.")
+    assert told == "† The unpadded encoder, which may be faster, was not timed."
     empty = shipped.Figure(recipe="x", device="gpu", accuracy=(), speed=())
     assert (shipped.format_worst(empty), shipped.format_speed(empty)) == ("not measured", "not measured")
     assert shipped.describe_conditions([empty]) == []

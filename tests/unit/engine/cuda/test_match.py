@@ -163,6 +163,21 @@ def test_constants_of_another_type_are_refused_by_the_node_that_reads_them(graph
                 match_graph(changed)
 
 
+@pytest.mark.parametrize("kind", [TensorProto.FLOAT8E4M3FN, TensorProto.INT4, TensorProto.UINT8])
+def test_codes_of_another_type_are_refused_by_the_node_that_reads_them(graph, kind):
+    for op_type, position in (("DequantizeLinear", 0), ("DequantizeLinear", 2), ("QuantizeLinear", 2)):
+        changed = copied(graph)
+        constants = {each.name: each for each in changed.graph.initializer}
+        nodes = (each for each in changed.graph.node if each.op_type == op_type)
+        node = next(each for each in nodes if each.input[position] in constants)
+        stored = constants[node.input[position]]
+        count = int(np.prod(stored.dims))
+        size = -(-count // 2) if kind == TensorProto.INT4 else count
+        stored.CopyFrom(TensorProto(name=stored.name, data_type=kind, dims=stored.dims, raw_data=bytes(size)))
+        with pytest.raises(UserError, match=r"no kernel for .*[Qq]uantizeLinear \(\w+\)"):
+            match_graph(changed)
+
+
 @pytest.mark.parametrize("fill", [-5000.0, 0.0])
 def test_a_mask_that_leaves_weight_is_refused(graph, fill):
     changed = copied(graph)

@@ -11,6 +11,7 @@ import pytest
 from qdqbench.quantize.engine.cuda import check
 from qdqbench.quantize.engine.cuda.interpret import interpret
 from qdqbench.quantize.engine.cuda.match import FAMILIES, match_graph
+from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Attention, Linear, Plan, Quantize, parse
 from qdqbench.quantize.models.families import known
@@ -18,7 +19,7 @@ from qdqbench.quantize.utils.errors import UserError
 
 from ....support import families
 from ....support.cuda_boundaries import compare_boundaries, run_outputs
-from ....support.cuda_graphs import CASES, HEADS, RECIPES, batch_for, write_case, write_head
+from ....support.cuda_graphs import CASES, HEADS, RECIPES, batch_for, write_case, write_head, write_wide
 
 LENGTHS = [(9, 4, 16), (1,), (128, 5)]
 NOT_COVERED = ["mpnet", "deberta-v2", "modernbert"]
@@ -78,6 +79,22 @@ def test_every_head_of_every_family_is_made_by_kernels_as_by_its_graph(
     write_head(tmp_path, head, model_type)
     graph = onnx.load(tmp_path / "model.onnx")
     plan, arrays = pack(match_graph(graph))
+    for boundary in compare_boundaries(graph, plan, arrays, batch_for(graph, (512, 9, 3))):
+        assert boundary.largest <= (1 if boundary.int8 else 1e-4), boundary
+        assert not boundary.int8 or boundary.share <= 0.001, boundary
+
+
+@pytest.mark.parametrize(
+    "recipe", [f"bert-int8-{name}" for name in ("attention", "residual", "residual-fused")]
+)
+@pytest.mark.parametrize("head_size", ATTENTION_SIZES)
+def test_heads_of_sizes_that_kernels_take_are_made_as_by_the_graph(head_size, recipe, made_once, monkeypatch):
+    """As above: BERT's graphs with heads of 16 channels have rows of up to 128 tokens."""
+    monkeypatch.setattr(check, "HALF", np.dtype(np.float32))
+    folder = made_once(f"cuda-wide-{recipe}-{head_size}", lambda path: write_wide(path, recipe, head_size))
+    graph = onnx.load(folder / "model.onnx")
+    plan, arrays = pack(match_graph(graph))
+    assert {each.head_size for each in plan.operations if isinstance(each, Attention)} == {head_size}
     for boundary in compare_boundaries(graph, plan, arrays, batch_for(graph, (512, 9, 3))):
         assert boundary.largest <= (1 if boundary.int8 else 1e-4), boundary
         assert not boundary.int8 or boundary.share <= 0.001, boundary
