@@ -497,7 +497,8 @@ def kernels_of(lane: measure.Lane) -> BenchKernels:
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+    with profile(activities=activities, acc_events=True) as profiled:  # or torch warns of further cycles
         lane.launch()
         torch.cuda.synchronize()
     names = Counter(

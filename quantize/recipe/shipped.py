@@ -33,14 +33,14 @@ TITLES = ("mean", "held out", "worst task", "lost", "speed-up")
 
 
 class Accuracy(Frozen):
-    """A task's primary metric against FP32."""
+    """A task's primary metric against FP32, on one of its evaluation splits."""
 
     model: str
     task: str
     metric: str
     points: float  # the recipe minus FP32
     stderr: float | None  # paired, in points; null where no answer differs
-    n: int  # samples
+    n: int  # samples, of the first split
     stage: Literal["engine", "onnxruntime", "fake_quant"]  # the last one that ran
     where: str  # hardware and library that ran it
 

@@ -44,6 +44,7 @@ CASES = [
     *((recipe, size) for recipe in ("bert-int8-attention", "bert-int8-residual-fused") for size in (32, 64)),
     ("bert-int8-linears", 64),
     ("bert-int8-residual", 64),
+    ("bert-int8-ffn", 64),
 ]
 SHARE, GELU_SHARE = 0.002, 0.01  # of codes that may differ by a step; the chip's tanh has an error of 2^-11
 DRAWS = int(os.environ.get("DRAWS", "200"))

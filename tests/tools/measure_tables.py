@@ -9,7 +9,7 @@
 A chunk needs no other one. Its results go to OUT/NAME, as the folders of `docs/measured` are called; with
 --keep what is there already is not measured again. What does not end within the limit is left out and told.
 MODELS holds the fine-tuned `minilm-l6-TASK` and, for `qat`, the encoder `minilm-l6`: all-MiniLM-L6-v2 in
-FP16. For `lengths-real` it holds the `bert-base-TASK` of `real_size/measure.py`.
+FP16. For `lengths-real` it holds the runs of `real_size/measure.py`.
 """
 
 import argparse
@@ -139,8 +139,19 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
         "lengths": [lengths(task, task, str(models / "minilm-l6-sst2"), data, *both) for task in TASKS],
         "lengths-base": [lengths("base-stsb", "stsb", "bert-base", data, *both, *tokenizer)],
         "lengths-real": [
-            lengths("bert-base-sst2", "sst2", str(models / "bert-base-sst2"), data, *both, *grid(128)),
-            lengths("bert-base-mrpc", "mrpc", str(models / "bert-base-mrpc"), data, *both),
+            Step(
+                f"{model}-{task}-bench",
+                "bench.json",
+                [
+                    *("bench", str(models / f"{model}-{task}-int8-residual-fused-{backend}")),
+                    *("--dataset", task, *both, *grid(128), *exact, "--exclude", "compile-fp16"),
+                    *(*BENCH, *(PADDED if model == "bert-base" else [])),
+                ],
+            )
+            for model, task, backend in (
+                *(("bert-base", task, "cuda") for task in TASKS),
+                ("mpnet", "sst2", "tensorrt_rtx"),
+            )
         ],
         "lengths-squad": [
             lengths(
@@ -155,8 +166,8 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
         "unpadded": [
             bench("base-unpadded", "bert-base", fused, *grid(1, 8, 32, 128), *exact, *PADDED),
             bench("base-384-unpadded", "bert-base", fused, *grid(32, length=384), *exact, *PADDED),
-            bench("large-unpadded", "bert-large", fused, *grid(128), *exact, *PADDED),
         ],
+        "unpadded-large": [bench("large-unpadded", "bert-large", fused, *grid(128), *exact, *PADDED)],
     }
     cuda = ["--backend", "cuda"]
     for task in TASKS:
@@ -242,6 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("docs/measured"), help="results files")
     parser.add_argument("--limit", type=float, default=530, help="seconds of a chunk")
     parser.add_argument("--keep", action="store_true", help="skip what OUT has already")
+    parser.add_argument("--build-only", action="store_true", help="prepare benches, and time them later")
     given = parser.parse_args(arguments)
     known = chunks(given.models, given.data, given.work)
     if given.list:
@@ -263,9 +275,13 @@ def main(arguments: list[str] | None = None) -> int:
             else:
                 steps.append(step)
         begun = time.monotonic()
-        if sum(step.file == "bench.json" for step in steps) > 1:
-            prepare(steps, given.work, begun + PREPARE * given.limit)
+        benches = [step for step in steps if step.file == "bench.json"]
+        prepared = all((given.work / step.name).is_dir() for step in benches)
+        if given.build_only or (len(benches) > 1 and not prepared):
+            prepare(steps, given.work, begun + (1 if given.build_only else PREPARE) * given.limit)
             print(f"{name}: prepared in {time.monotonic() - begun:.0f} s", flush=True)
+        if given.build_only:
+            continue
         for line in measure(steps, given.work, given.out, begun + given.limit):
             print(line, flush=True)
             left_out += "left out" in line

@@ -55,7 +55,7 @@ from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.recipe.schema import Recipe, adapt_recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import AUTO
 from qdqbench.quantize.recipe.shipped import PADDED, Accuracy, Figure, Speed
-from qdqbench.quantize.tasks.task import GLUE
+from qdqbench.quantize.tasks.task import GLUE, SECOND
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
@@ -74,7 +74,8 @@ PAGES = {
 }
 FIGURES = "recipes/figures.json"
 FIGURES_FROM = (
-    "measured", "measured-cpu", "measured-families", "measured-heads", "measured-lengths", "measured-real",
+    "measured", "measured-cpu", "measured-cuda", "measured-families", "measured-heads", "measured-lengths",
+    "measured-real",
 )  # fmt: skip
 BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
 SUMMARY_FILE = "summary.json"
@@ -829,8 +830,8 @@ def figures_of(records: Sequence[Any]) -> list[Figure]:
     for run in _of("run", records):
         name = run.recipe["name"]
         device = "cpu" if run.engine and run.engine.backend in CPU_BACKENDS else "gpu"
-        if name in shipped_recipes() and not differences(run.recipe) and (row := _accuracy(run)):
-            accuracy[name, device].append(row)
+        if name in shipped_recipes() and not differences(run.recipe):
+            accuracy[name, device] += _accuracies(run)
     for bench in _of("bench", records):
         for recipe, row in _speeds(bench):
             least, shape = speed[recipe, bench.device], (row.model, row.length, row.batch)
@@ -848,23 +849,27 @@ def figures_of(records: Sequence[Any]) -> list[Figure]:
     ]
 
 
-def _accuracy(run: Record) -> Accuracy | None:
+def _accuracies(run: Record) -> Iterator[Accuracy]:
+    """Yield the primary metric of the last stage that ran, on both splits where the task has two."""
     if (stage := _last(run, ("engine", "onnxruntime", "fake_quant"))) is None:
-        return None
-    metric, versus, engine = _metric(run), run.stages[stage].vs_fp32, run.engine
-    error = versus.delta_stderr.get(metric)
+        return
+    versus, engine = run.stages[stage].vs_fp32, run.engine
     ran = engine if stage == "engine" else None
     where = _hardware(run.environment, on_cpu=ran is None or ran.backend in CPU_BACKENDS)
-    return Accuracy(
-        model=model_label(run.model.name),
-        task=run.task.name,
-        metric=metric,
-        points=round(100 * versus.delta[metric], 4),
-        stderr=None if error is None else round(100 * error, 4),
-        n=run.stages[stage].n,
-        stage=stage,
-        where=where if ran is None else f"{where}, {_backend(ran.backend, ran.version)}",
-    )
+    for metric in (_metric(run), _metric(run) + SECOND):
+        if metric not in versus.delta:
+            continue
+        error = versus.delta_stderr.get(metric)
+        yield Accuracy(
+            model=model_label(run.model.name),
+            task=run.task.name,
+            metric=metric,
+            points=round(100 * versus.delta[metric], 4),
+            stderr=None if error is None else round(100 * error, 4),
+            n=run.stages[stage].n,
+            stage=stage,
+            where=where if ran is None else f"{where}, {_backend(ran.backend, ran.version)}",
+        )
 
 
 def _hardware(environment: dict[str, Any], *, on_cpu: bool) -> str:

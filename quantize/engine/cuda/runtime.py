@@ -244,7 +244,8 @@ class CudaEngine:
         rows = self.load(tokens)
         self.forward(rows)  # loads kernels
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with profile(activities=activities, acc_events=True) as profiler:  # or torch warns of further cycles
             self.forward(rows, around=mark)
         spans: dict[str, Any] = {}
         ran: list[Any] = []

@@ -2,13 +2,15 @@
 
     python -m tests.tools.real_size.measure train --models MODELS --data GLUE --work WORK --out OUT
     python -m tests.tools.real_size.measure runs --models MODELS --data GLUE --work WORK --out OUT
+    python tests/tools/measure_tables.py lengths-real --models WORK --data GLUE --out OUT
     python tests/tools/tables.py --summarize OUT
 
 MODELS holds `mpnet` and `minilm-l6`, which are all-mpnet-base-v2 and all-MiniLM-L6-v2 with weights in FP16.
 `train` heals `bert-base` from `mpnet` (heal.py), and fine-tunes all three on the tasks. `runs` takes each
-model, task, recipe and backend to an engine and evaluates it: first the first seed of the first recipe. A job
-whose result is in OUT is not done again; its log is WORK/NAME.log. Weights stay in WORK; runs read them from
-WORK/tuned, rounded to FP16.
+model, task, recipe and backend to an engine and evaluates it: first the first seed and the first backend. A
+job whose result is in OUT is not done again; its log is WORK/NAME.log. Weights stay in WORK; runs read them
+from WORK/tuned, rounded to FP16. Runs that `lengths-real` times stay there too. With several GPUs give each a
+command of its own: CUDA_VISIBLE_DEVICES chooses the GPU, and --only the models.
 """
 
 import argparse
@@ -20,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,17 +55,21 @@ RECIPES = (
     "int8-residual-fused", "int8-attention", "int8-linears", "int8-residual", "int8-ffn",
     "int8-linears-per-tensor",
 )  # fmt: skip
-BACKENDS = ("tensorrt_rtx", "cuda")
+BACKENDS = {"bert": ("cuda", "tensorrt_rtx", "openvino"), "mpnet": ("tensorrt_rtx", "openvino")}
+SEEDED = RECIPES[:3]  # that models of later seeds are taken through
+ROWS = {"qqp": ["--limit", "10000"]}  # of 40,430
+TIMED = RECIPES[0]  # whose runs stay in WORK
 FINETUNED, RESULTS, TUNED = "finetune.json", "results.json", "tuned"
 
 
 @dataclass(frozen=True)
 class Job:
-    """Commands that run one after the other, each with the file that it leaves."""
+    """A command and the file that it leaves."""
 
     name: str
-    commands: Sequence[tuple[list[str], Path]]
-    printed: bool = False  # the file is what a command prints
+    command: list[str]
+    file: Path
+    printed: bool = False  # the file is what the command prints
     after: str = ""  # job that has to end before
     heavy: Path | None = None  # folder that goes at the end
 
@@ -72,7 +78,7 @@ def finetunings(given: argparse.Namespace) -> Iterator[Job]:
     """Heal, and fine-tune all models on all tasks."""
     models, data, work, healed = given.models, given.data, given.work, given.work / "bert-base"
     options = [str(models / "mpnet"), str(healed), "--texts", data, *given.heal.split()]
-    yield Job("heal", [([sys.executable, str(HEAL), *options], healed / "heal.json")])
+    yield Job("heal", [sys.executable, str(HEAL), *options], healed / "heal.json")
     for model, tasks in ((SMALL, FOR_SMALL), ("mpnet", TRAINED), ("bert-base", TRAINED)):
         base = healed if model == "bert-base" else models / model
         for task, settings in tasks.items():
@@ -81,28 +87,31 @@ def finetunings(given: argparse.Namespace) -> Iterator[Job]:
             shared = ["--model", str(base), "--task", task, "--data", data, "--seeds", str(seeds)]
             command = [*PROGRAM, "finetune", *shared, *settings, *ALIKE, "--out", str(work / name)]
             after = "heal" if model == "bert-base" else ""
-            yield Job(name, [(command, work / name / FINETUNED)], after=after)
+            yield Job(name, command, work / name / FINETUNED, after=after)
 
 
 def runs(given: argparse.Namespace) -> Iterator[Job]:
-    """Take all models, tasks and recipes to an engine of each backend."""
+    """Take all models, tasks and recipes to an engine, and some tasks to one of each backend."""
     work, out = given.work, given.out
-    order = itertools.product(range(max(SEEDS.values())), RECIPES)
-    for seed, recipe in sorted(order, key=lambda each: each[0] + RECIPES.index(each[1])):
+    order = itertools.product(range(max(SEEDS.values())), range(3), RECIPES)
+    for seed, which, recipe in sorted(order, key=lambda each: (sum(each[:2]), RECIPES.index(each[2]))):
         for task, model in itertools.product(TRAINED, (*BASE, SMALL)):
             own, later = "mpnet" if model == "mpnet" else "bert", f"-seed-{seed}" if seed else ""
             tuned = work / TUNED / f"{model}-{task}{later}"
             if not tuned.is_dir() or (own == "mpnet" and recipe == "int8-linears-per-tensor"):
                 continue
-            name = f"{model}-{task}-{recipe}{later}"
+            if which and (seed or task not in SEEDS or which >= len(BACKENDS[own])):
+                continue
+            backend = BACKENDS[own][which]
+            if (seed and recipe not in SEEDED) or (backend == "openvino" and "residual" in recipe):
+                continue  # no runtime for CPUs reads an INT8 residual
+            name = f"{model}-{task}-{recipe}{later}-{backend}"
             command = [*PROGRAM, "run", f"{own}-{recipe}", "--model", str(tuned), "--task", task]
             command += ["--data", given.data, "--out", str(work / name), "--seed", str(seed)]
-            command += ["--until", "engine", "--json"]
-            commands = [
-                ([*command, "--backend", backend], out / f"{name}-{backend}" / RESULTS)
-                for backend in BACKENDS[: 2 if own == "bert" else 1]
-            ]
-            yield Job(name, commands, printed=True, heavy=work / name)
+            command += [*ROWS.get(task, []), "--backend", backend, "--until", "engine", "--json"]
+            timed = recipe == TIMED and task in SEEDS and not seed and not which
+            heavy = None if timed else work / name
+            yield Job(name, command, out / name / RESULTS, printed=True, heavy=heavy)
 
 
 def round_weights(trained: Path, tuned: Path) -> None:
@@ -125,36 +134,31 @@ def round_weights(trained: Path, tuned: Path) -> None:
 
 
 def do(job: Job, work: Path, until: float, first: "Future[str] | None") -> str:
-    """Run the commands of a job whose files are missing; return a line about it."""
+    """Run the command of a job whose file is missing; return a line about it."""
     if first is not None:
         first.result()
-    told = []
-    for command, file in job.commands:
-        if file.is_file():
-            told.append("is there")
-            continue
-        started = time.monotonic()
-        if started >= until:
-            told.append("left out, no time is left")
-            continue
-        log = (work / f"{job.name}.log").open("a")
-        printed = file.with_suffix(".part")
-        if job.printed:
-            printed.parent.mkdir(parents=True, exist_ok=True)
-        with log, printed.open("w") if job.printed else log as into:
-            process = subprocess.Popen(command, stdout=into, stderr=log)
-            try:
-                status = process.wait(until - started)
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGINT)
-                status = process.wait()
-        # 2: finished, and something does not hold, which is a result too
-        if job.printed and status in (0, 2) and printed.stat().st_size:
-            printed.rename(file)
-        told.append(f"{time.monotonic() - started:.0f} s, status {status}")
+    if job.file.is_file():
+        return f"{job.name}: is there"
+    started = time.monotonic()
+    if started >= until:
+        return f"{job.name}: left out, no time is left"
+    log = (work / f"{job.name}.log").open("a")
+    printed = job.file.with_suffix(".part")
+    if job.printed:
+        printed.parent.mkdir(parents=True, exist_ok=True)
+    with log, printed.open("w") if job.printed else log as into:
+        process = subprocess.Popen(job.command, stdout=into, stderr=log)
+        try:
+            status = process.wait(until - started)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            status = process.wait()
+    # 2: finished, and something does not hold, which is a result too
+    if job.printed and status in (0, 2) and printed.stat().st_size:
+        printed.rename(job.file)
     if job.heavy is not None:
         shutil.rmtree(job.heavy, ignore_errors=True)
-    return f"{job.name}: {'; '.join(told)}"
+    return f"{job.name}: {time.monotonic() - started:.0f} s, status {status}"
 
 
 def keep_records(work: Path, out: Path) -> None:
@@ -196,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
             before = done.get(job.after)
             done[job.name] = pool.submit(do, job, given.work, begun + given.seconds, before)
             done[job.name].add_done_callback(functools.partial(tell, job))
-    return int(any(not file.is_file() for job in asked for _, file in job.commands))
+    return int(any(not job.file.is_file() for job in asked))
 
 
 if __name__ == "__main__":

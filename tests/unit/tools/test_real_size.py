@@ -3,6 +3,7 @@
 import argparse
 import sys
 import time
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -70,18 +71,30 @@ def test_batches_hold_every_row_once_an_epoch_and_no_more_tokens_than_asked():
 
 def test_commands_and_options_exist(tmp_path):
     given = argparse.Namespace(models=tmp_path, data="glue", work=tmp_path, out=tmp_path, heal="--seed 0")
-    for task in ("sst2", "mrpc"):
-        (tmp_path / measure.TUNED / f"bert-base-{task}-seed-1").mkdir(parents=True)
+    for name in ("bert-base-sst2", "bert-base-mrpc-seed-1", "mpnet-qqp", "mpnet-stsb"):
+        (tmp_path / measure.TUNED / name).mkdir(parents=True)
     trained, ran = [*measure.finetunings(given)], [*measure.runs(given)]
     assert [job.after for job in trained].count("heal") == len(measure.TRAINED)
-    assert len(ran) == len(measure.RECIPES) * 2
-    assert {len(job.commands) for job in ran} == {2}  # both backends
+    counted = Counter((job.name.partition("-int8")[0], job.command[-4]) for job in ran)
+    assert counted == {
+        ("bert-base-sst2", "cuda"): 6,
+        ("bert-base-sst2", "tensorrt_rtx"): 6,
+        ("bert-base-sst2", "openvino"): 4,
+        ("bert-base-mrpc", "cuda"): 3,
+        ("mpnet-qqp", "tensorrt_rtx"): 5,
+        ("mpnet-stsb", "tensorrt_rtx"): 5,
+        ("mpnet-stsb", "openvino"): 3,
+    }
+    assert [job.name for job in ran if job.heavy is None] == [
+        "bert-base-sst2-int8-residual-fused-cuda",
+        "mpnet-stsb-int8-residual-fused-tensorrt_rtx",
+    ]
     commands = typer.main.get_command(app).commands
     for job in (*trained[1:], *ran):
-        for command, _ in job.commands:
-            name, *rest = command[len(measure.PROGRAM) :]
-            known = {option for parameter in commands[name].params for option in parameter.opts}
-            assert {each for each in rest if each.startswith("--")} <= known
+        name, *rest = job.command[len(measure.PROGRAM) :]
+        known = {option for parameter in commands[name].params for option in parameter.opts}
+        assert {each for each in rest if each.startswith("--")} <= known
+    assert all(("--limit" in job.command) == ("qqp" in job.name) for job in ran)
 
 
 def test_runs_read_rounded_weights(tmp_path):
@@ -97,17 +110,16 @@ def test_runs_read_rounded_weights(tmp_path):
     assert (tmp_path / measure.TUNED / name / "config.json").read_text() == name
 
 
-def test_a_job_is_done_once_and_its_folder_goes(tmp_path):
-    def printing(text, status):
-        return [sys.executable, "-Sc", f"import sys; print({text!r}); sys.exit({status})"]
-
-    heavy, files = tmp_path / "heavy", [tmp_path / name / "results.json" for name in "abc"]
+@pytest.mark.parametrize(("status", "kept"), [(0, True), (2, True), (1, False)])
+def test_a_job_is_done_once_and_its_folder_goes(status, kept, tmp_path):
+    heavy, file = tmp_path / "heavy", tmp_path / "a" / "results.json"
     heavy.mkdir()
-    commands = [*zip((printing("a", 0), printing("b", 2), printing("c", 1)), files, strict=True)]
-    job = measure.Job("job", commands, printed=True, heavy=heavy)
+    command = [sys.executable, "-Sc", f"import sys; print('a'); sys.exit({status})"]
+    job = measure.Job("job", command, file, printed=True, heavy=heavy)
     later = time.monotonic() + 60
-    assert "status 1" in measure.do(job, tmp_path, later, None)
-    assert [file.is_file() for file in files] == [True, True, False]  # 2 is a result, 1 is none
+    assert f"status {status}" in measure.do(job, tmp_path, later, None)
+    assert file.is_file() == kept  # 2 is a result, 1 is none
     assert not heavy.exists()
-    assert measure.do(job, tmp_path, later, None).count("is there") == 2
+    assert ("is there" in measure.do(job, tmp_path, later, None)) == kept
+    file.unlink(missing_ok=True)
     assert "no time is left" in measure.do(job, tmp_path, time.monotonic(), None)
