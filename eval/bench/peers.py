@@ -135,11 +135,10 @@ def tf32_allowed() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-FAMILIES = ("bert", "roberta", "electra", "distilbert")  # RoBERTa's are XLM-R and CamemBERT too
+FAMILIES = ("bert", "roberta", "electra", "distilbert", "albert")  # RoBERTa's are XLM-R and CamemBERT too
 REFUSED = {
     "mpnet": "its attention adds a relative bias",
     "deberta-v2": "its attention adds relative positions",
-    "albert": "its layers share their weights",
     "modernbert": "its attention rotates and has windows",
 }
 TOKEN_STEP = 64  # launches are rounded up to it, for tensor cores
@@ -225,8 +224,9 @@ class UnpaddedEncoder:
         self.positions_from = int(config.pad_token_id) if family.positions_follow_padding else None
         self.activation: Any = ACT2FN[getattr(config, family.activation)]
         self.embeddings: Any = base.get_submodule(family.embeddings)
-        self.project: Any = getattr(base, family.embeddings_linear or "", None)
-        self.layers = [_layer_weights(model, name) for name in family.layer_names(model)]
+        self.project: Any = dict(base.named_modules()).get(family.embeddings_linear)
+        weights = {name: _layer_weights(model, name) for name in family.layer_names(model)}
+        self.layers = [weights[name] for name in family.runs(model)]
         self.eps = float(_norm(model, family.layer_names(model)[0], "attention").eps)
         self.of_tokens = any("length" in axes for axes in name_outputs(model).values())
         self.pooling = str(getattr(getattr(model, "pooling", None), "mode", "cls"))
@@ -235,13 +235,15 @@ class UnpaddedEncoder:
         if compiled:
             self._layer = torch.compile(encoder_layer, dynamic=False)
             self._embed = torch.compile(self._embedded, dynamic=False)
-        pooler = getattr(base, "pooler", None)
+        pooler, activate = getattr(base, "pooler", None), getattr(base, "pooler_activation", None)  # ALBERT's
         self._states: Any = None
 
         def encoded(*_: Any, **__: Any) -> Any:
             """Stand in for the encoder, so that the model's own head reads the packed states."""
-            pooled = pooler(self._states) if pooler is not None else None
-            return BaseModelOutputWithPooling(last_hidden_state=self._states, pooler_output=pooled)
+            states, pooled = self._states, None
+            if pooler is not None:
+                pooled = pooler(states) if activate is None else activate(pooler(states[:, 0]))
+            return BaseModelOutputWithPooling(last_hidden_state=states, pooler_output=pooled)
 
         base.forward = encoded
         self._head = eager_forward(model)
