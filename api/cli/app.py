@@ -138,13 +138,14 @@ def main() -> None:
             raise
         from qdqbench.quantize.utils.files import full_disk, vanished
         from qdqbench.quantize.utils.names import install_command
+        from qdqbench.quantize.utils.system.gpu import explain_refusal
 
         if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in COMPUTES_WITH:
             complain(f"this needs {error.name}, which is not installed; `{install_command('quantize')}`")
             sys.exit(MissingDevice.exit_code)
-        if told := full_disk(error) or vanished(error, ["runs", *sys.argv[1:]]):
+        if told := full_disk(error) or vanished(error, ["runs", *sys.argv[1:]]) or explain_refusal(error):
             complain(str(told))
-            sys.exit(1)
+            sys.exit(told.exit_code)
         what = " ".join(f"{type(error).__name__}: {error}".split())[:400]
         complain(f"unexpected failure, {what}; run again with --debug for the traceback")
         sys.exit(1)

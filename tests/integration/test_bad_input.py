@@ -475,6 +475,29 @@ def test_debug_shows_the_traceback(tmp_path):
     assert "nowhere.onnx" in loud.stderr
 
 
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch",
+            "takes no further process: ",
+        ),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", "has too little free memory; "),
+    ],
+)
+def test_a_gpu_that_refuses_is_explained(said, told, finished_run, qdqbench, monkeypatch):
+    from qdqbench import _models as models
+
+    def fail(*_, **__):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(models, "check_file", fail)
+    done = qdqbench("check", finished_run / "model.int8.onnx")
+    assert (done.code, done.err.count("\n")) == (3, 1)
+    assert done.err.startswith(f"qdqbench: the GPU {told}")
+    assert "nvidia-smi" in done.err
+
+
 def test_unexpected_failure_is_one_sentence_too(finished_run, qdqbench, monkeypatch):
     from qdqbench import _models as models
 

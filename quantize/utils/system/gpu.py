@@ -4,6 +4,19 @@ import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 
+from qdqbench.quantize.utils.errors import MissingDevice
+
+# what CUDA's errors contain, with the sentences that explain them
+_REFUSALS = {
+    "busy or unavailable": (
+        "the GPU takes no further process: it is in exclusive mode, or others use it through CUDA MPS; end "
+        "them (nvidia-smi shows them), or choose another GPU by CUDA_VISIBLE_DEVICES"
+    ),
+    "out of memory": (
+        "the GPU has too little free memory; end other processes on it (nvidia-smi shows them), take smaller "
+        "batches, or choose another GPU by CUDA_VISIBLE_DEVICES"
+    ),
+}
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
 _DRIVER = Path("/sys/module/nvidia/version")
 
@@ -13,6 +26,13 @@ class Gpu:
     name: str
     compute_capability: str  # "8.9"
     driver: str | None  # version of the kernel module; None where the system does not say
+
+
+def explain_refusal(error: Exception) -> MissingDevice | None:
+    """Return what an error of CUDA says of a GPU that has no memory left, or takes no further process."""
+    text = str(error)
+    found = (told for part, told in _REFUSALS.items() if "CUDA" in text and part in text)
+    return next(map(MissingDevice, found), None)
 
 
 def find_gpu() -> Gpu | None:
