@@ -105,6 +105,21 @@ def test_results_are_kept_and_what_is_not_done_is_told(tmp_path, monkeypatch):
     assert LATE not in (0, 1, 2)
 
 
+def test_benches_are_prepared_once_and_timed_later(tmp_path, monkeypatch):
+    steps = [Step(name, "bench.json", ["bench.json", "0", "0"]) for name in ("one", "two")]
+    monkeypatch.setattr(measure_tables, "PROGRAM", (sys.executable, "-c", CHILD))
+    monkeypatch.setattr(measure_tables, "chunks", lambda *_: {"some": steps})
+    prepared = []
+    prepare = measure_tables.prepare
+    monkeypatch.setattr(measure_tables, "prepare", lambda *given: prepared.append(1) or prepare(*given))
+    words = ["some", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
+    assert main([*words, "--build-only"]) == 0
+    assert (len(prepared), (tmp_path / "out").exists()) == (1, False)
+    assert main(words) == 0
+    assert len(prepared) == 1
+    assert [folder.name for folder in sorted((tmp_path / "out").iterdir())] == ["one", "two"]
+
+
 def test_the_list_and_unknown_chunks(capsys):
     assert main(["--list"]) == 0
     assert "bench: base-exact, base-384, large-attention" in capsys.readouterr().out
