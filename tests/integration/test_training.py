@@ -374,6 +374,7 @@ def test_two_processes_train_one_run(given, tmp_path):
     command += ["--out", str(out)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stderr.count("no engine can be built here") == 1
     results = Results.model_validate_json((out / "results.json").read_text())
     assert results.training is not None
     assert (results.training.processes, results.training.steps) == (2, 30)
