@@ -133,10 +133,9 @@ def start_qat(
         with stages() as show:
             start = follow(session, tracked.follow(show))
             train_on_all(session, lambda stage: run_to(session, stage, start))
-        if not is_main_process():
-            raise SystemExit(0)
-        with stages() as show:
-            results = run_until(session, None, follow(session, tracked.follow(show)))
+            if not is_main_process():
+                raise SystemExit(0)
+            results = run_until(session, None, start)
         tracked.finish(results)
     return results, folder
 

@@ -10,14 +10,14 @@ from qdqbench.eval.runs.gate import cannot_hold, issue_sentence, judge_baseline
 from qdqbench.eval.runs.report.report import hand_off, write_reports
 from qdqbench.eval.stages.stages import FP16_STAGE, stages
 from qdqbench.quantize.deployment.write import DEPLOY, remove
-from qdqbench.quantize.engine.backend import require_builder
+from qdqbench.quantize.engine.backend import find_missing_builder
 from qdqbench.quantize.engine.profiles import require_room
 from qdqbench.quantize.pipeline import pipeline
 from qdqbench.quantize.pipeline.artifacts import backend_of, engine_profiles
 from qdqbench.quantize.pipeline.session import CONFIG, Session
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.errors import MissingDevice, UserError
+from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.results import RESULTS_FILE, LogRow, Results, Timing, write_results
 
 BASELINE = "baseline"
@@ -47,17 +47,35 @@ def follow(
     """Report to `progress` what the session does up to a stage; the result is called as each stage starts."""
     names = [stage.name for stage in planned(session, until)]
     names += ["report"] if until in REPORTED else []
+    unsaid = _before_build(session, names)
 
     def start(name: str, reused: bool) -> None:
         number = names.index(name) + 1 if name in names else 1
         now = StageProgress(name, reused=reused, number=number, of=len(names))
         session.progress = lambda done, total: progress(replace(now, done=done, total=total))
         session.report = lambda row, steps: progress(replace(now, done=row.step, total=steps, row=row))
+        if name in unsaid and not reused:
+            unsaid.clear()
+            if missing := find_missing_builder(backend_of(session.recipe)):
+                session.say(f"no engine can be built here, so the run will continue without one: {missing}")
         progress(now)
 
     session.alarm = lambda text: progress(StageProgress("", alarm=text))
     session.say = lambda text: progress(StageProgress("", said=text))
     return start
+
+
+def _before_build(session: Session, names: list[str]) -> set[str]:
+    """Return the stages before which it is to be known whether an engine can be built here.
+
+    An engine that is there needs no builder, unless a stage that it is made from runs again.
+    """
+    if "build" not in names:
+        return set()
+    before = {*names[: names.index("build")]}
+    if "build" in pipeline.read_finished(session.folder):
+        before &= {stage.name for stage in pipeline.select_stages(stages(session), ["build"])}
+    return before
 
 
 def planned(session: Session, until: str | None) -> list[pipeline.Stage]:
@@ -121,10 +139,8 @@ def run_to(
         session.say(said)
     if said := cannot_hold(session.recipe):
         session.alarm(said)
-    warn = _warn_without_builder(session, needed)
 
     def announce(name: str, reused: bool) -> None:
-        warn(name, reused)
         show(name, reused)
         if not reused:  # an interrupted run must not leave the report of another one next to its files
             for file in REPORT:
@@ -139,33 +155,6 @@ def run_to(
         for stage in needed[len(first) :]
     )
     return timings | pipeline.run_stages(session, rest, announce)
-
-
-def _warn_without_builder(session: Session, needed: list[pipeline.Stage]) -> Callable[[str, bool], None]:
-    """Return what is called as each stage starts, and says once that no engine can be built here.
-
-    It is said before the first stage that computes anything. An engine that is there needs no builder, unless
-    a stage that it is made from runs again; where only the build is left, its own outcome says so.
-    """
-    names = [stage.name for stage in needed]
-    if "build" not in names:
-        return lambda name, reused: None
-    try:
-        require_builder(backend_of(session.recipe))
-    except MissingDevice as error:
-        text = f"no engine can be built here, so the run will continue without one: {error}"
-    else:
-        return lambda name, reused: None
-    if "build" in pipeline.read_finished(session.folder):
-        names = [stage.name for stage in pipeline.select_stages(stages(session), ["build"])]
-    waiting = {*names[: names.index("build")]}
-
-    def warn(name: str, reused: bool) -> None:
-        if name in waiting and not reused:
-            waiting.clear()
-            session.say(text)
-
-    return warn
 
 
 def _warn_unreadable(session: Session) -> None:

@@ -17,7 +17,7 @@ from qdqbench.eval.verification.blocks import layer_errors
 from qdqbench.eval.verification.engine import verify_engine
 from qdqbench.quantize.calibration.ptq import calibrate
 from qdqbench.quantize.calibration.record import get_state_shifts, read_record, write_record
-from qdqbench.quantize.engine.backend import available_backends, gpu_backend
+from qdqbench.quantize.engine.backend import available_backends, find_missing_builder, gpu_backend
 from qdqbench.quantize.engine.build import build as build_engine
 from qdqbench.quantize.engine.profiles import note_distant_data
 from qdqbench.quantize.engine.runtime.runners import open_runner
@@ -117,6 +117,17 @@ def cannot_run(session: Session) -> str | None:
     return None
 
 
+def _cannot_evaluate(session: Session) -> str | None:
+    if (reason := cannot_run(session)) is not None:
+        return reason
+    verified = artifacts.read_verified(session.folder)
+    if not isinstance(verified, Skipped):
+        counts = [verified.padding.nonfinite, verified.predictions.nonfinite]
+        if any(counts) or any(shape.nonfinite for shape in verified.shapes):
+            return "its logits are NaN or infinite, see the verification"
+    return None
+
+
 def engine_stage(session: Session) -> list[Path]:
     """Evaluate the engine where it runs, or record why not.
 
@@ -127,13 +138,7 @@ def engine_stage(session: Session) -> list[Path]:
     for _, encoded in () if tuned else session.eval_splits.values():
         doubts = note_distant_data(engine_profiles(session), encoded.lengths, session.config.batch_size)
         session.warnings += [line for line in doubts if line not in session.warnings]
-    reason = cannot_run(session)
-    if reason is None:
-        verified = artifacts.read_verified(session.folder)
-        if not isinstance(verified, Skipped):
-            counts = [verified.padding.nonfinite, verified.predictions.nonfinite]
-            if any(counts) or any(shape.nonfinite for shape in verified.shapes):
-                reason = "its logits are NaN or infinite, see the verification"
+    reason = _cannot_evaluate(session)
     if reason is None:
         try:
             return _run_engine(session)
@@ -364,6 +369,32 @@ def _verified(session: Session) -> Any:
     return [_measured(session), session.recipe.gate.max_drop, session.config.seed]
 
 
+def _is_current(outcome: object, reason: str | None) -> bool:
+    """Return whether an outcome still holds: a skipped one does while its reason is found here.
+
+    A reason that only an attempt shows, such as an engine that does not load, asks for another attempt.
+    """
+    return not isinstance(outcome, Skipped) or outcome.skipped == reason
+
+
+def _keeps_build(session: Session) -> bool:
+    missing = find_missing_builder(backend_of(session.recipe))
+    return _is_current(artifacts.read_built(session.folder), missing)
+
+
+def _keeps_gpu_build(session: Session) -> bool:
+    missing = find_missing_builder(gpu_backend())
+    return _is_current(artifacts.read_built(session.folder / artifacts.GPU), missing)
+
+
+def _keeps_verification(session: Session) -> bool:
+    return _is_current(artifacts.read_verified(session.folder), cannot_run(session))
+
+
+def _keeps_engine_run(session: Session) -> bool:
+    return _is_current(artifacts.read_engine_run(session.folder), _cannot_evaluate(session))
+
+
 def stages(session: Session) -> dict[str, Stage]:
     """Return the stages of this run in order; a twin is not quantized."""
     first = () if session.config.model else ("embedded",)
@@ -388,9 +419,15 @@ def stages(session: Session) -> dict[str, Stage]:
             "parity", parity, (*calibrated, "export"), lambda s: [_evaluation(s), s.config.seed]
         ): quantized,
         graph_stage(FP16_STAGE, (*first, "export"), lambda s: s.folder / artifacts.FP16): quantized,
-        Stage("gpu_build", gpu_build_stage, ("export",), _built): artifacts.proves_for_gpu(session.recipe),
-        Stage("build", build_stage, ("export",), _built): True,
-        Stage("verify", verify_stage, (*evaluated, "export", "build"), _verified): True,
-        Stage("engine", engine_stage, (*first, "export", "build", "verify"), _measured): True,
+        Stage(
+            "gpu_build", gpu_build_stage, ("export",), _built, holds=_keeps_gpu_build
+        ): artifacts.proves_for_gpu(session.recipe),
+        Stage("build", build_stage, ("export",), _built, holds=_keeps_build): True,
+        Stage(
+            "verify", verify_stage, (*evaluated, "export", "build"), _verified, holds=_keeps_verification
+        ): True,
+        Stage(
+            "engine", engine_stage, (*first, "export", "build", "verify"), _measured, holds=_keeps_engine_run
+        ): True,
     }
     return {stage.name: stage for stage, wanted in listed.items() if wanted}

@@ -282,10 +282,14 @@ def choose_backend(name: BackendChoice) -> Backend:
     return Backend(name, _version(module), module, gpu)
 
 
-def require_builder(name: BackendChoice) -> None:
-    """Raise MissingDevice where nothing here builds engines of a backend."""
-    if choose_backend(name).name == "cuda":
-        load_nvrtc()
+def find_missing_builder(name: BackendChoice) -> str | None:
+    """Return what is missing to build engines of a backend here; None where one may be built."""
+    try:
+        if choose_backend(name).name == "cuda":
+            load_nvrtc()
+    except MissingDevice as error:
+        return str(error)
+    return None
 
 
 def build_engine(  # noqa: PLR0913  the options are keywords

@@ -25,6 +25,7 @@ class Stage:
     needs: tuple[str, ...]  # stages whose outputs it reads
     inputs: Callable[[Session], Any]  # everything else that its outputs depend on, as JSON values
     recorded: Callable[[Session], None] = lambda session: None  # called once its outputs are in the manifest
+    holds: Callable[[Session], bool] = lambda session: True  # whether a whole outcome is still true here
 
 
 class FinishedStage(Strict):
@@ -62,7 +63,8 @@ def run_stages(
 ) -> dict[str, Timing]:
     """Run stages, needs first, and return their costs; one whose key and files are as it left them is reused.
 
-    `announce` is called with a stage's name, and whether it is reused, before it runs.
+    One that was skipped for want of a device or library is reused only while that is so. `announce` is called
+    with a stage's name, and whether it is reused, before it runs.
     """
     timings: dict[str, Timing] = {}
     freeze_gc()
@@ -72,6 +74,7 @@ def run_stages(
             interruption.raise_if_pending()
             key, done = _key(session, stage, manifest), manifest.stages.get(stage.name)
             reused = done is not None and done.key == key and _intact(session.folder, done)
+            reused = reused and stage.holds(session)
             announce(stage.name, reused)
             if done is None or not reused:
                 manifest.stages.pop(stage.name, None)

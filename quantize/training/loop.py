@@ -2,8 +2,8 @@
 
 A global batch is a function of seed, epoch and position, every process takes its rows of it, and the gradient
 is that of the mean over the whole batch. So the number of processes and of accumulated parts changes rounding
-only, and a resumed run continues bit for bit. `Trainer` cannot do that: Accelerate's sampler fills the last
-batch of an epoch with rows of the first, and cuts batches by the number of processes.
+only, and a resumed run with as many threads continues bit for bit. `Trainer` cannot do that: Accelerate's
+sampler fills the last batch of an epoch with rows of the first, and cuts batches by the number of processes.
 """
 
 import contextlib
@@ -383,6 +383,7 @@ class State:
     collapsed: int = 0  # evaluations in a row
     seconds: float = 0.0
     samples: int = 0
+    threads: int = 0  # of a CPU, that compute
     log: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -482,16 +483,20 @@ def train(job: Job, accelerator: Accelerator) -> TrainingRun:
 def _train(job: Job, accelerator: Accelerator) -> None:
     settings, run = job.settings, job.run
     due = evaluation_steps(run.planned_steps, settings.num_evals)
+    threads = torch.get_num_threads()
     prepared = _prepare(job, accelerator)
     if found := find_checkpoint(job.folder, job.identity, job.notes):
         folder, saved = found
         accelerator.load_state(str(folder))
         state = State(**saved)
         job.notes.append(f"resumed after step {state.step}")
+        if accelerator.device.type == "cpu" and state.threads != threads:
+            job.notes.append(f"{state.threads} threads before, {threads} now: sums are rounded differently")
+        state.threads = threads
         for row in state.log:
             job.report(LogRow(**row), run.planned_steps)
     else:
-        state = State()
+        state = State(threads=threads)
         set_seed(settings.seed, device_specific=True)
         if job.judge_first:
             _judge(job, accelerator, state)

@@ -20,9 +20,11 @@ from qdqbench.quantize.recipe.schema import adapt_recipe, dump_recipe, load_reci
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import install_command
+from qdqbench.quantize.utils.results import EngineResult
 from qdqbench.quantize.utils.system.cpu import Cpu
 
 from ..support.deployed import answers
+from ..support.interpreted import H200
 from .test_deploy import texts_of
 from .tiny import fine, results
 
@@ -103,6 +105,23 @@ def test_what_optimizations_lose_is_recorded(sst2, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "_evaluate_optimized", fails)
     assert [path.name for path in stages.onnxruntime_stage(session)] == ["logits.npz", artifacts.OPTIMIZED]
     assert artifacts.read_optimized(tmp_path).describe_loss(0.5) == "it is refused"
+
+
+def test_an_engine_that_did_not_load_is_tried_again(sst2, tmp_path, monkeypatch):
+    session = Session(sst2.config("bert-int8-linears"), tmp_path)
+    listed = stages.stages(session)
+    built = EngineResult.model_construct(backend="cuda", compute_capability=["9.0"])
+    monkeypatch.setattr(artifacts, "read_built", lambda _: built)
+    for gpu, reason, kept in (
+        (None, "no GPU here to run it on", True),
+        (H200, "no GPU here to run it on", False),
+        (H200, "it cannot load the engine", False),
+    ):
+        monkeypatch.setattr(stages, "find_gpu", lambda gpu=gpu: gpu)
+        for name, file in (("verify", artifacts.VERIFY), ("engine", artifacts.ENGINE)):
+            artifacts.write_outcome(tmp_path / file, artifacts.Skipped(skipped=reason))
+            assert listed[name].holds(session) == kept
+    assert listed["build"].holds(session)
 
 
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])

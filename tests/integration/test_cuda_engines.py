@@ -351,16 +351,21 @@ def without_a_compiler(monkeypatch):
     monkeypatch.setattr(backend, "load_nvrtc", missing)
 
 
-def test_without_nvrtc_a_run_says_what_to_install(sst2, tmp_path, qdqbench, monkeypatch):
-    without_a_compiler(monkeypatch)
+def test_without_nvrtc_a_run_says_what_to_install(sst2, tmp_path, qdqbench, monkeypatch, without_nvrtc):
     options = [*sst2.options, "--backend", "cuda", "--out", tmp_path / "run"]
-    done = qdqbench("run", "int8-linears", *options, "--until", "build")
-    assert done.code == 3
-    early, last = done.err.splitlines()
-    assert early.startswith(f"{NO_ENGINE}: cuda compiles its kernels by NVRTC")
-    assert "NVRTC, which is not here" in last
-    again = qdqbench("build", tmp_path / "run")
-    assert (again.code, again.err.splitlines()) == (3, [last])
+    command = ["run", "int8-linears", *options, "--until", "build"]
+    with monkeypatch.context() as patched:
+        without_a_compiler(patched)
+        done = qdqbench(*command)
+        assert done.code == 3
+        early, last = done.err.splitlines()
+        assert early.startswith(f"{NO_ENGINE}: cuda compiles its kernels by NVRTC")
+        assert "NVRTC, which is not here" in last
+        again = qdqbench("build", tmp_path / "run")
+        assert (again.code, again.err.splitlines()) == (3, [last])
+    made = json.loads(fine(qdqbench(*command, "--json")).out)["timings"]  # once it is installed
+    assert {name for name, row in made.items() if not row["reused"]} == {"build"}
+    assert (tmp_path / "run" / "engine" / "model.int8.engine").is_file()
 
 
 def test_an_engine_that_is_there_needs_no_nvrtc(sst2, tmp_path, qdqbench, monkeypatch, without_nvrtc):

@@ -456,11 +456,12 @@ def test_a_missing_builder_is_named_before_anything_is_computed(
     for name in ("tensorrt", "tensorrt_rtx"):
         monkeypatch.setitem(sys.modules, name, None)
     options = [*sst2.options, "--backend", backend, "--out", tmp_path / "run"]
-    done = qdqbench("run", "int8-linears", *options)
-    first, last = done.err.splitlines()
     why = "no NVRTC" if backend == "cuda" else f"{backend} is not installed; pip install"
-    assert first.startswith(f"{NO_ENGINE}: {why}")
-    assert last == "qdqbench: a stage runs"
+    for command in (["run", "int8-linears"], ["qat"]):
+        done = qdqbench(*command, *options)
+        first, last = done.err.splitlines()
+        assert first.startswith(f"{NO_ENGINE}: {why}")
+        assert last == "qdqbench: a stage runs"
     done = qdqbench("run", "int8-linears", *options, "--until", "parity")
     assert done.err.splitlines() == [last]  # no engine is asked for
 

@@ -222,6 +222,14 @@ def test_the_manifest_never_deletes_outside_the_run(line, tmp_path):
     assert outside.is_file()
 
 
+def test_an_outcome_that_no_longer_holds_is_made_again(line):
+    missing = True
+    line.stages[1] = dataclasses.replace(line.stages[1], holds=lambda _: missing)
+    assert line.run() == []
+    missing = False
+    assert line.run() == ["b"]  # it left the same, so "c" is reused
+
+
 def test_announced_before_it_runs(line):
     line.inputs["b"] = 2
     told: list[tuple[str, bool]] = []

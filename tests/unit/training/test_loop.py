@@ -90,6 +90,17 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, accelerator, evaluations):
     assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
 
 
+def test_a_resumed_run_says_that_threads_were_others(tmp_path, accelerator, monkeypatch):
+    threads = torch.get_num_threads()
+    for now in (threads, threads + 1):
+        killed_after(tiny.job(tmp_path), 1, accelerator)
+        monkeypatch.setattr(torch, "get_num_threads", lambda now=now: now)
+        notes = loop.train(tiny.job(tmp_path), accelerator).notes
+        told = f"{threads} threads before, {now} now: sums are rounded differently"
+        assert (told in notes) == (now != threads)
+        shutil.rmtree(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["optimizer.bin", loop.CHECKPOINT_FILE])
 def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(tmp_path, accelerator, name):
     whole = tiny.job(tmp_path / "whole", dropout=0.3)
