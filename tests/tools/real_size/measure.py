@@ -1,23 +1,22 @@
 """Everything behind `docs/measured-real` that needs a GPU: fine-tunings, and runs of recipes, side by side.
 
-    python -m tests.tools.real_size.measure train --models MODELS --data GLUE --work WORK --out OUT
-    python -m tests.tools.real_size.measure runs --models MODELS --data GLUE --work WORK --out OUT
+    nvidia-cuda-mps-control -d
+    python -m tests.tools.real_size.measure all --models MODELS --data GLUE --work WORK --out OUT --gpus 2
+    echo quit | nvidia-cuda-mps-control
     python tests/tools/measure_tables.py lengths-real --models WORK --data GLUE --out OUT
     python tests/tools/tables.py --summarize OUT
 
 MODELS holds `mpnet` and `minilm-l6`, which are all-mpnet-base-v2 and all-MiniLM-L6-v2 with weights in FP16.
 `train` heals `bert-base` from `mpnet` (heal.py), and fine-tunes all three on the tasks. `runs` takes each
-model, task, recipe and backend to an engine and evaluates it: first the first seed and the first backend. A
-job whose result is in OUT is not done again; its log is WORK/NAME.log. Weights stay in WORK; runs read them
-from WORK/tuned, rounded to FP16. Runs that `lengths-real` times stay there too. With several GPUs give each a
-command of its own: CUDA_VISIBLE_DEVICES chooses the GPU, and --only the models.
+model, task and recipe to engines and evaluates them, those of TensorRT-RTX last. `all` does both, each run as
+soon as its model is there. A job whose result is in OUT is not done again; its log is WORK/NAME.log. Weights
+stay in WORK; runs read them from WORK/tuned, rounded to FP16. Runs that `lengths-real` times stay there too.
 
-Start CUDA MPS first (`nvidia-cuda-mps-control -d`), or processes take turns on the GPU. Stop it before
-anything is timed. No process may use the GPU without it then, or some are refused. A worker needs a core.
+Without CUDA MPS, processes take turns on a GPU. Beside MPS no process may use the GPU without it, or some are
+refused. A worker needs a core.
 """
 
 import argparse
-import functools
 import itertools
 import os
 import shutil
@@ -25,8 +24,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,22 +33,16 @@ from safetensors.torch import load_file, save_file
 from tests.tools.measure_tables import PROGRAM
 
 HEAL = Path(__file__).with_name("heal.py")
-BASE, SMALL = ("bert-base", "mpnet"), "minilm-l6"
+SMALL = "minilm-l6"
 SEEDS = {"sst2": 3, "mrpc": 3, "stsb": 3}  # one for other tasks, and one of MiniLM
 LARGE = ["--batch-size", "128", "--learning-rate", "1e-4"]
 MIDDLE = ["--batch-size", "64", "--learning-rate", "7e-5"]
+LOW = ["--batch-size", "64", "--learning-rate", "3e-5"]  # at 7e-5 two seeds of three learned nothing
 TRAINED = {  # options of a task's fine-tuning: the longest first
     "sst2": ["--epochs", "2", "--batch-size", "256", "--learning-rate", "1e-4"],
     "qqp": ["--epochs", "2", *LARGE],
     "mnli": ["--epochs", "3", *LARGE],
-    "stsb": [
-        "--epochs",
-        "6",
-        "--batch-size",
-        "64",
-        "--learning-rate",
-        "3e-5",
-    ],  # 7e-5: two seeds of three learned nothing
+    "stsb": ["--epochs", "6", *LOW],
     "mrpc": ["--epochs", "4", *MIDDLE],
     "rte": ["--epochs", "6", *MIDDLE],
     "wnli": ["--epochs", "3"],
@@ -60,15 +53,17 @@ FOR_SMALL = {  # sst2, mrpc and stsb are measured already
     "rte": ["--epochs", "12", "--learning-rate", "1e-4"],
     "wnli": ["--epochs", "3"],
 }
+MODELS = {SMALL: FOR_SMALL, "mpnet": TRAINED, "bert-base": TRAINED}
 ALIKE = ["--num-evals", "1"]  # one checkpoint: those of a base model are large
 RECIPES = (
     "int8-residual-fused", "int8-attention", "int8-linears", "int8-residual", "int8-ffn",
     "int8-linears-per-tensor",
 )  # fmt: skip
-BACKENDS = {"bert": ("cuda", "tensorrt_rtx", "openvino"), "mpnet": ("tensorrt_rtx", "openvino")}
+CUDA, OPENVINO, RTX = "cuda", "openvino", "tensorrt_rtx"
 SEEDED = RECIPES[:3]  # that models of later seeds are taken through
 ROWS = {"qqp": ["--limit", "10000"]}  # of 40,430
-TIMED = RECIPES[0]  # whose runs stay in WORK
+TIMED = RECIPES[0]  # whose runs of these models stay in WORK, and one of MPNet
+TIMED_MODELS = [f"bert-base-{task}" for task in SEEDS]
 FINETUNED, RESULTS, TUNED = "finetune.json", "results.json", "tuned"
 
 
@@ -81,6 +76,7 @@ class Job:
     file: Path
     printed: bool = False  # the file is what the command prints
     after: str = ""  # job that has to end before
+    alone: bool = False  # on its GPU
     heavy: Path | None = None  # folder that goes at the end
 
 
@@ -88,40 +84,53 @@ def finetunings(given: argparse.Namespace) -> Iterator[Job]:
     """Heal, and fine-tune all models on all tasks."""
     models, data, work, healed = given.models, given.data, given.work, given.work / "bert-base"
     options = [str(models / "mpnet"), str(healed), "--texts", data, *given.heal.split()]
-    yield Job("heal", [sys.executable, str(HEAL), *options], healed / "heal.json")
-    for model, tasks in ((SMALL, FOR_SMALL), ("mpnet", TRAINED), ("bert-base", TRAINED)):
+    yield Job("heal", [sys.executable, str(HEAL), *options], healed / "heal.json", alone=True)
+    for model, tasks in MODELS.items():
         base = healed if model == "bert-base" else models / model
         for task, settings in tasks.items():
-            name = f"{model}-{task}"
-            seeds = SEEDS.get(task, 1) if model in BASE else 1
-            shared = ["--model", str(base), "--task", task, "--data", data, "--seeds", str(seeds)]
+            name, seeds = f"{model}-{task}", str(count_seeds(model, task))
+            shared = ["--model", str(base), "--task", task, "--data", data, "--seeds", seeds]
             command = [*PROGRAM, "finetune", *shared, *settings, *ALIKE, "--out", str(work / name)]
             after = "heal" if model == "bert-base" else ""
             yield Job(name, command, work / name / FINETUNED, after=after)
 
 
+def count_seeds(model: str, task: str) -> int:
+    return 1 if model == SMALL else SEEDS.get(task, 1)
+
+
+def choose_backends(model: str, task: str, recipe: str, seed: int) -> list[str]:
+    """Return one backend for each model of the first seed and for some of others, and all for some tasks."""
+    chosen = [OPENVINO if model == "mpnet" else CUDA] if not seed or recipe in SEEDED else []
+    if task in SEEDS and not seed:
+        chosen += [each for each in (OPENVINO, RTX) if each not in chosen]
+    # no runtime for CPUs reads an INT8 residual
+    return [each for each in chosen if each != OPENVINO or "residual" not in recipe]
+
+
 def runs(given: argparse.Namespace) -> Iterator[Job]:
-    """Take all models, tasks and recipes to an engine, and some tasks to one of each backend."""
-    work, out = given.work, given.out
-    order = itertools.product(range(max(SEEDS.values())), range(3), RECIPES)
-    for seed, which, recipe in sorted(order, key=lambda each: (sum(each[:2]), RECIPES.index(each[2]))):
-        for task, model in itertools.product(TRAINED, (*BASE, SMALL)):
-            own, later = "mpnet" if model == "mpnet" else "bert", f"-seed-{seed}" if seed else ""
-            tuned = work / TUNED / f"{model}-{task}{later}"
-            if not tuned.is_dir() or (own == "mpnet" and recipe == "int8-linears-per-tensor"):
-                continue
-            if which and (seed or task not in SEEDS or which >= len(BACKENDS[own])):
-                continue
-            backend = BACKENDS[own][which]
-            if (seed and recipe not in SEEDED) or (backend == "openvino" and "residual" in recipe):
-                continue  # no runtime for CPUs reads an INT8 residual
-            name = f"{model}-{task}-{recipe}{later}-{backend}"
-            command = [*PROGRAM, "run", f"{own}-{recipe}", "--model", str(tuned), "--task", task]
-            command += ["--data", given.data, "--out", str(work / name), "--seed", str(seed)]
-            command += [*ROWS.get(task, []), "--backend", backend, "--until", "engine", "--json"]
-            timed = recipe == TIMED and task in SEEDS and not seed and not which
-            heavy = None if timed else work / name
-            yield Job(name, command, out / name / RESULTS, printed=True, heavy=heavy)
+    """Take models, tasks and recipes to engines: the quick ones of the first seed first."""
+    work, out, planned = given.work, given.out, []
+    for (model, tasks), recipe in itertools.product(MODELS.items(), RECIPES):
+        if model == "mpnet" and recipe == "int8-linears-per-tensor":
+            continue
+        for task in tasks:
+            for seed in range(count_seeds(model, task)):
+                for backend in choose_backends(model, task, recipe, seed):
+                    planned.append((backend == RTX, seed, RECIPES.index(recipe), model, task, backend))
+    for *_, seed, number, model, task, backend in sorted(planned):
+        recipe, later = RECIPES[number], f"-seed-{seed}" if seed else ""
+        tuned = work / TUNED / f"{model}-{task}{later}"
+        if given.kind == "runs" and not tuned.is_dir():
+            continue
+        name = f"{model}-{task}-{recipe}{later}-{backend}"
+        own = f"{'mpnet' if model == 'mpnet' else 'bert'}-{recipe}"
+        command = [*PROGRAM, "run", own, "--model", str(tuned), "--task", task, "--data", given.data]
+        command += ["--out", str(work / name), "--seed", str(seed), *ROWS.get(task, [])]
+        command += ["--backend", backend, "--until", "engine", "--json"]
+        timed = name in {f"{each}-{TIMED}-{CUDA}" for each in TIMED_MODELS} | {f"mpnet-sst2-{TIMED}-{RTX}"}
+        heavy = None if timed else work / name
+        yield Job(name, command, out / name / RESULTS, printed=True, after=f"{model}-{task}", heavy=heavy)
 
 
 def round_weights(trained: Path, tuned: Path) -> None:
@@ -143,21 +152,20 @@ def round_weights(trained: Path, tuned: Path) -> None:
         shutil.rmtree(model.parent)  # 42 models with checkpoints would fill a disk
 
 
-def do(job: Job, work: Path, until: float, first: "Future[str] | None") -> str:
+def do(job: Job, work: Path, until: float, gpu: str | None) -> str:
     """Run the command of a job whose file is missing; return a line about it."""
-    if first is not None:
-        first.result()
     if job.file.is_file():
         return f"{job.name}: is there"
     started = time.monotonic()
     if started >= until:
         return f"{job.name}: left out, no time is left"
+    environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
     log = (work / f"{job.name}.log").open("a")
     printed = job.file.with_suffix(".part")
     if job.printed:
         printed.parent.mkdir(parents=True, exist_ok=True)
     with log, printed.open("w") if job.printed else log as into:
-        process = subprocess.Popen(job.command, stdout=into, stderr=log)
+        process = subprocess.Popen(job.command, stdout=into, stderr=log, env=environment)
         try:
             status = process.wait(until - started)
         except subprocess.TimeoutExpired:
@@ -180,36 +188,58 @@ def keep_records(work: Path, out: Path) -> None:
             shutil.copy(file, target)
 
 
+def choose_gpu(job: Job, running: Collection[tuple[Job, int]], gpus: int) -> int | None:
+    """Return the GPU with the fewest jobs that may take one more; None where each is taken."""
+    there = [[other for other, gpu in running if gpu == number] for number in range(gpus)]
+    free = [
+        number
+        for number, jobs in enumerate(there)
+        if not any(other.alone for other in jobs) and not (job.alone and jobs)
+    ]
+    return min(free, key=lambda number: len(there[number]), default=None)
+
+
+def do_all(asked: Sequence[Job], given: argparse.Namespace) -> None:
+    """Run jobs side by side, each after the job that it needs, and tell of each as it ends."""
+    begun, waiting = time.monotonic(), [*asked]
+    running: dict[Future[str], tuple[Job, int]] = {}
+    with ThreadPoolExecutor(given.workers) as pool:
+        while waiting or running:
+            unfinished = {job.name for job in waiting} | {job.name for job, _ in running.values()}
+            for job in [job for job in waiting if job.after not in unfinished]:
+                gpu = choose_gpu(job, running.values(), given.gpus)
+                if gpu is None or len(running) >= given.workers:
+                    continue
+                waiting.remove(job)
+                chosen = str(gpu) if given.gpus > 1 else None
+                running[pool.submit(do, job, given.work, begun + given.seconds, chosen)] = job, gpu
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job, _ = running.pop(future)
+                print(f"{time.monotonic() - begun:5.0f} s: {future.result()}", flush=True)
+                keep_records(given.work, given.out)
+                if not job.printed:
+                    round_weights(given.work / job.name, given.work / TUNED)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Do all jobs of a kind; returns 1 if any left no result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    kinds = {"train": finetunings, "runs": runs}
+    kinds = {"train": (finetunings,), "runs": (runs,), "all": (finetunings, runs)}
     parser.add_argument("kind", choices=kinds)
     parser.add_argument("--models", type=Path, required=True)
     parser.add_argument("--data", required=True)
     parser.add_argument("--work", type=Path, required=True, help="models and run directories: tens of GB")
     parser.add_argument("--out", type=Path, required=True, help="results files")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="jobs at a time")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that jobs are spread over")
     parser.add_argument("--seconds", type=float, default=86400, help="limit of all")
     parser.add_argument("--heal", default="--steps 3000 --seconds 200", help="options of heal.py")
     parser.add_argument("--only", nargs="*", default=[""], help="jobs whose name begins so")
     given = parser.parse_args(arguments)
     given.work.mkdir(parents=True, exist_ok=True)
-    begun = time.monotonic()
-    done: dict[str, Future[str]] = {}
-
-    def tell(job: Job, future: "Future[str]") -> None:
-        print(f"{time.monotonic() - begun:5.0f} s: {future.result()}", flush=True)
-        keep_records(given.work, given.out)
-        if not job.printed:
-            round_weights(given.work / job.name, given.work / TUNED)
-
-    asked = [job for job in kinds[given.kind](given) if job.name.startswith(tuple(given.only))]
-    with ThreadPoolExecutor(given.workers) as pool:
-        for job in asked:
-            before = done.get(job.after)
-            done[job.name] = pool.submit(do, job, given.work, begun + given.seconds, before)
-            done[job.name].add_done_callback(functools.partial(tell, job))
+    made = itertools.chain.from_iterable(kind(given) for kind in kinds[given.kind])
+    asked = [job for job in made if job.name.startswith(tuple(given.only))]
+    do_all(asked, given)
     return int(any(not job.file.is_file() for job in asked))
 
 

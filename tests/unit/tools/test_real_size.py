@@ -69,32 +69,77 @@ def test_batches_hold_every_row_once_an_epoch_and_no_more_tokens_than_asked():
     assert sorted(drawn) == list(range(500))
 
 
-def test_commands_and_options_exist(tmp_path):
-    given = argparse.Namespace(models=tmp_path, data="glue", work=tmp_path, out=tmp_path, heal="--seed 0")
-    for name in ("bert-base-sst2", "bert-base-mrpc-seed-1", "mpnet-qqp", "mpnet-stsb"):
-        (tmp_path / measure.TUNED / name).mkdir(parents=True)
+@pytest.fixture
+def given(tmp_path):
+    return argparse.Namespace(
+        kind="runs", models=tmp_path, data="glue", work=tmp_path, out=tmp_path, heal="--seed 0", gpus=2,
+        workers=3, seconds=60,
+    )  # fmt: skip
+
+
+def test_commands_and_options_exist(given):
+    given.kind = "all"
     trained, ran = [*measure.finetunings(given)], [*measure.runs(given)]
     assert [job.after for job in trained].count("heal") == len(measure.TRAINED)
-    counted = Counter((job.name.partition("-int8")[0], job.command[-4]) for job in ran)
-    assert counted == {
-        ("bert-base-sst2", "cuda"): 6,
-        ("bert-base-sst2", "tensorrt_rtx"): 6,
-        ("bert-base-sst2", "openvino"): 4,
-        ("bert-base-mrpc", "cuda"): 3,
-        ("mpnet-qqp", "tensorrt_rtx"): 5,
-        ("mpnet-stsb", "tensorrt_rtx"): 5,
-        ("mpnet-stsb", "openvino"): 3,
-    }
-    assert [job.name for job in ran if job.heavy is None] == [
-        "bert-base-sst2-int8-residual-fused-cuda",
-        "mpnet-stsb-int8-residual-fused-tensorrt_rtx",
-    ]
+    assert {job.after for job in ran} == {job.name for job in trained} - {"heal"}
     commands = typer.main.get_command(app).commands
     for job in (*trained[1:], *ran):
         name, *rest = job.command[len(measure.PROGRAM) :]
         known = {option for parameter in commands[name].params for option in parameter.opts}
         assert {each for each in rest if each.startswith("--")} <= known
     assert all(("--limit" in job.command) == ("qqp" in job.name) for job in ran)
+    kept = {f"bert-base-{task}-int8-residual-fused-cuda" for task in measure.SEEDS}
+    kept.add("mpnet-sst2-int8-residual-fused-tensorrt_rtx")
+    assert {job.name for job in ran if job.heavy is None} == kept
+
+
+def test_runs_are_of_models_that_are_there_and_the_slow_ones_come_last(given):
+    for name in ("bert-base-sst2", "bert-base-mrpc-seed-1", "mpnet-qqp", "mpnet-stsb"):
+        (given.work / measure.TUNED / name).mkdir(parents=True)
+    ran = [*measure.runs(given)]
+    backends = [job.command[-4] for job in ran]
+    counted = Counter(
+        (job.name.partition("-int8")[0], backend) for job, backend in zip(ran, backends, strict=True)
+    )
+    assert counted == {
+        ("bert-base-sst2", "cuda"): 6,
+        ("bert-base-sst2", "openvino"): 4,
+        ("bert-base-sst2", "tensorrt_rtx"): 6,
+        ("bert-base-mrpc", "cuda"): 3,
+        ("mpnet-qqp", "openvino"): 3,
+        ("mpnet-stsb", "openvino"): 3,
+        ("mpnet-stsb", "tensorrt_rtx"): 5,
+    }
+    assert backends == sorted(backends, key=lambda each: each == "tensorrt_rtx")
+
+
+def test_a_job_runs_after_the_one_it_needs_and_alone_where_it_must_be(given, monkeypatch):
+    running, seen = [], []
+
+    def do(job, work, until, gpu):
+        running.append((job.name, gpu))
+        seen.append((job.name, gpu, [*running]))
+        time.sleep(0.05)
+        running.remove((job.name, gpu))
+        job.file.write_text("")
+        return f"{job.name}: done"
+
+    monkeypatch.setattr(measure, "do", do)
+    asked = [
+        measure.Job("heal", [], given.work / "heal", alone=True),
+        measure.Job("tuned", [], given.work / "tuned-bert", after="heal"),
+        measure.Job("run", [], given.work / "run", printed=True, after="tuned"),
+        *(measure.Job(f"other-{number}", [], given.work / f"other-{number}") for number in range(4)),
+    ]
+    measure.do_all(asked, given)
+    order = [name for name, *_ in seen]
+    assert sorted(order) == sorted(job.name for job in asked)
+    assert order.index("heal") < order.index("tuned") < order.index("run")
+    healed = next(gpu for name, gpu, _ in seen if name == "heal")
+    beside = [gpu for name, gpu, at_once in seen if name != "heal" and ("heal", healed) in at_once]
+    assert beside
+    assert healed not in beside
+    assert max(len(at_once) for *_, at_once in seen) <= given.workers
 
 
 def test_runs_read_rounded_weights(tmp_path):
@@ -114,11 +159,13 @@ def test_runs_read_rounded_weights(tmp_path):
 def test_a_job_is_done_once_and_its_folder_goes(status, kept, tmp_path):
     heavy, file = tmp_path / "heavy", tmp_path / "a" / "results.json"
     heavy.mkdir()
-    command = [sys.executable, "-Sc", f"import sys; print('a'); sys.exit({status})"]
+    printing = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    command = [sys.executable, "-Sc", f"{printing}; sys.exit({status})"]
     job = measure.Job("job", command, file, printed=True, heavy=heavy)
     later = time.monotonic() + 60
-    assert f"status {status}" in measure.do(job, tmp_path, later, None)
+    assert f"status {status}" in measure.do(job, tmp_path, later, "1")
     assert file.is_file() == kept  # 2 is a result, 1 is none
+    assert not kept or file.read_text() == "1\n"
     assert not heavy.exists()
     assert ("is there" in measure.do(job, tmp_path, later, None)) == kept
     file.unlink(missing_ok=True)
