@@ -369,30 +369,29 @@ def _verified(session: Session) -> Any:
     return [_measured(session), session.recipe.gate.max_drop, session.config.seed]
 
 
-def _is_current(outcome: object, reason: str | None) -> bool:
+def _while_missing(
+    read: Callable[[Session], object], find_reason: Callable[[Session], str | None]
+) -> Callable[[Session], bool]:
     """Return whether an outcome still holds: a skipped one does while its reason is found here.
 
     A reason that only an attempt shows, such as an engine that does not load, asks for another attempt.
     """
-    return not isinstance(outcome, Skipped) or outcome.skipped == reason
+
+    def holds(session: Session) -> bool:
+        outcome = read(session)
+        return not isinstance(outcome, Skipped) or outcome.skipped == find_reason(session)
+
+    return holds
 
 
-def _keeps_build(session: Session) -> bool:
-    missing = find_missing_builder(backend_of(session.recipe))
-    return _is_current(artifacts.read_built(session.folder), missing)
-
-
-def _keeps_gpu_build(session: Session) -> bool:
-    missing = find_missing_builder(gpu_backend())
-    return _is_current(artifacts.read_built(session.folder / artifacts.GPU), missing)
-
-
-def _keeps_verification(session: Session) -> bool:
-    return _is_current(artifacts.read_verified(session.folder), cannot_run(session))
-
-
-def _keeps_engine_run(session: Session) -> bool:
-    return _is_current(artifacts.read_engine_run(session.folder), _cannot_evaluate(session))
+_BUILT_FOR_GPU = _while_missing(
+    lambda s: artifacts.read_built(s.folder / artifacts.GPU), lambda _: find_missing_builder(gpu_backend())
+)
+_BUILT = _while_missing(
+    lambda s: artifacts.read_built(s.folder), lambda s: find_missing_builder(backend_of(s.recipe))
+)
+_VERIFIED = _while_missing(lambda s: artifacts.read_verified(s.folder), cannot_run)
+_RAN = _while_missing(lambda s: artifacts.read_engine_run(s.folder), _cannot_evaluate)
 
 
 def stages(session: Session) -> dict[str, Stage]:
@@ -420,14 +419,10 @@ def stages(session: Session) -> dict[str, Stage]:
         ): quantized,
         graph_stage(FP16_STAGE, (*first, "export"), lambda s: s.folder / artifacts.FP16): quantized,
         Stage(
-            "gpu_build", gpu_build_stage, ("export",), _built, holds=_keeps_gpu_build
+            "gpu_build", gpu_build_stage, ("export",), _built, holds=_BUILT_FOR_GPU
         ): artifacts.proves_for_gpu(session.recipe),
-        Stage("build", build_stage, ("export",), _built, holds=_keeps_build): True,
-        Stage(
-            "verify", verify_stage, (*evaluated, "export", "build"), _verified, holds=_keeps_verification
-        ): True,
-        Stage(
-            "engine", engine_stage, (*first, "export", "build", "verify"), _measured, holds=_keeps_engine_run
-        ): True,
+        Stage("build", build_stage, ("export",), _built, holds=_BUILT): True,
+        Stage("verify", verify_stage, (*evaluated, "export", "build"), _verified, holds=_VERIFIED): True,
+        Stage("engine", engine_stage, (*first, "export", "build", "verify"), _measured, holds=_RAN): True,
     }
     return {stage.name: stage for stage, wanted in listed.items() if wanted}
