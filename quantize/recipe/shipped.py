@@ -27,8 +27,7 @@ UNJUDGED = "wnli"  # 71 rows, on which FP32 models are no better than the majori
 MAX_DROP = 0.5  # points: what `auto` asks for by default
 NOISE, CHANCE = 2, 0.023  # standard errors; how often a recipe without loss seems to lose more than these
 NOT_MEASURED = "not measured"
-PADDED = "padded "  # before the precision of the others, where none of them ran without padding
-MARK = "†"  # behind such a speed
+MARK = "†"  # behind a speed over padded baselines only
 TITLES = ("mean", "held out", "worst task", "lost", "speed-up")
 
 
@@ -65,8 +64,9 @@ class Speed(Frozen):
     value: float  # the least of several benches of that shape
     low: float | None  # 95% interval over rounds
     high: float | None
-    over: str  # precision of the fastest other, behind PADDED if the unpadded encoder was not timed
+    over: str  # precision of the fastest other
     where: str
+    padded: bool = False  # the unpadded encoder was not timed
 
 
 class Figure(Frozen):
@@ -224,7 +224,7 @@ def format_speed(figure: Figure) -> str:
     speed = figure.shown_speed
     if speed is None:
         return NOT_MEASURED
-    return f"{speed.value:.2f}x{f' {MARK}' if speed.over.startswith(PADDED) else ''}"
+    return f"{speed.value:.2f}x{f' {MARK}' if speed.padded else ''}"
 
 
 def describe_conditions(shown: Iterable[Figure]) -> list[str]:
@@ -243,11 +243,11 @@ def describe_conditions(shown: Iterable[Figure]) -> list[str]:
         sentences.append("(graph): of the fake-quantized or exported model, no engine of it ran.")
     for device, name in DEVICES.items():
         rows = [speed for each in shown if each.device == device and (speed := each.shown_speed)]
-        what = sorted({f"{row.where}, over the fastest {row.over.removeprefix(PADDED)}" for row in rows})
+        what = sorted({f"{row.where}, over the fastest {row.over}" for row in rows})
         model, batch, length = SHOWN[device]
         if what:
             sentences.append(f"Speed-up on a {name}: {model}, {batch} x {length} tokens, {'; '.join(what)}.")
-        if any(row.over.startswith(PADDED) for row in rows):
+        if any(row.padded for row in rows):
             sentences.append(f"{MARK} The unpadded encoder, which may be faster, was not timed.")
     return sentences
 

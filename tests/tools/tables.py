@@ -54,7 +54,7 @@ from qdqbench.eval.selection.search.results import SEARCH_FILE, read_search
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.recipe.schema import Recipe, adapt_recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import AUTO
-from qdqbench.quantize.recipe.shipped import PADDED, Accuracy, Figure, Speed
+from qdqbench.quantize.recipe.shipped import Accuracy, Figure, Speed
 from qdqbench.quantize.tasks.task import GLUE, SECOND
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
@@ -906,8 +906,9 @@ def _speeds(bench: Bench) -> Iterator[tuple[str, Speed]]:
                     value=round(best.value, 4),
                     low=best.ci95_low and round(best.ci95_low, 4),
                     high=best.ci95_high and round(best.ci95_high, 4),
-                    over=f"{PADDED if padded else ''}{about[best.baseline].precision.upper()}",
+                    over=about[best.baseline].precision.upper(),
                     where=f"{device}, {_backend(*about[system].backend.split())}",
+                    padded=padded,
                 ),
             )
 

@@ -15,9 +15,16 @@ def accuracy(task, points, stderr=0.1, stage="engine"):
     return shipped.Accuracy(task=task, points=points, stderr=stderr, stage=stage, **about)
 
 
-def figure(name, speed, losses=(0.0, 0.0, 0.0), device="gpu", over="FP16", **more):
+def figure(name, speed, losses=(0.0, 0.0, 0.0), device="gpu", padded=False, **more):
     model, batch, length = shipped.SHOWN[device]
-    about = {"length": length, "low": None, "high": None, "over": over, "where": "one GPU"}
+    about = {
+        "length": length,
+        "low": None,
+        "high": None,
+        "over": "FP16",
+        "where": "one GPU",
+        "padded": padded,
+    }
     return shipped.Figure(
         recipe=name,
         device=device,
@@ -56,7 +63,7 @@ def test_the_worst_task_is_shown_and_what_no_engine_ran_is_called_so():
     assert shipped.format_worst(drawn) == f"-0.30 ± 0.10 {shipped.TASKS[0]} (graph)"
     assert any("no engine of it ran" in line for line in shipped.describe_conditions([drawn]))
     assert shipped.format_speed(figure("x", 1.234)) == "1.23x"
-    padded = figure("x", 1.234, over="padded FP16")
+    padded = figure("x", 1.234, padded=True)
     assert shipped.format_speed(padded) == "1.23x †"
     *_, speeds, told = shipped.describe_conditions([padded])
     assert speeds.endswith("over the fastest FP16.")

@@ -423,11 +423,11 @@ def test_speed_is_of_the_recipe_and_of_those_beside_it_over_the_fastest_that_is_
     over = [each.value for each in cell.speedups if each.system == "int8" and "fp16" in each.baseline]
     (speed,) = (each for each in found["bert-int8-linears"].speed if each.batch == cell.batch)
     assert speed.value == round(min(over), 4)
-    assert speed.over == "padded FP16"
+    assert (speed.over, speed.padded) == ("FP16", True)
     timed = copy.deepcopy(bench)
     timed.configs[0].rows.append(cell.rows[0].model_copy(update={"system": "unpadded-fp16"}))
     timed = {each.recipe: each for each in figures_of([timed])}["bert-int8-linears"].speed
-    assert {row.over for row in timed if row.batch == cell.batch} == {"FP16"}
+    assert {(row.over, row.padded) for row in timed if row.batch == cell.batch} == {("FP16", False)}
     assert json.loads(json.dumps(found["bert-int8-linears"].model_dump()))
     slower = copy.deepcopy(bench)
     for row in slower.configs[0].speedups:
