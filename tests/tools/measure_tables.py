@@ -52,6 +52,7 @@ BENCH = [
 PADDED = [  # baselines that the unpadded encoder beats everywhere, at these sizes and lengths
     part for name in ("torch-fp16-eager", "compile-fp16-eager") for part in ("--exclude", name)
 ]
+REAL = [*(("bert-base", task, "cuda") for task in TASKS), ("mpnet", "sst2", "tensorrt_rtx")]
 SQUAD = "squad-lengths"
 SQUAD_ROWS, SQUAD_TOKENS = 1024, (30, 384)  # of a row, least and most
 SQUAD_MEDIAN, SQUAD_SPREAD = 167.4, 0.42  # tokens of a row; of their logarithm
@@ -89,6 +90,11 @@ def lengths(name: str, task: str, model: str, data: str, *options: str) -> Step:
     split = ["--dataset", task, "--data", data, "--engine-shapes", "exact", "--exclude", "compile-fp16"]
     given = ["bench", "--model", model, "--recipe", "bert-int8-residual-fused", *split, *options]
     return Step(f"{name}-bench", "bench.json", [*given, *BENCH, *PADDED])
+
+
+def name_run(model: str, task: str, backend: str) -> str:
+    """Return the folder of one of the runs `REAL` of `real_size/measure.py`."""
+    return f"{model}-{task}-int8-residual-fused-{backend}"
 
 
 def write_squad_lengths(folder: Path, tokenizer: Path) -> Path:
@@ -143,15 +149,12 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
                 f"{model}-{task}-bench",
                 "bench.json",
                 [
-                    *("bench", str(models / f"{model}-{task}-int8-residual-fused-{backend}")),
+                    *("bench", str(models / name_run(model, task, backend))),
                     *("--dataset", task, *both, *grid(128), *exact, "--exclude", "compile-fp16"),
                     *(*BENCH, *(PADDED if model == "bert-base" else [])),
                 ],
             )
-            for model, task, backend in (
-                *(("bert-base", task, "cuda") for task in TASKS),
-                ("mpnet", "sst2", "tensorrt_rtx"),
-            )
+            for model, task, backend in REAL
         ],
         "lengths-squad": [
             lengths(
