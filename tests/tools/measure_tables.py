@@ -52,7 +52,12 @@ BENCH = [
 PADDED = [  # baselines that the unpadded encoder beats everywhere, at these sizes and lengths
     part for name in ("torch-fp16-eager", "compile-fp16-eager") for part in ("--exclude", name)
 ]
-REAL = [*(("bert-base", task, "cuda") for task in TASKS), ("mpnet", "sst2", "tensorrt_rtx")]
+FUSED = "int8-residual-fused"
+REAL = [  # model, task, recipe and backend: the recommended one on all tasks, the others on one
+    *(("bert-base", task, FUSED, "cuda") for task in TASKS),
+    ("mpnet", "sst2", FUSED, "tensorrt_rtx"),
+    *(("bert-base", "sst2", each, "cuda") for each in RECIPES[1:] if each != FUSED),
+]
 SQUAD = "squad-lengths"
 SQUAD_ROWS, SQUAD_TOKENS = 1024, (30, 384)  # of a row, least and most
 SQUAD_MEDIAN, SQUAD_SPREAD = 167.4, 0.42  # tokens of a row; of their logarithm
@@ -92,9 +97,9 @@ def lengths(name: str, task: str, model: str, data: str, *options: str) -> Step:
     return Step(f"{name}-bench", "bench.json", [*given, *BENCH, *PADDED])
 
 
-def name_run(model: str, task: str, backend: str) -> str:
-    """Return the folder of one of the runs `REAL` of `real_size/measure.py`."""
-    return f"{model}-{task}-int8-residual-fused-{backend}"
+def name_run(model: str, task: str, recipe: str, backend: str) -> str:
+    """Return the folder of a run of `real_size/measure.py`."""
+    return f"{model}-{task}-{recipe}-{backend}"
 
 
 def write_squad_lengths(folder: Path, tokenizer: Path) -> Path:
@@ -119,7 +124,7 @@ def write_squad_lengths(folder: Path, tokenizer: Path) -> Path:
 def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
     """All chunks by name, the most wanted first."""
     attention, residual, exact = "bert-int8-attention", "bert-int8-residual", ["--engine-shapes", "exact"]
-    fused, ffn, lean = f"{residual}-fused", "bert-int8-ffn", ["--exclude", "int8-exact"]
+    fused, ffn, lean = f"bert-{FUSED}", "bert-int8-ffn", ["--exclude", "int8-exact"]
 
     both = ["--dataset-batch", "128", "--dataset-batch", "256"]
     tokenizer = ["--tokenizer", str(models / "minilm-l6-sst2")]
@@ -146,15 +151,15 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
         "lengths-base": [lengths("base-stsb", "stsb", "bert-base", data, *both, *tokenizer)],
         "lengths-real": [
             Step(
-                f"{model}-{task}-bench",
+                f"{name_run(*run)}-bench",
                 "bench.json",
                 [
-                    *("bench", str(models / name_run(model, task, backend))),
-                    *("--dataset", task, *both, *grid(128), *exact, "--exclude", "compile-fp16"),
-                    *(*BENCH, *(PADDED if model == "bert-base" else [])),
+                    *("bench", str(models / name_run(*run))),
+                    *("--dataset", run[1], *both, *grid(128), *exact, "--exclude", "compile-fp16"),
+                    *(*BENCH, *(PADDED if run[0] == "bert-base" else [])),
                 ],
             )
-            for model, task, backend in REAL
+            for run in REAL
         ],
         "lengths-squad": [
             lengths(
@@ -250,6 +255,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("chunks", nargs="*")
     parser.add_argument("--list", action="store_true", help="what the chunks measure")
+    parser.add_argument("--only", nargs="+", default=[""], help="steps whose name begins so, to share GPUs")
     parser.add_argument("--models", type=Path, default=Path("models"))
     parser.add_argument("--data", default="hub")
     parser.add_argument("--work", type=Path, default=Path("runs/tables"), help="run directories")
@@ -272,6 +278,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name in given.chunks:
         steps = []
         for step in known[name]:
+            if not step.name.startswith(tuple(given.only)):
+                continue
             files = (given.out / step.name / name for name in (step.file, SUMMARY_FILE))
             if there := next((path for path in files if given.keep and path.is_file()), None):
                 print(f"{step.name}: skipped, {there} is there", flush=True)

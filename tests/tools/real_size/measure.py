@@ -9,8 +9,9 @@
 MODELS holds `mpnet` and `minilm-l6`, which are all-mpnet-base-v2 and all-MiniLM-L6-v2 with weights in FP16.
 `train` heals `bert-base` from `mpnet` (heal.py), and fine-tunes all three on the tasks. `runs` takes each
 model, task and recipe to engines and evaluates them, those of TensorRT-RTX last. `all` does both, each run as
-soon as its model is there. A job whose result is in OUT is not done again; its log is WORK/NAME.log. Weights
-stay in WORK; runs read them from WORK/tuned, rounded to FP16. Runs that `lengths-real` times stay there too.
+soon as its model is there. A job whose result is in OUT is not done again; its log is
+WORK/NAME.log. Weights stay in WORK; runs read them from WORK/tuned, rounded to FP16. Runs that `lengths-real`
+times stay there too.
 
 Without CUDA MPS, processes take turns on a GPU. Beside MPS no process may use the GPU without it, or some are
 refused. A worker needs a core.
@@ -34,12 +35,12 @@ from tests.tools.measure_tables import PROGRAM, REAL, name_run
 
 HEAL = Path(__file__).with_name("heal.py")
 SMALL = "minilm-l6"
-SEEDS = {"sst2": 3, "mrpc": 3, "stsb": 3}  # one for other tasks, and one of MiniLM
+SEEDS = {"sst2": 3, "mrpc": 3, "stsb": 3, "rte": 3}  # one for other tasks, and one of MiniLM
 LARGE = ["--batch-size", "128", "--learning-rate", "1e-4"]
 MIDDLE = ["--batch-size", "64", "--learning-rate", "7e-5"]
 LOW = ["--batch-size", "64", "--learning-rate", "3e-5"]  # at 7e-5 Pearson was 0.05, 0.24 and 0.87
 TRAINED = {  # options of a task's fine-tuning: the longest first
-    "sst2": ["--epochs", "2", "--batch-size", "256", "--learning-rate", "1e-4"],
+    "sst2": ["--epochs", "1", "--batch-size", "256", "--learning-rate", "1e-4"],
     "qqp": ["--epochs", "2", *LARGE],
     "mnli": ["--epochs", "3", *LARGE],
     "stsb": ["--epochs", "6", *LOW],
@@ -59,8 +60,11 @@ RECIPES = (
     "int8-residual-fused", "int8-attention", "int8-linears", "int8-residual", "int8-ffn",
     "int8-linears-per-tensor",
 )  # fmt: skip
-CUDA, OPENVINO, RTX = "cuda", "openvino", "tensorrt_rtx"
+CUDA, OPENVINO, RTX = BACKENDS = ("cuda", "openvino", "tensorrt_rtx")  # the quickest first
 SEEDED = RECIPES[:3]  # that models of later seeds are taken through
+QAT = ("int8-residual-qat", "int8-attention-qat")  # of bert-base, on the tasks of SEEDS
+EMBED = "embed"  # the encoders as they are, on STS-B
+EMBEDDER = ["--task", "stsb", "--pooling", "mean", "--normalize"]
 ROWS = {"qqp": ["--limit", "10000"]}  # of 40,430
 TIMED = {name_run(*run) for run in REAL}  # they stay in WORK
 FINETUNED, RESULTS, TUNED = "finetune.json", "results.json", "tuned"
@@ -100,9 +104,10 @@ def count_seeds(model: str, task: str) -> int:
 
 def choose_backends(model: str, task: str, recipe: str, seed: int) -> list[str]:
     """Return one backend for each model of the first seed and for some of others, and all for some tasks."""
-    chosen = [OPENVINO if model == "mpnet" else CUDA] if not seed or recipe in SEEDED else []
-    if task in SEEDS and not seed:
-        chosen += [each for each in (OPENVINO, RTX) if each not in chosen]
+    own = RTX if model == "mpnet" else CUDA
+    chosen = [own] if not seed or recipe in SEEDED else []
+    if task in SEEDS and not seed and model != SMALL:
+        chosen += [each for each in (OPENVINO, RTX) if each != own]
     # no runtime for CPUs reads an INT8 residual
     return [each for each in chosen if each != OPENVINO or "residual" not in recipe]
 
@@ -113,41 +118,55 @@ def runs(given: argparse.Namespace) -> Iterator[Job]:
     for (model, tasks), recipe in itertools.product(MODELS.items(), RECIPES):
         if model == "mpnet" and recipe == "int8-linears-per-tensor":
             continue
-        for task in tasks:
+        for task in (*tasks, EMBED):
             for seed in range(count_seeds(model, task)):
                 for backend in choose_backends(model, task, recipe, seed):
-                    planned.append((backend == RTX, seed, RECIPES.index(recipe), model, task, backend))
-    for *_, seed, number, model, task, backend in sorted(planned):
-        recipe, later = RECIPES[number], f"-seed-{seed}" if seed else ""
-        tuned = work / TUNED / f"{model}-{task}{later}"
-        if given.kind == "runs" and not tuned.is_dir():
+                    place = BACKENDS.index(backend), seed, RECIPES.index(recipe)
+                    planned.append((place, model, task, backend, recipe))
+    trained = itertools.product(QAT, SEEDS)
+    planned += [((0, 0, len(RECIPES)), "bert-base", task, CUDA, recipe) for recipe, task in trained]
+    for (_, seed, _), model, task, backend, recipe in sorted(planned):
+        if backend not in given.backends:
             continue
-        name = f"{model}-{task}-{recipe}{later}-{backend}"
+        later = f"-seed-{seed}" if seed else ""
+        source, after, asked = work / TUNED / f"{model}-{task}{later}", f"{model}-{task}", ["--task", task]
+        if task == EMBED:
+            after, asked = "heal" if model == "bert-base" else "", EMBEDDER
+            source = source if after else given.models / model
+        if given.kind == "runs" and not source.is_dir():
+            continue
+        name = name_run(model, task, f"{recipe}{later}", backend)
         own = f"{'mpnet' if model == 'mpnet' else 'bert'}-{recipe}"
-        command = [*PROGRAM, "run", own, "--model", str(tuned), "--task", task, "--data", given.data]
+        command = [*PROGRAM, "run", own, "--model", str(source), *asked, "--data", given.data]
         command += ["--out", str(work / name), "--seed", str(seed), *ROWS.get(task, [])]
         command += ["--backend", backend, "--until", "engine", "--json"]
         heavy = None if name in TIMED else work / name
-        yield Job(name, command, out / name / RESULTS, printed=True, after=f"{model}-{task}", heavy=heavy)
+        yield Job(name, command, out / name / RESULTS, printed=True, after=after, heavy=heavy)
 
 
-def round_weights(trained: Path, tuned: Path) -> None:
-    """Move the models of a fine-tuning to the names that results are to have, with weights in FP16."""
-    for model in sorted(trained.glob("seed-*/model")):
+def name_models(job: str, work: Path) -> None:
+    """Give the models of a training the names that results are to have, with weights in FP16."""
+    if job == "heal" and (work / "bert-base" / "heal.json").is_file():
+        round_weights(work / "bert-base", work / TUNED / f"bert-base-{EMBED}")
+    for model in sorted((work / job).glob("seed-*/model")):
         seed = int(model.parent.name.removeprefix("seed-"))
-        named = tuned / (trained.name + (f"-seed-{seed}" if seed else ""))
-        part = tuned / f"{named.name}.part"
-        if named.is_dir():
-            continue
-        shutil.copytree(model, part, ignore=shutil.ignore_patterns("*.safetensors"))
-        for file in model.glob("*.safetensors"):
-            weights = {
-                name: value.half() if value.is_floating_point() else value
-                for name, value in load_file(file).items()
-            }
-            save_file(weights, part / file.name, {"format": "pt"})
-        part.rename(named)
+        round_weights(model, work / TUNED / (job + (f"-seed-{seed}" if seed else "")))
         shutil.rmtree(model.parent)  # 42 models with checkpoints would fill a disk
+
+
+def round_weights(model: Path, named: Path) -> None:
+    """Copy a model, unless it is there, with weights in FP16."""
+    part = named.with_name(f"{named.name}.part")
+    if named.is_dir():
+        return
+    shutil.copytree(model, part, ignore=shutil.ignore_patterns("*.safetensors"))
+    for file in model.glob("*.safetensors"):
+        weights = {
+            name: value.half() if value.is_floating_point() else value
+            for name, value in load_file(file).items()
+        }
+        save_file(weights, part / file.name, {"format": "pt"})
+    part.rename(named)
 
 
 def do(job: Job, work: Path, until: float, gpu: str | None) -> str:
@@ -216,7 +235,7 @@ def do_all(asked: Sequence[Job], given: argparse.Namespace) -> None:
                 print(f"{time.monotonic() - begun:5.0f} s: {future.result()}", flush=True)
                 keep_records(given.work, given.out)
                 if not job.printed:
-                    round_weights(given.work / job.name, given.work / TUNED)
+                    name_models(job.name, given.work)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -228,6 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", required=True)
     parser.add_argument("--work", type=Path, required=True, help="models and run directories: tens of GB")
     parser.add_argument("--out", type=Path, required=True, help="results files")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="jobs at a time")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that jobs are spread over")
     parser.add_argument("--seconds", type=float, default=86400, help="limit of all")

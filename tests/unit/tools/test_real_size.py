@@ -74,6 +74,7 @@ def given(tmp_path):
     return argparse.Namespace(
         kind="runs", models=tmp_path, data="glue", work=tmp_path, out=tmp_path, heal="--seed 0", gpus=2,
         workers=3, seconds=60,
+        backends=measure.BACKENDS,
     )  # fmt: skip
 
 
@@ -81,14 +82,15 @@ def test_commands_and_options_exist(given):
     given.kind = "all"
     trained, ran = [*measure.finetunings(given)], [*measure.runs(given)]
     assert [job.after for job in trained].count("heal") == len(measure.TRAINED)
-    assert {job.after for job in ran} == {job.name for job in trained} - {"heal"}
+    assert {job.after for job in ran} == {job.name for job in trained} | {""}
     commands = typer.main.get_command(app).commands
     for job in (*trained[1:], *ran):
         name, *rest = job.command[len(measure.PROGRAM) :]
         known = {option for parameter in commands[name].params for option in parameter.opts}
         assert {each for each in rest if each.startswith("--")} <= known
     assert all(("--limit" in job.command) == ("qqp" in job.name) for job in ran)
-    kept = {f"bert-base-{task}-int8-residual-fused-cuda" for task in measure.SEEDS}
+    kept = {f"bert-base-{task}-int8-residual-fused-cuda" for task in ("mrpc", "stsb")}
+    kept |= {f"bert-base-sst2-{recipe}-cuda" for recipe in measure.RECIPES}
     kept.add("mpnet-sst2-int8-residual-fused-tensorrt_rtx")
     assert {job.name for job in ran if job.heavy is None} == kept
 
@@ -102,15 +104,17 @@ def test_runs_are_of_models_that_are_there_and_the_slow_ones_come_last(given):
         (job.name.partition("-int8")[0], backend) for job, backend in zip(ran, backends, strict=True)
     )
     assert counted == {
-        ("bert-base-sst2", "cuda"): 6,
+        ("bert-base-sst2", "cuda"): 8,
         ("bert-base-sst2", "openvino"): 4,
         ("bert-base-sst2", "tensorrt_rtx"): 6,
         ("bert-base-mrpc", "cuda"): 3,
-        ("mpnet-qqp", "openvino"): 3,
+        ("mpnet-qqp", "tensorrt_rtx"): 5,
         ("mpnet-stsb", "openvino"): 3,
         ("mpnet-stsb", "tensorrt_rtx"): 5,
     }
-    assert backends == sorted(backends, key=lambda each: each == "tensorrt_rtx")
+    assert backends == sorted(backends, key=measure.BACKENDS.index)
+    given.backends = ["cuda"]
+    assert [job.name for job in measure.runs(given)] == [job.name for job in ran if "-cuda" in job.name]
 
 
 def test_a_job_runs_after_the_one_it_needs_and_alone_where_it_must_be(given, monkeypatch):
@@ -148,7 +152,7 @@ def test_runs_read_rounded_weights(tmp_path):
         model.mkdir(parents=True)
         (model / "config.json").write_text(name)
         save_file({"weight": torch.tensor([1 + 2**-20]), "count": torch.tensor([7])}, model / "m.safetensors")
-    measure.round_weights(tmp_path / "bert-base-rte", tmp_path / measure.TUNED)
+    measure.name_models("bert-base-rte", tmp_path)
     assert len([*(tmp_path / measure.TUNED).iterdir()]) == 2
     weights = load_file(tmp_path / measure.TUNED / name / "m.safetensors")
     assert (weights["weight"].dtype, weights["weight"].item(), weights["count"].item()) == (torch.half, 1, 7)
