@@ -55,7 +55,8 @@ from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.recipe.schema import Recipe, adapt_recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import AUTO
 from qdqbench.quantize.recipe.shipped import Accuracy, Figure, Speed
-from qdqbench.quantize.tasks.task import GLUE, SECOND
+from qdqbench.quantize.tasks.task import EMBED, GLUE, SECOND
+from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
@@ -140,7 +141,9 @@ def _project(value: Any, kept: dict[str, Any] | None) -> Any:
 
 
 def run_of(results: Results) -> Record:
-    derived = {"trained": results.trained, "gate": {"state": results.gate.state}}
+    derived: dict[str, Any] = {"trained": results.trained, "gate": {"state": results.gate.state}}
+    if results.task.get("type") == PAIRS.name:  # STS-B by an embedder is another task than by a regressor
+        derived["task"] = results.task | {"name": EMBED.name}
     return _summary("run", results.model_dump(mode="json") | derived)
 
 
@@ -331,12 +334,9 @@ def accuracy_tables(runs: Sequence[Record], notes: Notes) -> list[str]:
         parts.append(table(header, [_accuracy_row(run, notes, trained=trained) for run in same]))
         if agreeing := [line for run in same if (line := _agreement(run, notes))]:
             parts.append("\n".join(agreeing))
-        parts += [
-            f"Partial data: {code(run.recipe.get('name'))}: {text(f'--limit {limit}')}: accuracy is measured "
-            "on a part of the evaluation data only"
-            for run in same
-            if (limit := run.data.get("limit")) is not None
-        ]
+        limited = {str(limit) for run in same if (limit := run.data.get("limit")) is not None}
+        if limited:
+            parts.append(f"Partial data: evaluated on {', '.join(sorted(limited))} rows.")
     return parts
 
 
@@ -474,9 +474,10 @@ def _task_order(task: str) -> tuple[int, str]:
 
 def joint_tables(runs: Sequence[Record], benches: Sequence[Bench], notes: Notes) -> list[str]:
     """Return a row for each model, recipe and runtime whose engine was scored and timed, over seeds."""
-    timed = {
-        (bench.target.name, bench.settings.dataset): bench for bench in benches if bench.settings.dataset
-    }
+    timed: dict[tuple[str, str], list[Bench]] = defaultdict(list)
+    for bench in benches:
+        if bench.settings.dataset:
+            timed[bench.target.name, bench.settings.dataset].append(bench)
     groups: dict[tuple[str, str, str, str], list[Record]] = defaultdict(list)
     for run in runs:
         model, task = _model_name(run).partition("-seed-")[0], run.task.name
@@ -487,8 +488,8 @@ def joint_tables(runs: Sequence[Record], benches: Sequence[Bench], notes: Notes)
         first, pairs = same[0], [(run.stages.engine, _metric(run)) for run in same]
         points = [row.vs_fp32.delta[metric] for row, metric in pairs]
         errors = [row.vs_fp32.delta_stderr.get(metric) or 0.0 for row, metric in pairs]
-        speeds = _joint_speeds(timed[model, task], recipe, backend)
-        if not any(speeds):
+        found = (_joint_speeds(bench, recipe, backend) for bench in timed[model, task])
+        if (speeds := next(filter(any, found), None)) is None:
             continue
         spread = f"{100 * statistics.stdev(points):.2f}" if len(points) > 1 else "one seed"
         rows.append(

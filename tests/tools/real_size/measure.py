@@ -106,7 +106,7 @@ def choose_backends(model: str, task: str, recipe: str, seed: int) -> list[str]:
     """Return one backend for each model of the first seed and for some of others, and all for some tasks."""
     own = RTX if model == "mpnet" else CUDA
     chosen = [own] if not seed or recipe in SEEDED else []
-    if task in SEEDS and not seed and model != SMALL:
+    if not seed and (task == EMBED or (task in SEEDS and model != SMALL)):
         chosen += [each for each in (OPENVINO, RTX) if each != own]
     # no runtime for CPUs reads an INT8 residual
     return [each for each in chosen if each != OPENVINO or "residual" not in recipe]

@@ -173,7 +173,7 @@ def test_what_a_reader_must_know_stands_beside_the_figures():
         "1755 to 1755 MHz",
         "± 1.03",
         "slower ✗",
-        r"Partial data: `fp16`: \--limit 64",
+        "Partial data: evaluated on 64 rows.",
         "no engine",
     ):
         assert needle in made, needle
