@@ -13,6 +13,7 @@ FP16. For `lengths-real` it holds the runs of `real_size/measure.py`.
 """
 
 import argparse
+import os
 import shutil
 import signal
 import subprocess
@@ -206,10 +207,14 @@ def write_unsplit(path: Path) -> Path:
 
 def prepare(steps: list[Step], work: Path, until: float) -> None:
     """Export, build and compile for all benches side by side: each is timed alone afterwards."""
+    benches = [step for step in steps if step.file == "bench.json"]
+    threads = max(1, (os.cpu_count() or 1) // max(1, len(benches)))
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     begun = [
-        subprocess.Popen([*PROGRAM, *step.command, "--build-only", "--out", str(work / step.name)])
-        for step in steps
-        if step.file == "bench.json"
+        subprocess.Popen(
+            [*PROGRAM, *step.command, "--build-only", "--out", str(work / step.name)], env=environment
+        )
+        for step in benches
     ]
     for process in begun:
         _wait(process, until)
