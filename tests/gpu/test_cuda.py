@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import onnx
@@ -26,9 +25,9 @@ from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.model import load_kernels
 from qdqbench.quantize.engine.cuda.names import CAPABILITY, list_kernels
 from qdqbench.quantize.engine.cuda.pack import pack
-from qdqbench.quantize.engine.cuda.plan import Answer, Attention, Head, Linear, Plan, Step, Tensor
+from qdqbench.quantize.engine.cuda.plan import Attention, Linear
 from qdqbench.quantize.engine.cuda.runtime import PACKED, CudaEngine, choose_graph, fill
-from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, Tokens, pack_tokens
+from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, pack_tokens
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.runtime.runners import open_engine, open_runner
 from qdqbench.quantize.models.families.known import family_named
@@ -38,6 +37,7 @@ from qdqbench.quantize.utils.system.gpu import find_gpu
 
 from ..integration.tiny import EVAL_ROWS, call, call_alone, results
 from ..support.cuda_graphs import HEADS, batch_for, write_head, write_wide
+from ..support.cuda_kernels import DENSE, compare, compare_dense, compare_kernels
 
 PROFILE = Profile((1, 1), (8, 64), (128, 512))
 CASES = [
@@ -46,7 +46,6 @@ CASES = [
     ("bert-int8-residual", 64),
     ("bert-int8-ffn", 64),
 ]
-SHARE, GELU_SHARE = 0.002, 0.01  # of codes that may differ by a step; the chip's tanh has an error of 2^-11
 DRAWS = int(os.environ.get("DRAWS", "200"))
 
 
@@ -75,47 +74,12 @@ def case(request, made_once, tmp_path_factory):
     return onnx.load(path), path, engine
 
 
-def compare(name: str, got, wanted, share: float = SHARE, head_size: int = 0) -> None:
-    """Codes are equal but for rounding borders, FP16 and FP32 but for the order of sums.
-
-    A probability on a border moves all channels of a head, by up to two codes. The terms of a logit are
-    larger than it may be.
-    """
-    assert got.shape == wanted.shape, name
-    off = np.abs(got.astype(np.float64) - wanted)
-    if got.dtype == np.int8:
-        assert off.max(initial=0) <= (2 if head_size else 1), name
-        assert (off > 0).sum() <= max(3, head_size, share * off.size), name
-    else:
-        assert off.max(initial=0) <= max(2e-3, 4e-3 * np.abs(wanted).max()), name
-
-
-def compare_kernels(engine: CudaEngine, batch) -> None:
-    """Feed the interpreter of each operation with what the kernels made before it."""
-    tokens = pack_tokens(engine.plan, engine.arrays, batch)
-    kept: dict = {}
-    answers = engine.forward(engine.load(tokens), kept)
-    count = len(tokens.ids)
-    values = {name: tensor[:count].cpu().numpy() for name, tensor in kept.items()}
-    by_row = engine.plan.head.pooling != "tokens"
-    rows = len(tokens.starts) - 1 if by_row else count
-    values |= {name: answer[:rows].cpu().numpy() for name, answer in answers.items()}
-    for operation in engine.plan.operations:
-        for name, wanted in compute(operation, engine.plan, engine.arrays, values, tokens).items():
-            activated = isinstance(operation, Linear) and operation.activation is not None
-            linear = isinstance(operation, Linear) and operation.weight == "int8" and not activated
-            if linear and wanted.dtype == np.int8:
-                assert (values[name] == wanted).all(), name  # sums of integers are exact
-            share, head = GELU_SHARE if activated else SHARE, getattr(operation, "head_size", 0)
-            compare(f"{operation.name}: {name}", values[name], wanted, share, head)
-
-
 @pytest.mark.parametrize(
     "lengths", [(1,), (64,), (65, 63), (128,), (129, 1, 1), (384,), (385, 127), (512,), (9, 4, 16) * 60]
 )
 def test_every_kernel_makes_what_the_interpreter_makes(case, lengths):
     graph, _, engine = case
-    compare_kernels(engine, batch_for(graph, lengths))
+    compare_kernels(engine, pack_tokens(engine.plan, engine.arrays, batch_for(graph, lengths)))
 
 
 def test_kernels_take_any_lengths_of_rows(case):
@@ -124,7 +88,8 @@ def test_kernels_take_any_lengths_of_rows(case):
     for draw in range(DRAWS // len(CASES) + 1):
         most = int(random.choice([4, 40, 130, 512]))
         lengths = random.integers(1, most + 1, int(random.integers(1, 40)))
-        compare_kernels(engine, batch_for(graph, tuple(map(int, lengths)), draw))
+        batch = batch_for(graph, tuple(map(int, lengths)), draw)
+        compare_kernels(engine, pack_tokens(engine.plan, engine.arrays, batch))
 
 
 def test_graphs_answer_as_single_launches_do_in_any_order(case):
@@ -166,46 +131,12 @@ def test_every_head_answers_as_the_interpreter(head, made_once):
         compare(name, answer[: len(values[name])].cpu().numpy(), values[name])
 
 
-@pytest.mark.parametrize(
-    ("lengths", "pooling", "steps", "widths", "alone"),
-    [
-        ((8,) * 8, "first", "dense tanh dense", (768, 768, 2), True),  # no spare row or token
-        ((2,) * 256, "first", "dense sigmoid dense", (384, 384, 1), True),
-        ((2,) * 256, "last", "dense", (768, 768), True),
-        ((3, 1) * 65, "last", "dense gelu dense relu", (768, 1024, 40), True),
-        ((1,), "last", "dense relu dense", (128, 104, 17), True),
-        ((5, 2, 4), "first", "dense gelu_tanh dense tanh", (1024, 20, 300), False),  # PyTorch takes K of 20
-        ((5, 2, 4), "first", "tanh dense relu sigmoid", (64, 33), False),
-        ((7,) * 9, "mean", "dense tanh normalize", (768, 8), False),
-        ((1,) * 300, "first", "dense tanh dense", (768, 768, 2), False),  # and that many rows
-    ],
-)
-def test_dense_steps_of_a_head_are_those_of_numpy(lengths, pooling, steps, widths, alone):
-    random, kinds, sizes = np.random.default_rng(0), steps.split(), pairwise(widths)
-    head = Head(
-        name="head",
-        input="x",
-        pooling=pooling,
-        steps=tuple(Step(kind=kind) for kind in kinds),
-        answers=(Answer(name="y"), Answer(name="z", column=widths[-1] - 1)),
-    )
-    plan = Plan(inputs=(), tensors={"x": Tensor(kind="fp16", width=widths[0])}, operations=(head,))
-    arrays: dict[str, np.ndarray] = {}
-    for number in (number for number, kind in enumerate(kinds) if kind == "dense"):
-        k, n = next(sizes)
-        arrays[f"head.{number}.weight"] = random.normal(size=(n, k)) / k**0.5
-        arrays[f"head.{number}.bias"] = random.normal(size=n)
-    arrays = {name: array.astype(np.float16).astype(np.float32) for name, array in arrays.items()}
-    count, starts = sum(lengths), np.cumsum([0, *lengths], dtype=np.int32)
-    given = {"x": random.normal(size=(count, widths[0])).astype(np.float16)}
-    tokens = Tokens(*np.zeros((3, count), np.int32), starts, np.ones((1, count), bool), given)
+@pytest.mark.parametrize("dense", DENSE, ids=str)
+def test_dense_steps_of_a_head_are_those_of_numpy(dense):
+    plan, arrays, tokens = dense.plan(), dense.arrays(), dense.tokens()
     engine = CudaEngine(plan, arrays, compile_kernels(plan))
-    answers = engine.unpack(tokens, engine.forward(engine.load(tokens)))
-    for name, wanted in compute(head, plan, arrays, given, tokens).items():
-        compare(name, answers[name], wanted)
-        if alone and kinds.count("dense") == 1:  # FP32 from the sums on
-            np.testing.assert_allclose(answers[name], wanted, rtol=1e-4, atol=1e-4)
-    if alone:
+    compare_dense(dense, engine, tokens)
+    if dense.alone:
         assert [*engine.profile(tokens)[0]] == ["head"]
 
 

@@ -190,17 +190,24 @@ class BoundTokens:
 class CudaEngine:
     """A plan with its arrays on the current GPU. Not safe for threads: buffers are shared."""
 
+    device = "cuda"
+
     def __init__(self, plan: Plan, arrays: Mapping[str, Array], cubins: Mapping[str, bytes]) -> None:
         import torch
 
         self.plan, self.arrays = plan, arrays
-        self._kernels = Kernels([*cubins.values()])
-        self._multiprocessors = torch.cuda.get_device_properties().multi_processor_count
-        self._arrays = {name: torch.from_numpy(array).cuda() for name, array in self._prepared()}
+        self._load(cubins)
+        self._arrays = {name: torch.from_numpy(array).to(self.device) for name, array in self._prepared()}
         self._last = {name: number for number, each in enumerate(plan.operations) for name in each.reads}
         self._graphs: OrderedDict[tuple[int, int, int, int], tuple[Any, Any, dict[str, Any]]] = OrderedDict()
-        self._pool = torch.cuda.graph_pool_handle()
         self.ran: Tokens | None = None
+
+    def _load(self, cubins: Mapping[str, bytes]) -> None:
+        import torch
+
+        self._kernels = Kernels([*cubins.values()])
+        self._multiprocessors = torch.cuda.get_device_properties().multi_processor_count
+        self._pool = torch.cuda.graph_pool_handle()
 
     def _prepared(self) -> Iterator[tuple[str, Array]]:
         """Yield arrays as the kernels read them: rows of INT8 weights permuted, channels in groups of 64."""
@@ -315,8 +322,8 @@ class CudaEngine:
         for name, state in tokens.given.items():
             padded = np.zeros((bucket, state.shape[1]), np.float16)
             padded[: len(state)] = state
-            given[name] = torch.from_numpy(padded).cuda()
-        return _split(torch.from_numpy(host).cuda(), bucket, longest, reach, given)
+            given[name] = torch.from_numpy(padded).to(self.device)
+        return _split(torch.from_numpy(host).to(self.device), bucket, longest, reach, given)
 
     def _capture(
         self, tokens: int, rows: int, longest: int, reach: int, pool: Any
@@ -374,7 +381,7 @@ class CudaEngine:
 
         tensor = self.plan.tensors[name]
         kind = torch.int8 if tensor.kind == "int8" else torch.float16
-        return torch.empty(tokens, tensor.width, dtype=kind, device="cuda")
+        return torch.empty(tokens, tensor.width, dtype=kind, device=self.device)
 
     def _norm(self, operation: Embed | Norm, values: dict[str, Any], rows: _Rows) -> None:
         tokens, width = len(rows.ids), self.plan.tensors[operation.writes[0]].width
@@ -527,7 +534,7 @@ class CudaEngine:
         import torch
 
         n, k = self._arrays[f"{name}.weight"].shape
-        made = torch.empty(rows, n, dtype=torch.float16 if half else torch.float32, device="cuda")
+        made = torch.empty(rows, n, dtype=torch.float16 if half else torch.float32, device=self.device)
         call = DenseArguments(x.data_ptr(), self._at(f"{name}.weight"), self._at(f"{name}.bias"))
         if places is not None:
             call.bounds, call.shift = places[0].data_ptr(), places[1]

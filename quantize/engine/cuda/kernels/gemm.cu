@@ -10,40 +10,6 @@
 enum Activation { NONE, GELU_TANH, GELU };
 enum Residual { NO_RESIDUAL, HALVES, RESIDUAL_CODES };
 
-template <int N> __device__ inline void wgmma(int (&d)[N / 2], u64 a, u64 b, bool add);
-template <> __device__ inline void wgmma<64>(int (&d)[32], u64 a, u64 b, bool add) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p; }\n"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]),
-        "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]),
-        "+r"(d[16]), "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]),
-        "+r"(d[24]), "+r"(d[25]), "+r"(d[26]), "+r"(d[27]), "+r"(d[28]), "+r"(d[29]), "+r"(d[30]), "+r"(d[31])
-      : "l"(a), "l"(b), "r"(int(add)));
-}
-template <> __device__ inline void wgmma<128>(int (&d)[64], u64 a, u64 b, bool add) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, p; }\n"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]),
-        "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15]),
-        "+r"(d[16]), "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]), "+r"(d[21]), "+r"(d[22]), "+r"(d[23]),
-        "+r"(d[24]), "+r"(d[25]), "+r"(d[26]), "+r"(d[27]), "+r"(d[28]), "+r"(d[29]), "+r"(d[30]), "+r"(d[31]),
-        "+r"(d[32]), "+r"(d[33]), "+r"(d[34]), "+r"(d[35]), "+r"(d[36]), "+r"(d[37]), "+r"(d[38]), "+r"(d[39]),
-        "+r"(d[40]), "+r"(d[41]), "+r"(d[42]), "+r"(d[43]), "+r"(d[44]), "+r"(d[45]), "+r"(d[46]), "+r"(d[47]),
-        "+r"(d[48]), "+r"(d[49]), "+r"(d[50]), "+r"(d[51]), "+r"(d[52]), "+r"(d[53]), "+r"(d[54]), "+r"(d[55]),
-        "+r"(d[56]), "+r"(d[57]), "+r"(d[58]), "+r"(d[59]), "+r"(d[60]), "+r"(d[61]), "+r"(d[62]), "+r"(d[63])
-      : "l"(a), "l"(b), "r"(int(add)));
-}
-
 struct GemmArguments {
   const float *scale, *bias, *factor;
   const void* residual;
@@ -79,9 +45,9 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
       barrier_init(full + 8 * s, 1);
       barrier_init(empty + 8 * s, 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&a_map));
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&b_map));
+    barriers_ready();
+    prefetch_map(&a_map);
+    prefetch_map(&b_map);
   }
   __syncthreads();
   launch_next();
@@ -91,7 +57,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
   int first = blockIdx.x, step = gridDim.x;
 
   if (group == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    fewer_registers<24>();
     if (thread == 0) {
       // Weights do not depend on previous kernels: the first of them are loaded while those still run.
       int ahead = min(STAGES, blocks), column = first % n_tiles * TN;
@@ -116,7 +82,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
       }
     }
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    more_registers<240>();
     int mine = group - 1, done = 0;  // k blocks of all tiles before this one
     if (mine == 1) turn_give(1);     // the first turn is the first group's
     wait_previous();
@@ -152,16 +118,16 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
 #pragma unroll
         for (int mi = 0; mi < MI; mi++)
 #pragma unroll
-          for (int i = 0; i < TN / 2; i++) asm volatile("" : "+r"(sums[mi][i])::"memory");
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+          for (int i = 0; i < TN / 2; i++) pin(sums[mi][i]);
+        wgmma_fence();
         u64 a = descriptor(base + at * STAGE), b = descriptor(base + at * STAGE + A_BYTES);
 #pragma unroll
         for (int part = 0; part < 4; part++)
 #pragma unroll
           for (int mi = 0; mi < MI; mi++) wgmma<TN>(sums[mi], a + 2 * part + mi * (64 * TK >> 4), b + 2 * part, block + part > 0);
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        wgmma_commit();
         if (last >= 0) {
-          asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+          wgmma_wait<1>();
           if (lane == 0) barrier_arrive(empty + 8 * last);
         }
         last = at;
@@ -171,12 +137,12 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
 #pragma unroll
       for (int mi = 0; mi < MI; mi++)
 #pragma unroll
-        for (int i = 0; i < TN / 2; i++) asm volatile("" : "+r"(sums[mi][i])::"memory");
-      asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+        for (int i = 0; i < TN / 2; i++) pin(sums[mi][i]);
+      wgmma_wait<0>();
 #pragma unroll
       for (int mi = 0; mi < MI; mi++)
 #pragma unroll
-        for (int i = 0; i < TN / 2; i++) asm volatile("" : "+r"(sums[mi][i])::"memory");
+        for (int i = 0; i < TN / 2; i++) pin(sums[mi][i]);
       if (lane == 0) barrier_arrive(empty + 8 * last);
 
 #pragma unroll

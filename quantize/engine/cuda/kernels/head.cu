@@ -25,13 +25,6 @@ __device__ inline float activate(float x, int activation) {
   return x;
 }
 
-// sums [16, 8] += a [16, 16] b [16, 8]. Any order of channels will do that a and b share.
-__device__ inline void mma(float4& sums, u32 a, u32 below, u32 next, u32 below_next, u32 b, u32 b_next) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(sums.x), "+f"(sums.y), "+f"(sums.z), "+f"(sums.w)
-               : "r"(a), "r"(below), "r"(next), "r"(below_next), "r"(b), "r"(b_next));
-}
-
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 3) head(const Dense call) {
   __shared__ float4 parts[2][WARPS][32];  // in turns, so that one barrier a turn is enough
   int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, count = call.k / 8, output = 16 * blockIdx.x;

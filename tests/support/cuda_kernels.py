@@ -1,0 +1,115 @@
+"""What kernels of backend cuda make, on a GPU or emulated, against the interpreter of their plan."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from qdqbench.quantize.engine.cuda.interpret import compute
+from qdqbench.quantize.engine.cuda.plan import Answer, Head, Linear, Plan, Step, Tensor
+from qdqbench.quantize.engine.cuda.runtime import CudaEngine
+from qdqbench.quantize.engine.cuda.tokens import Tokens
+
+SHARE, GELU_SHARE = 0.002, 0.01  # of codes that may differ by a step; the chip's tanh has an error of 2^-11
+Array = np.ndarray[Any, Any]
+
+
+def compare(name: str, got: Array, wanted: Array, share: float = SHARE, head_size: int = 0) -> None:
+    """Codes are equal but for rounding borders, FP16 and FP32 but for the order of sums.
+
+    A probability on a border moves all channels of a head, by up to two codes. The terms of a logit are
+    larger than it may be.
+    """
+    assert got.shape == wanted.shape, name
+    off = np.abs(got.astype(np.float64) - wanted)
+    if got.dtype == np.int8:
+        assert off.max(initial=0) <= (2 if head_size else 1), name
+        assert (off > 0).sum() <= max(3, head_size, share * off.size), name
+    else:
+        assert off.max(initial=0) <= max(2e-3, 4e-3 * np.abs(wanted).max()), name
+
+
+def compare_kernels(engine: CudaEngine, tokens: Tokens) -> None:
+    """Feed the interpreter of each operation with what the kernels made before it."""
+    kept: dict[str, Any] = {}
+    answers = engine.forward(engine.load(tokens), kept)
+    count = len(tokens.ids)
+    values = {name: tensor[:count].cpu().numpy() for name, tensor in kept.items()}
+    by_row = engine.plan.head.pooling != "tokens"
+    rows = len(tokens.starts) - 1 if by_row else count
+    values |= {name: answer[:rows].cpu().numpy() for name, answer in answers.items()}
+    for operation in engine.plan.operations:
+        for name, wanted in compute(operation, engine.plan, engine.arrays, values, tokens).items():
+            activated = isinstance(operation, Linear) and operation.activation is not None
+            linear = isinstance(operation, Linear) and operation.weight == "int8" and not activated
+            if linear and wanted.dtype == np.int8:
+                assert (values[name] == wanted).all(), name  # sums of integers are exact
+            share, head = GELU_SHARE if activated else SHARE, getattr(operation, "head_size", 0)
+            compare(f"{operation.name}: {name}", values[name], wanted, share, head)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Rows of random states, and a head of such steps."""
+
+    lengths: tuple[int, ...]
+    pooling: str
+    steps: str
+    widths: tuple[int, ...]
+    alone: bool = True  # the kernel takes all steps: PyTorch takes none
+
+    def __str__(self) -> str:
+        return f"{self.pooling} {self.steps} {self.widths} of {len(self.lengths)}"
+
+    def plan(self) -> Plan:
+        head = Head(
+            name="head",
+            input="x",
+            pooling=self.pooling,
+            steps=tuple(Step(kind=kind) for kind in self.steps.split()),
+            answers=(Answer(name="y"), Answer(name="z", column=self.widths[-1] - 1)),
+        )
+        return Plan(inputs=(), tensors={"x": Tensor(kind="fp16", width=self.widths[0])}, operations=(head,))
+
+    def arrays(self) -> dict[str, Array]:
+        random, sizes, made = np.random.default_rng(0), pairwise(self.widths), dict[str, Array]()
+        for number in (number for number, kind in enumerate(self.steps.split()) if kind == "dense"):
+            k, n = next(sizes)
+            made[f"head.{number}.weight"] = random.normal(size=(n, k)) / k**0.5
+            made[f"head.{number}.bias"] = random.normal(size=n)
+        return {name: array.astype(np.float16).astype(np.float32) for name, array in made.items()}
+
+    def tokens(self) -> Tokens:
+        return give_states(self.lengths, {"x": self.widths[0]})
+
+
+def give_states(lengths: Sequence[int], widths: Mapping[str, int]) -> Tokens:
+    """Return rows of random FP16 states instead of ids."""
+    random, count = np.random.default_rng(1), sum(lengths)
+    states = {name: random.normal(size=(count, width)).astype(np.float16) for name, width in widths.items()}
+    starts, (ids, positions, types) = np.cumsum([0, *lengths], dtype=np.int32), np.zeros((3, count), np.int32)
+    return Tokens(ids, positions, types, starts, np.ones((1, count), bool), states)
+
+
+DENSE = [
+    Dense((8,) * 8, "first", "dense tanh dense", (768, 768, 2)),  # no spare row or token
+    Dense((2,) * 256, "first", "dense sigmoid dense", (384, 384, 1)),
+    Dense((2,) * 256, "last", "dense", (768, 768)),
+    Dense((3, 1) * 65, "last", "dense gelu dense relu", (768, 1024, 40)),
+    Dense((1,), "last", "dense relu dense", (128, 104, 17)),
+    Dense((5, 2, 4), "first", "dense gelu_tanh dense tanh", (1024, 20, 300), alone=False),  # K of 20
+    Dense((5, 2, 4), "first", "tanh dense relu sigmoid", (64, 33), alone=False),
+    Dense((7,) * 9, "mean", "dense tanh normalize", (768, 8), alone=False),
+    Dense((1,) * 300, "first", "dense tanh dense", (768, 768, 2), alone=False),  # and that many rows
+]
+
+
+def compare_dense(dense: Dense, engine: CudaEngine, tokens: Tokens) -> None:
+    """Hold the answers of a head to those of the interpreter."""
+    answers = engine.unpack(tokens, engine.forward(engine.load(tokens)))
+    for name, wanted in compute(engine.plan.head, engine.plan, engine.arrays, tokens.given, tokens).items():
+        compare(name, answers[name], wanted)
+        if dense.alone and dense.steps.split().count("dense") == 1:  # FP32 from the sums on
+            np.testing.assert_allclose(answers[name], wanted, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,117 @@
+"""The kernels of backend cuda compiled for this CPU, and an engine that launches them."""
+
+import ctypes as c
+import math
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qdqbench.quantize.engine.cuda import compile as kernels
+from qdqbench.quantize.engine.cuda.compile import list_instances
+from qdqbench.quantize.engine.cuda.driver import TensorMap
+from qdqbench.quantize.engine.cuda.plan import Attention, Plan
+from qdqbench.quantize.engine.cuda.runtime import CudaEngine
+
+FOLDER = Path(__file__).with_name("emulator")
+SOURCES = Path(kernels.__file__).with_name("kernels")
+COMPILER = shutil.which("g++")
+FLAGS = ["-std=c++20", "-O2", "-w", "-fPIC", "-shared", f"-I{FOLDER}"]
+
+
+def list_lines(plans: Iterable[Plan]) -> dict[str, set[str]]:
+    """Return the lines that make the kernels of plans, by source file."""
+    lines: dict[str, set[str]] = {}
+    for plan in plans:
+        for operation in plan.operations:
+            for source, line in list_instances(operation, plan):
+                lines.setdefault(source, set()).add(line)
+    return lines
+
+
+def compile_kernels(lines: Mapping[str, Iterable[str]], folder: Path) -> None:
+    """Write a library for each source file, with such instances of its templates."""
+    for source, instances in lines.items():
+        text, made = (SOURCES / f"{source}.cu").read_text(), folder / f"{source}.cpp"
+        made.write_text("\n".join([text, *sorted(instances), ""]))
+        # shared memory of a known size is a static array, and all other is the machine's
+        flags = [*FLAGS, f"-D__shared__={'' if 'extern __shared__' in text else 'static'}"]
+        names = re.findall(r'extern "C"\s+void\s+(\w+)\(', _compile([*flags, "-E", "-P", str(made)]))
+        with made.open("a") as file:
+            file.writelines(
+                f'extern "C" void run_{name}(void** all) {{ call({name}, all); }}\n' for name in names
+            )
+        _compile([*flags, str(made), str(FOLDER / "machine.cpp"), "-o", str(folder / f"{source}.so")])
+
+
+def _compile(options: list[str]) -> str:
+    assert COMPILER is not None
+    done = subprocess.run([COMPILER, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:3000]
+    return done.stdout
+
+
+class Emulator:
+    """What `driver.Kernels` is, on arrays of the CPU; of the libraries in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._libraries = [c.CDLL(str(path)) for path in sorted(folder.glob("*.so"))]
+        self.launched: set[str] = set()
+        for library in self._libraries:
+            library.launch.restype = c.c_char_p
+
+    def launch(
+        self, name: str, grid: tuple[int, int], block: int, arguments: Sequence[Any], shared: int = 0
+    ) -> None:
+        library = next(each for each in self._libraries if hasattr(each, f"run_{name}"))
+        pointers = (c.c_void_p * len(arguments))(*[c.addressof(each) for each in arguments])
+        wrong = library.launch(getattr(library, f"run_{name}"), pointers, *grid, block, shared)
+        assert not wrong, f"{name}: {wrong.decode()}"
+        self.launched.add(name)
+
+
+def map_tiles(matrix: torch.Tensor, rows: int) -> TensorMap:
+    """Return what `driver.map_tiles` does, as the emulator reads it."""
+    fields = matrix.data_ptr(), matrix.stride(0), *matrix.shape, rows
+    return TensorMap.from_buffer_copy(struct.pack("<QQiii", *fields).ljust(128, b"\0"))
+
+
+class EmulatedEngine(CudaEngine):
+    """An engine on the CPU. FP16 attention, which a GPU does by PyTorch's own kernel, is plain here."""
+
+    device = "cpu"
+
+    def __init__(
+        self, plan: Plan, arrays: Mapping[str, Any], emulator: Emulator, multiprocessors: int = 2
+    ) -> None:
+        self._kernels: Any = emulator
+        self._multiprocessors = multiprocessors
+        super().__init__(plan, arrays, {})
+
+    def _load(self, cubins: Mapping[str, bytes]) -> None:
+        """Keep the emulator."""
+
+    def _attention(self, operation: Attention, values: dict[str, Any], rows: Any) -> None:
+        if operation.probability_multiplier is not None:
+            super()._attention(operation, values, rows)
+            return
+        heads, size = operation.heads, operation.head_size
+        q, k, v = (
+            values[view.tensor][:, view.column : view.column + heads * size]
+            .float()
+            .view(-1, heads, size)
+            .transpose(0, 1)
+            for view in (operation.query, operation.key, operation.value)
+        )
+        place = torch.arange(len(rows.ids))
+        own = (place >= rows.start[:, None]) & (place < rows.end[:, None])
+        scores = (q @ k.transpose(1, 2) * operation.score_scale).masked_fill(~own, -math.inf)
+        context = (scores.softmax(2) @ v).transpose(0, 1).reshape(-1, heads * size).half()
+        coded = self.plan.tensors[operation.output].kind == "int8"
+        scale = f"{operation.name}.scale"
+        values[operation.output] = self._codes(context, operation.output, scale) if coded else context

@@ -1,0 +1,127 @@
+// Runs the blocks of a launch: their threads are fibers, in turns. Says what no GPU would: that all of them wait.
+#include <ucontext.h>
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "ptx.cuh"
+
+alignas(1024) u8 memory[1 << 18];  // the kernels' own name of shared memory
+Index threadIdx, blockIdx, blockDim, gridDim;
+u32 mail[32][32][8];
+
+namespace {
+struct Barrier { int arrived; long turn; };
+struct Phases { int count, arrived, bytes; long phase; };
+struct Copy { u32 to; const void* from; };
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(1 << 16);
+  std::vector<std::vector<Copy>> copies;  // by group; the last is not committed
+  bool done;
+};
+ucontext_t scheduler;
+std::vector<Fiber> fibers;
+std::map<int, Barrier> barriers;
+std::map<u32, Phases> phases;
+std::string error;
+bool moved;  // whether a wait ended, or may end, since the scheduler last began with the first fiber
+bool early;  // a copy is done when it is asked for, too: every other block
+int limit;   // bytes of shared memory
+void (*kernel)(void**);
+void** given;
+
+void pause() { swapcontext(&fibers[threadIdx.x].context, &scheduler); }
+[[noreturn]] void fail(const std::string& what) {
+  error = what;
+  for (;;) pause();
+}
+void run() {
+  kernel(given);
+  moved = fibers[threadIdx.x].done = true;
+  for (;;) pause();
+}
+void settle(Phases& at) {
+  if (at.arrived < at.count || at.bytes) return;
+  at.arrived = 0, at.phase++, moved = true;
+}
+}  // namespace
+
+u8* shared_bytes(u32 at, int bytes) {
+  if (at + bytes > u32(limit)) fail("shared memory of " + std::to_string(limit) + " bytes is read or written at " + std::to_string(at));
+  return memory + at;
+}
+u32 shared_address(const void* p) { return u32((const u8*)p - memory); }
+void arrive(int name, int count) {
+  Barrier& at = barriers[name];
+  if (++at.arrived == count) at.arrived = 0, at.turn++, moved = true;
+}
+void join(int name, int count) {
+  long turn = barriers[name].turn;
+  arrive(name, count);
+  while (barriers[name].turn == turn) pause();
+  moved = true;
+}
+void copy16(u32 to, const void* from) {
+  auto& groups = fibers[threadIdx.x].copies;
+  if (groups.empty()) groups.emplace_back();
+  groups.back().push_back({to, from});
+  if (early) std::memcpy(shared_bytes(to, 16), from, 16);
+}
+void copies_commit() { fibers[threadIdx.x].copies.emplace_back(); }
+void copies_done(int but) {
+  auto& groups = fibers[threadIdx.x].copies;
+  while (int(groups.size()) > but + 1) {
+    for (Copy& each : groups.front()) std::memcpy(shared_bytes(each.to, 16), each.from, 16);
+    groups.erase(groups.begin());
+  }
+}
+void barrier_init(u32 bar, int count) { phases[bar] = {count, 0, 0, 0}; }
+void barrier_expect(u32 bar, int bytes) {
+  phases[bar].bytes += bytes;
+  barrier_arrive(bar);
+}
+void barrier_arrive(u32 bar) {
+  phases[bar].arrived++;
+  settle(phases[bar]);
+}
+void barrier_got(u32 bar, int bytes) {
+  phases[bar].bytes -= bytes;
+  settle(phases[bar]);
+}
+void barrier_wait(u32 bar, u32 parity) {
+  while ((phases[bar].phase & 1) == parity) pause();
+  moved = true;
+}
+
+// Returns what went wrong, or "".
+extern "C" const char* launch(void (*called)(void**), void** arguments, int x, int y, int threads, int bytes) {
+  kernel = called, given = arguments, limit = bytes, error.clear();
+  blockDim = {threads, 1}, gridDim = {x, y};
+  if (bytes > int(sizeof(memory))) return "no block has so much shared memory";
+  fibers.resize(max(threads, int(fibers.size())));
+  for (blockIdx.y = 0; blockIdx.y < y; blockIdx.y++)
+    for (blockIdx.x = 0; blockIdx.x < x; blockIdx.x++) {
+      std::memset(memory, 0x5A, sizeof(memory));
+      early = !early;
+      barriers.clear(), phases.clear();
+      for (int i = 0; i < threads; i++) {
+        Fiber& fiber = fibers[i];
+        fiber.done = false, fiber.copies.clear();
+        getcontext(&fiber.context);
+        fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
+        makecontext(&fiber.context, run, 0);
+      }
+      for (bool left = true; left;) {
+        left = moved = false;
+        for (threadIdx = {0, 0}; threadIdx.x < threads && error.empty(); threadIdx.x++) {
+          if (!fibers[threadIdx.x].done) swapcontext(&scheduler, &fibers[threadIdx.x].context);
+          left |= !fibers[threadIdx.x].done;
+        }
+        if (left && !moved && error.empty()) error = "all threads wait for one another";
+        if (!error.empty()) return error.c_str();
+      }
+    }
+  return "";
+}

@@ -1,0 +1,159 @@
+"""The kernels themselves, compiled for this CPU, against the interpreter of their plan."""
+
+from itertools import product
+
+import numpy as np
+import onnx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qdqbench.quantize.engine.cuda import runtime
+from qdqbench.quantize.engine.cuda.driver import AttentionArguments
+from qdqbench.quantize.engine.cuda.match import match_graph
+from qdqbench.quantize.engine.cuda.names import NORM_PARTS, TILES
+from qdqbench.quantize.engine.cuda.pack import pack
+from qdqbench.quantize.engine.cuda.plan import Answer, Head, Linear, Norm, Plan, Quantize, Tensor
+from qdqbench.quantize.engine.cuda.tokens import pack_tokens
+
+from ....support.cuda_graphs import batch_for, write_wide
+from ....support.cuda_kernels import DENSE, compare_dense, compare_kernels, give_states
+from ....support.emulate import COMPILER, EmulatedEngine, Emulator, compile_kernels, list_lines, map_tiles
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
+RECIPES = ["bert-int8-attention", "bert-int8-residual", "bert-int8-residual-fused"]
+CASES = [*product(RECIPES, (32, 64)), ("bert-int8-linears", 32)]
+EPILOGUES = [  # activation, residual and output of a GEMM
+    (None, None, "int8"),
+    ("gelu", None, "int8"),
+    ("gelu_tanh", None, "int8"),
+    ("gelu_tanh", None, "fp16"),
+    (None, "fp16", "fp16"),
+    (None, "int8", "fp16"),
+]
+
+
+@pytest.fixture(autouse=True)
+def tiles_for_the_emulator(monkeypatch):
+    monkeypatch.setattr(runtime, "map_tiles", map_tiles)
+
+
+@pytest.fixture(scope="module")
+def packed(made_once):
+    """The graph, plan and arrays of each case."""
+
+    def make(recipe, size):
+        folder = made_once(f"cuda-wide-{recipe}-{size}", lambda path: write_wide(path, recipe, size))
+        graph = onnx.load(folder / "model.onnx")
+        return graph, *pack(match_graph(graph))
+
+    return {case: make(*case) for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def emulator(packed, made_once):
+    plans = [plan for _, plan, _ in packed.values()] + [make_gemm(64, 64, *each)[0] for each in EPILOGUES]
+    plans += [make_norm(128 * parts, codes)[0] for parts, codes in product(NORM_PARTS, range(4))]
+    lines = list_lines([*plans, DENSE[0].plan()])
+    return Emulator(made_once("emulated", lambda folder: compile_kernels(lines, folder)))
+
+
+def end(of: str) -> Head:
+    return Head(name="head", input=of, pooling="first", steps=(), answers=(Answer(name="answer"),))
+
+
+def make_gemm(k, n, activation, residual, output):
+    """A GEMM of random codes with such an epilogue, from FP16 states `x` and `r`."""
+    random, kinds = (
+        np.random.default_rng(0),
+        {"x": "fp16", "a": "int8", "r": "fp16", "b": "int8", "y": output},
+    )
+    tensors = {name: Tensor(kind=kind, width=k if name in "xa" else n) for name, kind in kinds.items()}
+    other = {"fp16": "r", "int8": "b"}.get(residual)
+    gemm = Linear(name="g", input="a", weight="int8", activation=activation, residual=other, output="y")
+    quantize = [Quantize(name=f"of {x}", input=x, codes=(a,)) for x, a in ("xa", "rb")]
+    plan = Plan(inputs=(), given=("x", "r"), tensors=tensors, operations=(*quantize, gemm, end("x")))
+    arrays = {
+        "a.multiplier": np.full(k, 30),
+        "b.multiplier": np.full(n, 30),
+        "y.multiplier": random.uniform(20, 40, n),
+        "g.weight": random.integers(-127, 128, (n, k)),
+        "g.scale": random.uniform(1, 2, n)
+        / (30 * 127 * k**0.5)
+        * (40 if not activation and output == "int8" else 1),
+        "g.bias": random.normal(size=n),
+    }
+    if residual == "int8":
+        arrays["g.residual"] = random.uniform(0.02, 0.04, n)
+    if not activation:
+        del arrays["y.multiplier"]
+    return plan, {
+        name: np.asarray(each, np.int8 if "weight" in name else np.float32) for name, each in arrays.items()
+    }
+
+
+def make_norm(width, codes):
+    """A LayerNorm of random states that writes FP16, and codes of so many quantizers."""
+    random, names = np.random.default_rng(0), [f"c{number}" for number in range(codes)]
+    tensors = {name: Tensor(kind="fp16", width=width) for name in "xy"}
+    tensors |= {name: Tensor(kind="int8", width=width) for name in names}
+    norm = Norm(name="n", input="x", epsilon=1e-5, half="y", codes=tuple(names))
+    arrays = {"n.gamma": random.uniform(0.5, 2, width), "n.beta": random.normal(size=width)}
+    arrays |= {f"{name}.multiplier": random.uniform(20, 60, width) for name in names}
+    plan = Plan(inputs=(), given=("x",), tensors=tensors, operations=(norm, end("y")))
+    return plan, {name: each.astype(np.float32) for name, each in arrays.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("lengths", [(9, 4, 16), (65, 63), (129, 1, 1), (200, 100)])
+def test_every_kernel_makes_what_the_interpreter_makes(case, lengths, packed, emulator):
+    graph, plan, arrays = packed[case]
+    compare_kernels(
+        EmulatedEngine(plan, arrays, emulator), pack_tokens(plan, arrays, batch_for(graph, lengths))
+    )
+
+
+@given(
+    lengths=st.lists(st.integers(1, 140), min_size=1, max_size=6),
+    case=st.sampled_from(CASES[:6]),
+    heads=st.integers(1, 2),
+)
+@settings(max_examples=8)
+def test_kernels_take_any_lengths_of_rows(packed, emulator, lengths, case, heads):
+    graph, plan, arrays = packed[case]
+    tokens = pack_tokens(plan, arrays, batch_for(graph, (*lengths,)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "choose_heads", lambda *_: heads)  # of a block, one after the other
+        compare_kernels(EmulatedEngine(plan, arrays, emulator), tokens)
+
+
+@given(sizes=st.tuples(st.integers(1, 150), st.integers(1, 20), st.integers(1, 20)), blocks=st.integers(1, 4))
+@settings(max_examples=5)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
+def test_gemms_of_any_size(emulator, epilogue, tile, sizes, blocks):
+    m, n, k = sizes[0], 16 * sizes[1], 16 * sizes[2]
+    plan, arrays = make_gemm(k, n, *epilogue)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "choose_tile", lambda *_: tile)
+        tokens = give_states([m], {"x": k, "r": n})
+        compare_kernels(EmulatedEngine(plan, arrays, emulator, blocks), tokens)
+
+
+@pytest.mark.parametrize("codes", range(4))
+@pytest.mark.parametrize("width", [8, 384, 392, 768, 1016, 1024])
+def test_norms_of_any_width(emulator, width, codes):
+    plan, arrays = make_norm(width, codes)
+    compare_kernels(EmulatedEngine(plan, arrays, emulator), give_states([37], {"x": width}))
+
+
+@pytest.mark.parametrize("dense", [each for each in DENSE if len(each.lengths) < 100], ids=str)
+def test_dense_steps_of_a_head(emulator, dense):
+    plan = dense.plan()
+    compare_dense(dense, EmulatedEngine(plan, dense.arrays(), emulator), dense.tokens())
+
+
+def test_the_emulator_says_what_is_wrong(emulator):
+    call = AttentionArguments()
+    with pytest.raises(AssertionError, match="no block has so much shared memory"):
+        emulator.launch("attention_64_int8_long", (1, 1), 128, [call], 1 << 20)
