@@ -12,14 +12,12 @@ from typing import Any
 
 import torch
 
-from qdqbench.quantize.engine.cuda import compile as kernels
-from qdqbench.quantize.engine.cuda.compile import list_instances
+from qdqbench.quantize.engine.cuda.compile import list_instances, read_source
 from qdqbench.quantize.engine.cuda.driver import TensorMap
 from qdqbench.quantize.engine.cuda.plan import Attention, Plan
 from qdqbench.quantize.engine.cuda.runtime import CudaEngine
 
 FOLDER = Path(__file__).with_name("emulator")
-SOURCES = Path(kernels.__file__).with_name("kernels")
 COMPILER = shutil.which("g++")
 FLAGS = ["-std=c++20", "-O2", "-w", "-fPIC", "-shared", f"-I{FOLDER}"]
 
@@ -37,16 +35,20 @@ def list_lines(plans: Iterable[Plan]) -> dict[str, set[str]]:
 def compile_kernels(lines: Mapping[str, Iterable[str]], folder: Path) -> None:
     """Write a library for each source file, with such instances of its templates."""
     for source, instances in lines.items():
-        text, made = (SOURCES / f"{source}.cu").read_text(), folder / f"{source}.cpp"
-        made.write_text("\n".join([text, *sorted(instances), ""]))
-        # shared memory of a known size is a static array, and all other is the machine's
-        flags = [*FLAGS, f"-D__shared__={'' if 'extern __shared__' in text else 'static'}"]
-        names = re.findall(r'extern "C"\s+void\s+(\w+)\(', _compile([*flags, "-E", "-P", str(made)]))
-        with made.open("a") as file:
-            file.writelines(
-                f'extern "C" void run_{name}(void** all) {{ call({name}, all); }}\n' for name in names
-            )
-        _compile([*flags, str(made), str(FOLDER / "machine.cpp"), "-o", str(folder / f"{source}.so")])
+        compile_text("\n".join([read_source(source), *sorted(instances), ""]), folder / source)
+
+
+def compile_text(text: str, at: Path) -> None:
+    """Write the library of a source file, with a function that takes pointers for each of its kernels."""
+    made = at.with_suffix(".cpp")
+    made.write_text(text)
+    # shared memory of a known size is a static array, and all other is the machine's
+    flags = [*FLAGS, f"-D__shared__={'' if 'extern __shared__' in text else 'static'}"]
+    names = re.findall(r'extern "C"\s+void\s+(\w+)\(', _compile([*flags, "-E", "-P", str(made)]))
+    with made.open("a") as file:
+        for name in names:
+            file.write(f'extern "C" void run_{name}(void** all) {{ call({name}, all); }}\n')
+    _compile([*flags, str(made), str(FOLDER / "machine.cpp"), "-o", str(at.with_suffix(".so"))])
 
 
 def _compile(options: list[str]) -> str:

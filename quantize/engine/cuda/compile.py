@@ -101,12 +101,22 @@ def list_instances(operation: Operation, plan: Plan) -> list[tuple[str, str]]:
 
 def compile_source(name: str, instances: list[str]) -> bytes:
     """Return the cubin of kernels/NAME.cu with such instances of its templates."""
-    folder = files(__package__) / "kernels"
-    text, header = ((folder / file).read_text() for file in (f"{name}.cu", "ptx.cuh"))
-    source = "\n".join([text, *instances]).encode()
+    return compile_text(name, "\n".join([read_source(name), *instances]))
+
+
+def read_source(name: str) -> str:
+    """Return kernels/NAME.cu."""
+    return (files(__package__) / "kernels" / f"{name}.cu").read_text()
+
+
+def compile_text(name: str, text: str) -> bytes:
+    """Return the cubin of a source that includes ptx.cuh."""
+    header = (files(__package__) / "kernels" / "ptx.cuh").read_text()
     nvrtc, program = load_nvrtc(), c.c_void_p()
     headers, names = (c.c_char_p * 1)(header.encode()), (c.c_char_p * 1)(b"ptx.cuh")
-    _check(nvrtc.nvrtcCreateProgram(c.byref(program), source, f"{name}.cu".encode(), 1, headers, names))
+    _check(
+        nvrtc.nvrtcCreateProgram(c.byref(program), text.encode(), f"{name}.cu".encode(), 1, headers, names)
+    )
     options = (c.c_char_p * len(_OPTIONS))(*[option.encode() for option in _OPTIONS])
     failed = nvrtc.nvrtcCompileProgram(program, len(_OPTIONS), options)
     if failed:
