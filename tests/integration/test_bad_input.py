@@ -384,7 +384,7 @@ INTERRUPTED = {
     [
         *(pytest.param(stage, KeyboardInterrupt, marks=pytest.mark.long) for stage in [*INTERRUPTED][1:]),
         (next(iter(INTERRUPTED)), KeyboardInterrupt),
-        ("export", MemoryError),
+        pytest.param("export", MemoryError, marks=pytest.mark.long),
     ],
 )
 def test_interrupted_run_goes_on_where_it_stopped(  # noqa: PLR0917

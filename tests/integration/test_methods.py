@@ -61,6 +61,7 @@ def test_every_row_is_measured_and_the_best_is_written(qdqbench, sst2, recipe, t
         assert text in done.out
 
 
+@pytest.mark.long
 def test_a_killed_comparison_goes_on(qdqbench, sst2, recipe, tmp_path, monkeypatch):
     """Killed at its second row, then once more with a torn line, against one that was not."""
     three = ("--method", "max", "--method", "mse", "--method", "percentile/99.9", "--smoothing", "none")

@@ -492,7 +492,9 @@ def test_a_wrong_graph_fails_parity(a_run, sst2, qdqbench):
 
 
 @needs_rtx
-@pytest.mark.parametrize("task", ["mnli", "stsb", pytest.param("mrpc", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "task", ["mnli", *(pytest.param(task, marks=pytest.mark.long) for task in ("stsb", "mrpc"))]
+)
 def test_other_tasks(task, given, tmp_path, qdqbench):
     theirs, out = given(task), tmp_path / "run"
     # models this small have answers on the edge: 0.05 is 4 samples

@@ -19,7 +19,7 @@ from qdqbench.quantize.engine.cuda.runtime import CudaEngine
 
 FOLDER = Path(__file__).with_name("emulator")
 COMPILER = shutil.which("g++")
-FLAGS = ["-std=c++20", "-O2", "-w", "-fPIC", "-shared", f"-I{FOLDER}"]
+FLAGS = ["-std=c++20", "-O1", "-w", "-fPIC", "-shared", f"-I{FOLDER}"]
 
 
 def list_lines(plans: Iterable[Plan]) -> dict[str, set[str]]:

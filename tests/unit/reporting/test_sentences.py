@@ -205,7 +205,7 @@ def states(outcome: Outcome) -> Any:
     "name",
     [
         pytest.param(
-            name, marks=[pytest.mark.long] * (name in ("bench, below the gate", "bench, inconclusive"))
+            name, marks=[pytest.mark.long] * (name.startswith("bench, ") and name != "bench, slower")
         )
         for name in COMMANDS
     ],

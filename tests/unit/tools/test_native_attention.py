@@ -28,6 +28,7 @@ def test_teams_make_the_codes_of_the_shipped_kernel(emulator, lengths, size, tog
     hold(emulator, lengths, size, together)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lengths", [[384], [300, 400]])  # of one window each, or beyond what a block holds
 def test_teams_take_long_rows(emulator, lengths):
     hold(emulator, lengths, 64, heads=1)

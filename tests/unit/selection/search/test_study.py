@@ -124,6 +124,7 @@ def test_a_database_that_cannot_be_used(bad):
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_trial_is_queued_once_after_its_worker_died(open_study, monkeypatch):
     monkeypatch.setattr(study_module, "HEARTBEAT_S", 1)
     monkeypatch.setattr(study_module, "GRACE_S", 1)
