@@ -26,8 +26,8 @@ std::vector<Fiber> fibers;
 std::map<int, Barrier> barriers;
 std::map<u32, Phases> phases;
 std::string error;
-bool moved;  // whether a wait ended, or may end, since the scheduler last began with the first fiber
-bool early;  // a copy is done when it is asked for, too: every other block
+bool moved;  // whether a wait ended, or may end, since the scheduler last began with its first fiber
+bool early;  // every other block: copies are done when they are asked for too, and the first thread goes first
 int limit;   // bytes of shared memory
 void (*kernel)(void**);
 void** given;
@@ -115,9 +115,11 @@ extern "C" const char* launch(void (*called)(void**), void** arguments, int x, i
       }
       for (bool left = true; left;) {
         left = moved = false;
-        for (threadIdx = {0, 0}; threadIdx.x < threads && error.empty(); threadIdx.x++) {
-          if (!fibers[threadIdx.x].done) swapcontext(&scheduler, &fibers[threadIdx.x].context);
-          left |= !fibers[threadIdx.x].done;
+        for (int i = 0; i < threads && error.empty(); i++) {
+          threadIdx.x = early ? i : threads - 1 - i;
+          Fiber& fiber = fibers[threadIdx.x];
+          if (!fiber.done) swapcontext(&scheduler, &fiber.context);
+          left |= !fiber.done;
         }
         if (left && !moved && error.empty()) error = "all threads wait for one another";
         if (!error.empty()) return error.c_str();

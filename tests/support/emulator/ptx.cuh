@@ -1,6 +1,7 @@
 // In the place of kernels/ptx.cuh: what the kernels use of CUDA and of Hopper, on a CPU, one block after the other.
 // A thread of a block is a fiber (machine.cpp) that runs until it waits for others. Copies of cp.async are done when
 // `copies_wait` waits for them, and in every other block at once too, so that a kernel that counts on either fails.
+// Threads take turns forwards in some blocks and backwards in others.
 // Tiles of TMA and sums of wgmma are done at once.
 #pragma once
 #include <algorithm>
