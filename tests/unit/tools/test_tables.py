@@ -10,6 +10,7 @@ import pytest
 
 from qdqbench.eval.bench.results import headline_of, row_of, write_bench
 from qdqbench.quantize.recipe.schema import adapt_recipe, load_recipe
+from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.results import write_results
 
@@ -365,7 +366,8 @@ def test_accuracy_over_seeds_and_speed_stand_in_one_row():
         row.value *= 2
     bench.configs = [lengths, fixed]
     assert (bench.systems[0].name, bench.systems[0].backend.split()[0]) == ("int8", run.engine.backend)
-    _, made = tables.joint_tables([first, second], [bench], tables.Notes())
+    another = bench.model_copy(update={"recipe": bench.recipe | {"name": "of another bench"}})
+    _, made = tables.joint_tables([first, second], [another, bench], tables.Notes())
     header, _, row = ([cell.strip() for cell in line.strip("|").split("|")] for line in made.splitlines())
     cells = dict(zip(header, row, strict=True))
     error = 100 * run.stages.engine.vs_fp32.delta_stderr["accuracy"]
@@ -388,6 +390,13 @@ def test_accuracy_over_seeds_and_speed_stand_in_one_row():
 
 
 # Figures of `recipes list`
+
+
+def test_an_embedder_has_a_task_of_its_own():
+    """STS-B by the cosine of embeddings is not STS-B by a regression head."""
+    task = sample_run().task | {"name": "stsb"}
+    assert run_of(sample_run(task=task)).task.name == "stsb"
+    assert run_of(sample_run(task=task | {"type": PAIRS.name})).task.name == "embed"
 
 
 def test_figures_of_a_recipe_that_changed_since_count_no_more():
