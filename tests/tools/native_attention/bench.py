@@ -103,7 +103,7 @@ class Inputs:
         self.start, self.end = (
             move(np.repeat(each, rows).astype(np.int32)) for each in (self.starts[:-1], self.starts[1:])
         )
-        self.factor = move(np.full(heads * size, 0.02, np.float32))
+        self.factor = move(np.linspace(0.01, 0.03, heads * size, dtype=np.float32))
 
     def launch(
         self, kernels: Any, asked: Contestant, heads: int, out: Any, find: Callable[[Any], int]

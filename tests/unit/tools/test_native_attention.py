@@ -19,13 +19,13 @@ def emulator(made_once):
 
 
 @given(
-    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=3),
+    lengths=st.lists(st.integers(1, 150), min_size=1, max_size=3),
     size=st.sampled_from(SIZES),
-    together=st.integers(1, 2),
+    together=st.integers(1, 4),
 )
-@settings(max_examples=4)
+@settings(max_examples=3)
 def test_teams_make_the_codes_of_the_shipped_kernel(emulator, lengths, size, together):
-    hold(emulator, lengths, size, together)
+    hold(emulator, lengths, size, together, heads=4)
 
 
 @pytest.mark.long
@@ -35,17 +35,19 @@ def test_teams_take_long_rows(emulator, lengths):
 
 
 def hold(emulator, lengths, size, together=1, heads=2):
+    """Hold all kernels, with so many heads a block, to the shipped one with a head a block."""
     inputs = Inputs(lengths, heads, size)
+    shipped, *teams = list_contestants(size, find_reach(inputs.starts, 64))
     made = []
-    for each in list_contestants(size, find_reach(inputs.starts, 64)):
+    for each, of_block in [(shipped, 1), *((each, together) for each in (shipped, *teams))]:
         out = np.full((len(inputs.codes), heads * size), 99, np.int8)
-        if inputs.launch(emulator, each, together, out, lambda array: array.ctypes.data):
+        if inputs.launch(emulator, each, of_block, out, lambda array: array.ctypes.data):
             made.append((each.name, out[: sum(lengths)]))
-    (_, shipped), *others = made
+    (_, wanted), *others = made
     assert len(others) >= 3
     for name, out in others:
-        off = np.abs(out.astype(int) - shipped)
-        assert off.max() <= 2, name
+        off = np.abs(out.astype(int) - wanted)
+        assert off.max() <= (0 if name == shipped.name else 2), name
         assert (off > 0).sum() <= max(size, 0.002 * off.size), name
 
 
