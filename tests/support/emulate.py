@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from qdqbench.quantize.engine.cuda.compile import list_instances, read_source
+from qdqbench.quantize.engine.cuda.compile import list_lines, read_source
 from qdqbench.quantize.engine.cuda.driver import TensorMap
 from qdqbench.quantize.engine.cuda.plan import Attention, Plan
 from qdqbench.quantize.engine.cuda.runtime import CudaEngine
@@ -22,20 +22,10 @@ COMPILER = shutil.which("g++")
 FLAGS = ["-std=c++20", "-O1", "-w", "-fPIC", "-shared", f"-I{FOLDER}"]
 
 
-def list_lines(plans: Iterable[Plan]) -> dict[str, set[str]]:
-    """Return the lines that make the kernels of plans, by source file."""
-    lines: dict[str, set[str]] = {}
-    for plan in plans:
-        for operation in plan.operations:
-            for source, line in list_instances(operation, plan):
-                lines.setdefault(source, set()).add(line)
-    return lines
-
-
-def compile_kernels(lines: Mapping[str, Iterable[str]], folder: Path) -> None:
-    """Write a library for each source file, with such instances of its templates."""
-    for source, instances in lines.items():
-        compile_text("\n".join([read_source(source), *sorted(instances), ""]), folder / source)
+def compile_kernels(plans: Iterable[Plan], folder: Path) -> None:
+    """Write a library for each source file that plans need."""
+    for source, instances in list_lines(plans).items():
+        compile_text("\n".join([read_source(source), *instances, ""]), folder / source)
 
 
 def compile_text(text: str, at: Path) -> None:
@@ -63,7 +53,6 @@ class Emulator:
 
     def __init__(self, folder: Path) -> None:
         self._libraries = [c.CDLL(str(path)) for path in sorted(folder.glob("*.so"))]
-        self.launched: set[str] = set()
         for library in self._libraries:
             library.launch.restype = c.c_char_p
 
@@ -74,7 +63,6 @@ class Emulator:
         pointers = (c.c_void_p * len(arguments))(*[c.addressof(each) for each in arguments])
         wrong = library.launch(getattr(library, f"run_{name}"), pointers, *grid, block, shared)
         assert not wrong, f"{name}: {wrong.decode()}"
-        self.launched.add(name)
 
 
 def map_tiles(matrix: torch.Tensor, rows: int) -> TensorMap:

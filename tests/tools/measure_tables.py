@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +103,12 @@ def name_run(model: str, task: str, recipe: str, backend: str) -> str:
     return f"{model}-{task}-{recipe}-{backend}"
 
 
+def draw_squad_lengths(rows: int, random: np.random.Generator | None = None) -> np.ndarray:
+    """Return tokens of rows, log-normal and cut as SQuAD's."""
+    drawn = (random or np.random.default_rng(0)).lognormal(np.log(SQUAD_MEDIAN), SQUAD_SPREAD, rows)
+    return np.clip(np.rint(drawn), *SQUAD_TOKENS).astype(int)
+
+
 def write_squad_lengths(folder: Path, tokenizer: Path) -> Path:
     """Write made-up rows, as long in tokens as questions of SQuAD cut at 384: log-normal, mean 177.
 
@@ -112,8 +118,8 @@ def write_squad_lengths(folder: Path, tokenizer: Path) -> Path:
     known = load_tokenizer(str(tokenizer)).get_vocab()
     words = sorted(word for word in known if word.isascii() and word.isalnum())
     random = np.random.default_rng(0)
-    counts = np.clip(np.rint(random.lognormal(np.log(SQUAD_MEDIAN), SQUAD_SPREAD, SQUAD_ROWS)), *SQUAD_TOKENS)
-    texts = [" ".join(random.choice(words, int(count) - 2)) for count in counts]
+    counts = draw_squad_lengths(SQUAD_ROWS, random)
+    texts = [" ".join(random.choice(words, count - 2)) for count in counts]
     rows = {"sentence": texts, "label": [0, 1] * (SQUAD_ROWS // 2), "idx": list(range(SQUAD_ROWS))}
     for split in ("train", "validation"):
         path = folder / "sst2" / f"{split}.parquet"
@@ -255,6 +261,11 @@ def measure(steps: list[Step], work: Path, out: Path, until: float) -> Iterator[
             yield f"{step.name}: left out after {spent}, {why}"
 
 
+def find_idle(only: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the words of --only that no name begins with."""
+    return [word for word in only if word and not any(name.startswith(word) for name in names)]
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure the chunks that are named; returns 1 if anything was left out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -276,15 +287,16 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if wrong := [name for name in given.chunks if name not in known]:
         parser.error(f"no chunk is called {', '.join(wrong)}; there are {', '.join(known)}")
+    listed = [step.name for name in given.chunks for step in known[name]]
+    if idle := find_idle(given.only, listed):
+        parser.error(f"no step of these chunks begins with {', '.join(idle)}; there are {', '.join(listed)}")
     write_unsplit(given.work / f"{UNSPLIT}.yaml")
     if "lengths-squad" in given.chunks:
         write_squad_lengths(given.work / SQUAD, given.models / "minilm-l6-sst2")
     left_out = 0
     for name in given.chunks:
         steps = []
-        for step in known[name]:
-            if not step.name.startswith(tuple(given.only)):
-                continue
+        for step in (step for step in known[name] if step.name.startswith(tuple(given.only))):
             files = (given.out / step.name / name for name in (step.file, SUMMARY_FILE))
             if there := next((path for path in files if given.keep and path.is_file()), None):
                 print(f"{step.name}: skipped, {there} is there", flush=True)

@@ -8,6 +8,7 @@ import site
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from functools import cache
 from importlib import metadata
 from importlib.resources import files
@@ -48,12 +49,19 @@ def get_version() -> str:
 
 def compile_kernels(plan: Plan) -> dict[str, bytes]:
     """Return the cubin of each source file that the plan needs. Raises UserError without NVRTC."""
-    lines: dict[str, set[str]] = {}
     for operation in plan.operations:
         _require_kernel(operation, plan)
-        for source, line in list_instances(operation, plan):
-            lines.setdefault(source, set()).add(line)
-    return {source: compile_source(source, sorted(made)) for source, made in sorted(lines.items())}
+    return {source: compile_source(source, made) for source, made in list_lines([plan]).items()}
+
+
+def list_lines(plans: Iterable[Plan]) -> dict[str, list[str]]:
+    """Return the lines that make the kernels of plans of the templates, by source file."""
+    lines: dict[str, set[str]] = {}
+    for plan in plans:
+        for operation in plan.operations:
+            for source, line in list_instances(operation, plan):
+                lines.setdefault(source, set()).add(line)
+    return {source: sorted(made) for source, made in sorted(lines.items())}
 
 
 def _require_kernel(operation: Operation, plan: Plan) -> None:

@@ -18,16 +18,17 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from tests.tools.measure_tables import SQUAD_MEDIAN, SQUAD_SPREAD, SQUAD_TOKENS
+from tests.tools.measure_tables import draw_squad_lengths
 
 from qdqbench.quantize.engine.cuda.compile import compile_text, read_source
 from qdqbench.quantize.engine.cuda.driver import AttentionArguments, Kernels
+from qdqbench.quantize.engine.cuda.runtime import KEYS, WINDOW, find_reach
 
 TEAMS = Path(__file__).with_name("teams.cu")
 SHAPES = {2: (12, 6), 3: (12, 6), 4: (12,)}  # warps of a block, by warps of a team
 SIZES = 32, 64  # of a head
 LAUNCHES, ROUNDS, REPLAYS = 12, 9, 4
-KEYS, MOST, WINDOW, MOST_SHARED = 128, 512, 64, 227 * 1024
+MOST_SHARED = 227 * 1024  # bytes of a block
 CASES: dict[str, tuple[list[int], int, int]] = {  # rows, heads and their size
     "BERT-base 32 x 384": ([384] * 32, 12, 64),
     "BERT-base 8 x 384": ([384] * 8, 12, 64),
@@ -73,16 +74,6 @@ def read_text() -> str:
     return "\n".join([read_source("attention"), TEAMS.read_text(), *lines, ""])
 
 
-def find_reach(starts: Array, window: int) -> int:
-    """Return how many keys a block holds in shared memory: those of all rows that it touches, if they fit."""
-    tokens = int(starts[-1])
-    row = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    first = np.arange(0, tokens, window)
-    last = np.minimum(first + window, tokens) - 1
-    reach = int((starts[row[last] + 1] - starts[row[first]]).max())
-    return min(-(-reach // KEYS) * KEYS, MOST)
-
-
 class Inputs:
     """Rows of random codes: NumPy's arrays, or what `move` makes of them."""
 
@@ -122,12 +113,6 @@ class Inputs:
         return True
 
 
-def draw_squad(count: int) -> list[int]:
-    """Return lengths as measure_tables.py makes them up for SQuAD."""
-    drawn = np.random.default_rng(0).lognormal(np.log(SQUAD_MEDIAN), SQUAD_SPREAD, count)
-    return [int(each) for each in np.rint(drawn).clip(*SQUAD_TOKENS)]
-
-
 def measure(kernels: Kernels, lengths: list[int], heads: int, size: int) -> list[dict[str, Any]]:
     """Time all contestants on such rows."""
     import torch
@@ -140,7 +125,7 @@ def measure(kernels: Kernels, lengths: list[int], heads: int, size: int) -> list
     rows: list[dict[str, Any]] = []
     graphs: list[Any] = []
     wanted: Any = None
-    listed = list_contestants(size, find_reach(inputs[0].starts, WINDOW))
+    listed = list_contestants(size, find_reach(inputs[0].starts))
     for asked, together in itertools.product(listed, (1, 2, 3)):
 
         def launch(number: int, asked: Contestant = asked, together: int = together) -> bool:
@@ -189,7 +174,7 @@ def main() -> None:
     header = ["rows", "kernel", "heads of a block", "us", "over the shipped kernel", "codes that differ"]
     print(f"| {' | '.join(header)} |\n{'|---' * len(header)}|")
     for name, (given, heads, size) in CASES.items():
-        rows = found["cases"][name] = measure(kernels, given or draw_squad(92), heads, size)
+        rows = found["cases"][name] = measure(kernels, given or draw_squad_lengths(92).tolist(), heads, size)
         options.out.write_text(json.dumps(found, indent=1) + "\n")
         rows = sorted(rows, key=lambda row: median(row["us"]))
         best = {row["kernel"]: row for row in reversed(rows)}

@@ -141,22 +141,7 @@ __device__ inline void teams_body(const AttentionArguments& call) {
           o[0] += x.x, o[1] += x.y, o[2] += x.z, o[3] += x.w;
         }
       }
-      const float4* factors = (const float4*)(qs + (ROWS + 2 * call.most) * D) + w.t;
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        int row = first + w.quad + 8 * h;
-        if (row >= call.tokens) break;
-        char* out = (char*)call.out + (CODED ? 1 : 2) * (size_t(row) * call.hidden + (head0 + n) * D + 4 * w.t);
-#pragma unroll
-        for (int d = 0; d < CHUNKS; d++) {
-          float4 factor = factors[4 * d];
-          const int *even = &w.o[d][0][2 * h], *odd = &w.o[d][1][2 * h];
-          float x0 = float(even[0]) * factor.x, x1 = float(odd[0]) * factor.y;
-          float x2 = float(even[1]) * factor.z, x3 = float(odd[1]) * factor.w;
-          if constexpr (CODED) *(u32*)(out + 16 * d) = codes_of(x0, x1, x2, x3);
-          else *(uint2*)(out + 32 * d) = {half2_of(x0, x1), half2_of(x2, x3)};
-        }
-      }
+      w.template write<CODED>(call, qs + (ROWS + 2 * call.most) * D, first, head0 + n);
     }
     __syncthreads();
     if (n + 1 < heads && !whole_range) load_head(n + 1);

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
-from tests.tools.measure_tables import PROGRAM, REAL, name_run
+from tests.tools.measure_tables import PROGRAM, REAL, find_idle, name_run
 
 HEAL = Path(__file__).with_name("heal.py")
 SMALL = "minilm-l6"
@@ -104,7 +104,7 @@ def count_seeds(model: str, task: str) -> int:
 
 
 def choose_backends(model: str, task: str, recipe: str, seed: int) -> list[str]:
-    """Return one backend for each model of the first seed and for some of others, and all for some tasks."""
+    """Return the backends of a run: the model's own, and for some tasks of seed 0 all others."""
     own = RTX if model == "mpnet" else CUDA
     chosen = [own] if not seed or recipe in SEEDED else []
     if not seed and (task == EMBED or (task in SEEDS and model != SMALL)):
@@ -259,7 +259,11 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     given.work.mkdir(parents=True, exist_ok=True)
     made = itertools.chain.from_iterable(kind(given) for kind in kinds[given.kind])
-    asked = [job for job in made if job.name.startswith(tuple(given.only))]
+    listed = [*made]
+    names = [job.name for job in listed]
+    if idle := find_idle(given.only, names):
+        parser.error(f"no job begins with {', '.join(idle)}; there are {', '.join(names)}")
+    asked = [job for job in listed if job.name.startswith(tuple(given.only))]
     do_all(asked, given)
     return int(any(not job.file.is_file() for job in asked))
 

@@ -126,3 +126,13 @@ def test_the_list_and_unknown_chunks(capsys):
     with pytest.raises(SystemExit):
         main(["bsae"])
     assert "no chunk is called bsae" in capsys.readouterr().err
+
+
+def test_a_step_that_is_not_there_is_an_error(tmp_path, capsys):
+    where = ["--work", str(tmp_path), "--out", str(tmp_path)]
+    with pytest.raises(SystemExit):
+        main(["unpadded-large", "--only", "no-such-step", *where])
+    assert (
+        "no step of these chunks begins with no-such-step; there are large-unpadded"
+        in capsys.readouterr().err
+    )

@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qdqbench.quantize.engine.cuda.runtime import find_reach
+
 from ...support.emulate import COMPILER, Emulator, compile_text
-from ...tools.native_attention.bench import CASES, SIZES, Inputs, find_reach, list_contestants, read_text
+from ...tools.native_attention.bench import CASES, SIZES, Inputs, list_contestants, read_text
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 
@@ -37,7 +39,7 @@ def test_teams_take_long_rows(emulator, lengths):
 def hold(emulator, lengths, size, together=1, heads=2):
     """Hold all kernels, with so many heads a block, to the shipped one with a head a block."""
     inputs = Inputs(lengths, heads, size)
-    shipped, *teams = list_contestants(size, find_reach(inputs.starts, 64))
+    shipped, *teams = list_contestants(size, find_reach(inputs.starts))
     made = []
     for each, of_block in [(shipped, 1), *((each, together) for each in (shipped, *teams))]:
         out = np.full((len(inputs.codes), heads * size), 99, np.int8)

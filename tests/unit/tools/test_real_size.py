@@ -174,3 +174,12 @@ def test_a_job_is_done_once_and_its_folder_goes(status, kept, tmp_path):
     assert ("is there" in measure.do(job, tmp_path, later, None)) == kept
     file.unlink(missing_ok=True)
     assert "no time is left" in measure.do(job, tmp_path, time.monotonic(), None)
+
+
+def test_a_job_that_is_not_there_is_an_error(tmp_path, capsys):
+    folders = [
+        part for name in ("models", "data", "work", "out") for part in (f"--{name}", str(tmp_path / name))
+    ]
+    with pytest.raises(SystemExit):
+        measure.main(["train", *folders, "--only", "heal", "no-such-job"])
+    assert "no job begins with no-such-job; there are heal, " in capsys.readouterr().err

@@ -136,6 +136,24 @@ template <int D> struct Warp {
       }
     }
   }
+  template <bool CODED> __device__ inline void write(const AttentionArguments& call, const i8* scales, int first, int head) const {
+    const float4* factors = (const float4*)scales + t;
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      int row = first + quad + 8 * h;
+      if (row >= call.tokens) break;
+      char* out = (char*)call.out + (CODED ? 1 : 2) * (size_t(row) * call.hidden + head * D + 4 * t);
+#pragma unroll
+      for (int d = 0; d < CHUNKS; d++) {
+        float4 factor = factors[4 * d];
+        const int *even = &o[d][0][2 * h], *odd = &o[d][1][2 * h];
+        float x0 = float(even[0]) * factor.x, x1 = float(odd[0]) * factor.y;
+        float x2 = float(even[1]) * factor.z, x3 = float(odd[1]) * factor.w;
+        if constexpr (CODED) *(u32*)(out + 16 * d) = codes_of(x0, x1, x2, x3);
+        else *(uint2*)(out + 32 * d) = {half2_of(x0, x1), half2_of(x2, x3)};
+      }
+    }
+  }
   // PASS 0: maximum and sum; 2: P . v with them; 1: both, of keys that are one step.
   template <int GROUPS, int PASS, bool CLAMP>
   __device__ inline void step(const AttentionArguments& call, const i8* keys, const i8* values, int at, const int (&low)[2], const int (&high)[2]) {
@@ -234,22 +252,7 @@ template <int D, bool ONE, bool CODED, bool CLAMP> __device__ inline void attent
         if (pass == 0) w.finish(call.unit);
       }
     }
-    const float4* factors = (const float4*)(qs + (QUERIES + 2 * call.most) * D) + w.t;
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      int row = first + w.quad + 8 * h;
-      if (row >= call.tokens) break;
-      char* out = (char*)call.out + (CODED ? 1 : 2) * (size_t(row) * call.hidden + (head0 + n) * D + 4 * w.t);
-#pragma unroll
-      for (int d = 0; d < CHUNKS; d++) {
-        float4 factor = factors[4 * d];
-        const int *even = &w.o[d][0][2 * h], *odd = &w.o[d][1][2 * h];
-        float x0 = float(even[0]) * factor.x, x1 = float(odd[0]) * factor.y;
-        float x2 = float(even[1]) * factor.z, x3 = float(odd[1]) * factor.w;
-        if constexpr (CODED) *(u32*)(out + 16 * d) = codes_of(x0, x1, x2, x3);
-        else *(uint2*)(out + 32 * d) = {half2_of(x0, x1), half2_of(x2, x3)};
-      }
-    }
+    w.template write<CODED>(call, qs + (QUERIES + 2 * call.most) * D, first, head0 + n);
     __syncthreads();
     if (n + 1 < heads && !whole_range) load_head(n + 1);
   }

@@ -18,7 +18,7 @@ from qdqbench.quantize.engine.cuda.tokens import pack_tokens
 
 from ....support.cuda_graphs import batch_for, write_wide
 from ....support.cuda_kernels import DENSE, compare_dense, compare_kernels, give_states
-from ....support.emulate import COMPILER, EmulatedEngine, Emulator, compile_kernels, list_lines, map_tiles
+from ....support.emulate import COMPILER, EmulatedEngine, Emulator, compile_kernels, map_tiles
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 RECIPES = ["bert-int8-attention", "bert-int8-residual", "bert-int8-residual-fused"]
@@ -54,8 +54,8 @@ def packed(made_once):
 def emulator(packed, made_once):
     plans = [plan for _, plan, _ in packed.values()] + [make_gemm(64, 64, *each)[0] for each in EPILOGUES]
     plans += [make_norm(128 * parts, codes)[0] for parts, codes in product(NORM_PARTS, range(4))]
-    lines = list_lines([*plans, DENSE[0].plan()])
-    return Emulator(made_once("emulated", lambda folder: compile_kernels(lines, folder)))
+    plans.append(DENSE[0].plan())
+    return Emulator(made_once("emulated", lambda folder: compile_kernels(plans, folder)))
 
 
 def end(of: str) -> Head:
