@@ -122,7 +122,7 @@ def launch_gemm(  # noqa: PLR0913, PLR0917
 ) -> None:
     """Launch an instance of gemm.cu on INT8 [M, K] and [N, K], with one block a multiprocessor at most."""
     grid = min(multiprocessors, -(-call.m // tile[0]) * -(-call.n // tile[1]))
-    shared = STAGES[tile] * (sum(tile) * 128 + 16) + 1024
+    shared = STAGES[tile] * (sum(tile) * 128 + 16) + 48 * tile[1] + 1024
     arguments = [map_tiles(source, tile[0]), map_tiles(weight, tile[1]), call]
     kernels.launch(f"gemm_{tile[0]}_{tile[1]}_{instance}", (grid, 1), 384, arguments, shared)
 

@@ -4,7 +4,8 @@
 // other finishes its own. Each block stays for many tiles. Rows of B are permuted by the packer so that a thread
 // owns consecutive columns and writes 16 bytes at once: no staging in shared memory.
 // The epilogue is x = activation(sum * scale[n] + bias[n]); then x + residual[m, n] in FP16, or x + codes[m, n] *
-// factor[n]; then FP16, or codes round(x), behind an activation round(x * factor[n]).
+// factor[n]; then FP16, or codes round(x), behind an activation round(x * factor[n]). What it reads of columns is in
+// shared memory before a group's turn begins.
 #include "ptx.cuh"
 
 enum Activation { NONE, GELU_TANH, GELU };
@@ -20,11 +21,12 @@ struct GemmArguments {
 // Of a tile with rows of 128 bytes, swizzled by 128 bytes: 8 rows lie 1,024 bytes apart.
 __device__ inline u64 descriptor(u32 address) { return u64(address >> 4 & 0x3FFF) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
 
+// GELU by tanh takes UNIT * x and gives 2 * UNIT * gelu(x), so that tanh's x * (0.7978845608 + 0.0356774081 * x^2) is
+// two instructions.
+constexpr float UNIT = 0.3292034910f;
+
 template <Activation ACTIVATION> __device__ inline float activate(float x) {
-  if constexpr (ACTIVATION == GELU_TANH) {
-    float u = x * (0.7978845608f + 0.0356774081f * x * x), h = 0.5f * x;
-    return fmaf(h, tanh_of(u), h);
-  }
+  if constexpr (ACTIVATION == GELU_TANH) return fmaf(x, tanh_of(x * fmaf(x, x, 2.4236819551f)), x);
   if constexpr (ACTIVATION == GELU) return 0.5f * x * (1.0f + erff(x * 0.7071067812f));
   return x;
 }
@@ -83,13 +85,29 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
     }
   } else {
     more_registers<240>();
-    int mine = group - 1, done = 0;  // k blocks of all tiles before this one
-    if (mine == 1) turn_give(1);     // the first turn is the first group's
+    int mine = group - 1, slot = thread % 128;
+    float* numbers = (float*)(memory + (empty + 8 * STAGES - shared_address(memory))) + 6 * TN * mine;  // [2][3][TN]
+    float loaded[3];  // of a column of the group's next tile: scale, bias, factor
+    auto load = [&](int tile) {
+      int column = tile % n_tiles * TN + slot;
+      if (tile >= tiles || slot >= TN || column >= call.n) return;
+      loaded[0] = call.scale[column], loaded[1] = call.bias[column];
+      if constexpr (FACTOR) loaded[2] = call.factor[column];
+    };
+    auto store = [&](float* to) {
+      constexpr float IN = ACTIVATION == GELU_TANH ? UNIT : 1.0f, OUT = ACTIVATION == GELU_TANH && SCALED ? 0.5f / UNIT : 1.0f;
+      if (slot >= TN) return;
+      to[slot] = loaded[0] * IN, to[TN + slot] = loaded[1] * IN;
+      if constexpr (FACTOR) to[2 * TN + slot] = loaded[2] * OUT;
+    };
+    if (mine == 1) turn_give(1);  // the first turn is the first group's
+    load(first + mine * step);
+    store(numbers);
     wait_previous();
-    int order = 0;
-    for (int tile = first; tile < tiles; tile += step, order ^= 1, done += blocks) {
-      if (order != mine) continue;
+    for (int number = mine, tile = first + mine * step; tile < tiles; number += 2, tile += 2 * step) {
       int row = tile / n_tiles * TM + 16 * warp + lane / 4, column = tile % n_tiles * TN + RUN * (lane % 4);
+      int done = number * blocks;  // k blocks of all tiles before this one
+      const float* own = numbers + (number & 2 ? 3 * TN : 0) + RUN * (lane % 4);
       u32 words[TN / GROUP][MI][2][4];  // what a thread writes, and before that the residual
       if constexpr (RESIDUAL != NO_RESIDUAL) {
 #pragma unroll
@@ -112,6 +130,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
       }
       int sums[MI][TN / 2];
       turn_wait(1 + mine);
+      load(tile + 2 * step);
       int at = done % STAGES; u32 phase = done / STAGES & 1; int last = -1;
       for (int block = 0; block < blocks; block++) {
         barrier_wait(full + 8 * at, phase);
@@ -134,6 +153,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
         if (++at == STAGES) at = 0, phase ^= 1;
       }
       turn_give(2 - mine);
+      store(numbers + (number & 2 ? 0 : 3 * TN));  // all warps are done with the group's previous tile
 #pragma unroll
       for (int mi = 0; mi < MI; mi++)
 #pragma unroll
@@ -146,13 +166,12 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
       if (lane == 0) barrier_arrive(empty + 8 * last);
 
 #pragma unroll
-      for (int g = 0; g < TN / GROUP; g++, column += GROUP) {
+      for (int g = 0; g < TN / GROUP; g++, column += GROUP, own += GROUP) {
         if (column >= call.n) break;
 #pragma unroll
         for (int four = 0; four < RUN / 4; four++) {
-          float4 scale = *(const float4*)(call.scale + column + 4 * four);
-          float4 bias = *(const float4*)(call.bias + column + 4 * four), factor;
-          if constexpr (FACTOR) factor = *(const float4*)(call.factor + column + 4 * four);
+          float4 scale = *(const float4*)(own + 4 * four), bias = *(const float4*)(own + TN + 4 * four), factor;
+          if constexpr (FACTOR) factor = *(const float4*)(own + 2 * TN + 4 * four);
 #pragma unroll
           for (int mi = 0; mi < MI; mi++)
 #pragma unroll
@@ -163,6 +182,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
               float x2 = activate<ACTIVATION>(fmaf(float(s[4]), scale.z, bias.z));
               float x3 = activate<ACTIVATION>(fmaf(float(s[5]), scale.w, bias.w));
               if constexpr (SCALED) x0 *= factor.x, x1 *= factor.y, x2 *= factor.z, x3 *= factor.w;
+              else if constexpr (ACTIVATION == GELU_TANH) x0 *= 0.5f / UNIT, x1 *= 0.5f / UNIT, x2 *= 0.5f / UNIT, x3 *= 0.5f / UNIT;
               if constexpr (CODED) {
                 words[g][mi][h][four] = codes_of(x0, x1, x2, x3);
               } else {
@@ -200,6 +220,6 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
   }
 // Three tiles for each epilogue: 128 x 128, 64 x 128, 64 x 64.
 #define GEMM(NAME, ...)                          \
-  GEMM_OF(gemm_128_128_##NAME, 2, 128, 6, __VA_ARGS__) \
+  GEMM_OF(gemm_128_128_##NAME, 2, 128, 5, __VA_ARGS__) \
   GEMM_OF(gemm_64_128_##NAME, 1, 128, 8, __VA_ARGS__)  \
   GEMM_OF(gemm_64_64_##NAME, 1, 64, 12, __VA_ARGS__)
