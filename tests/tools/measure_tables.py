@@ -215,7 +215,7 @@ def prepare(steps: list[Step], work: Path, until: float) -> None:
     """Export, build and compile for all benches side by side: each is timed alone afterwards."""
     benches = [step for step in steps if step.file == "bench.json"]
     threads = max(1, (os.cpu_count() or 1) // max(1, len(benches)))
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
     begun = [
         subprocess.Popen(
             [*PROGRAM, *step.command, "--build-only", "--out", str(work / step.name)], env=environment

@@ -170,17 +170,18 @@ def round_weights(model: Path, named: Path) -> None:
     part.rename(named)
 
 
-def do(job: Job, work: Path, until: float, gpu: str | None) -> str:
+def do(job: Job, given: argparse.Namespace, until: float, gpu: str | None) -> str:
     """Run the command of a job whose file is missing; return a line about it."""
     if job.file.is_file():
         return f"{job.name}: is there"
     started = time.monotonic()
     if started >= until:
         return f"{job.name}: left out, no time is left"
-    environment = (
-        os.environ | {"OMP_NUM_THREADS": "1"} | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
-    )
-    log = (work / f"{job.name}.log").open("a")
+    threads = max(1, (os.cpu_count() or 1) // given.workers)
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
+    log = (given.work / f"{job.name}.log").open("a")
     printed = job.file.with_suffix(".part")
     if job.printed:
         printed.parent.mkdir(parents=True, exist_ok=True)
@@ -232,7 +233,7 @@ def do_all(asked: Sequence[Job], given: argparse.Namespace) -> None:
                     continue
                 waiting.remove(job)
                 chosen = str(gpu) if given.gpus > 1 else None
-                running[pool.submit(do, job, given.work, begun + given.seconds, chosen)] = job, gpu
+                running[pool.submit(do, job, given, begun + given.seconds, chosen)] = job, gpu
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 job, _ = running.pop(future)
                 print(f"{time.monotonic() - begun:5.0f} s: {future.result()}", flush=True)

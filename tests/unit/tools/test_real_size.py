@@ -1,6 +1,7 @@
 """The programs behind the rows of real size: a port that copies, batches that fit, jobs that resume."""
 
 import argparse
+import os
 import sys
 import time
 from collections import Counter
@@ -120,7 +121,7 @@ def test_runs_are_of_models_that_are_there_and_the_slow_ones_come_last(given):
 def test_a_job_runs_after_the_one_it_needs_and_alone_where_it_must_be(given, monkeypatch):
     running, seen = [], []
 
-    def do(job, work, until, gpu):
+    def do(job, given, until, gpu):
         running.append((job.name, gpu))
         seen.append((job.name, gpu, [*running]))
         time.sleep(0.05)
@@ -160,20 +161,21 @@ def test_runs_read_rounded_weights(tmp_path):
 
 
 @pytest.mark.parametrize(("status", "kept"), [(0, True), (2, True), (1, False)])
-def test_a_job_is_done_once_and_its_folder_goes(status, kept, tmp_path):
+def test_a_job_is_done_once_and_its_folder_goes(status, kept, given, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "cpu_count", lambda: 3 * given.workers + 1)
     heavy, file = tmp_path / "heavy", tmp_path / "a" / "results.json"
     heavy.mkdir()
-    printing = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    printing = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['OMP_NUM_THREADS'])"
     command = [sys.executable, "-Sc", f"{printing}; sys.exit({status})"]
     job = measure.Job("job", command, file, printed=True, heavy=heavy)
     later = time.monotonic() + 60
-    assert f"status {status}" in measure.do(job, tmp_path, later, "1")
+    assert f"status {status}" in measure.do(job, given, later, "1")
     assert file.is_file() == kept  # 2 is a result, 1 is none
-    assert not kept or file.read_text() == "1\n"
+    assert not kept or file.read_text() == "1 3\n"
     assert not heavy.exists()
-    assert ("is there" in measure.do(job, tmp_path, later, None)) == kept
+    assert ("is there" in measure.do(job, given, later, None)) == kept
     file.unlink(missing_ok=True)
-    assert "no time is left" in measure.do(job, tmp_path, time.monotonic(), None)
+    assert "no time is left" in measure.do(job, given, time.monotonic(), None)
 
 
 def test_a_job_that_is_not_there_is_an_error(tmp_path, capsys):
