@@ -269,9 +269,39 @@ def random_sets(
 
     Of the model's other inputs the mask is 1 and the rest 0; sets of other shapes are drawn separately.
     """
+    return _draw_sets(inputs, shape, lambda rng: rng.integers(0, vocabulary, shape), sets, seed)
+
+
+def text_sets(
+    inputs: Sequence[str], shape: tuple[int, int], texts: Sequence[Array], sets: int, seed: int
+) -> list[Batch]:
+    """Draw input sets of whole texts, one behind the other, as `random_sets` draws token ids.
+
+    INT8 scales hold for texts. On random token ids INT8 logits can lie far from those of FP32: 0.82
+    (relative) for MiniLM on MRPC with `int8-residual-fused` at 128 tokens, and 0.11 on texts.
+
+    Args:
+        texts: token ids of each, at least one; a row begins where a text does.
+    """
+    ids, starts = np.concatenate(texts), np.cumsum([0, *map(len, texts)])[:-1]
+
+    def draw(rng: np.random.Generator) -> Array:
+        first = rng.choice(starts, shape[0])
+        return ids[(first[:, None] + np.arange(shape[1])) % len(ids)]
+
+    return _draw_sets(inputs, shape, draw, sets, seed)
+
+
+def _draw_sets(
+    inputs: Sequence[str],
+    shape: tuple[int, int],
+    draw: Callable[[np.random.Generator], Array],
+    sets: int,
+    seed: int,
+) -> list[Batch]:
     rest = {name: np.full(shape, int(name == MASK), dtype=np.int64) for name in inputs if name != TOKENS}
     generators = (np.random.default_rng([seed, *shape, number]) for number in range(sets))
-    return [{TOKENS: rng.integers(0, vocabulary, shape, dtype=np.int64)} | rest for rng in generators]
+    return [{TOKENS: draw(rng).astype(np.int64)} | rest for rng in generators]
 
 
 def session_sets(session: Session, batch: int, length: int, sets: int) -> list[Batch]:

@@ -279,7 +279,9 @@ def method(bench: Bench) -> str:
     chosen = bench.settings
     effort = f"{chosen.iterations} launches" if chosen.iterations else f"{chosen.duration_s:g} s per system"
     kinds = {config.kind for config in bench.configs}
-    inputs = f"{chosen.input_sets} random input sets" if "fixed" in kinds else "the rows of the split"
+    inputs = (
+        f"{chosen.input_sets} input sets of {chosen.inputs}" if "fixed" in kinds else "the rows of the split"
+    )
     if bench.device == "gpu":
         timed, engines = "CUDA events around each launch", f"{ENGINE_SHAPES[chosen.engine_shapes]}; "
         timed += ", copies included for a data set" if "dataset" in kinds else ""

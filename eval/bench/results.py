@@ -57,7 +57,9 @@ class BenchSettings(Strict):
     iterations: int | None
     """Inferences per round; null: as many as `duration_s` takes."""
     input_sets: int
-    """Number of random inputs that each system rotates through."""
+    """Number of inputs of a fixed shape that each system rotates through."""
+    inputs: str = "random token ids"
+    """What they are: the run's calibration samples, or random token ids."""
     engine_shapes: EngineShapes
     """Shapes of the engines: those of the recipe, the exact one of each config, or both."""
     seed: int

@@ -226,6 +226,9 @@ def run_bench(  # noqa: PLR0913
     """
     on_cpu, clock = options.device == "cpu", time.monotonic()
     capability = gpu.compute_capability if not on_cpu and (gpu := find_gpu()) else None
+    settings = BenchSettings(**options.model_dump(include={*BenchSettings.model_fields}))
+    if options.batches and not options.build_only and target.texts:
+        settings.inputs = "the run's calibration samples"
     result = Bench(
         created=now(),
         command=command,
@@ -235,7 +238,7 @@ def run_bench(  # noqa: PLR0913
         cpu=cpu_now() if on_cpu else None,
         target=target.about,
         recipe=target.session.recipe.model_dump(mode="json"),
-        settings=BenchSettings(**options.model_dump(include={*BenchSettings.model_fields})),
+        settings=settings,
         systems=describe_systems(target, options, " ".join(backend)),
         configs=[],
         notes=_notes(target, options, backend, capability),
@@ -408,7 +411,7 @@ def _record_problems(result: Bench, config: BenchConfig) -> None:
 
 
 def _notes(target: Target, options: BenchPlan, backend: tuple[str, str], capability: str | None) -> list[str]:
-    notes = softmax_notes(target, options.lengths)
+    notes = [*target.notes, *softmax_notes(target, options.lengths)]
     if target.about.random_weights:
         notes.append("random weights: latency is that of the shape, accuracy means nothing")
     if options.device == "gpu":

@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, cast
 from pydantic import ConfigDict
 
 from qdqbench.eval.bench import peers
-from qdqbench.eval.bench.measure import ReadySystem, random_sets
+from qdqbench.eval.bench.measure import ReadySystem, random_sets, text_sets
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSettings, BenchSystem, Device, Precision
 from qdqbench.eval.bench.target import BatchedSplit, Target
 from qdqbench.eval.reporting.formats import label
@@ -241,8 +241,10 @@ class Preparation(Generic[Work]):
         config, target, options = self.config, self.target, self.options
         if config.split:
             return config.split.batches
-        words, sets = target.about.shape["vocabulary"], options.input_sets
-        return random_sets(target.family.inputs, config.shapes[0], words, sets, options.seed)
+        asked = target.family.inputs, config.shapes[0]
+        if texts := target.texts:
+            return text_sets(*asked, texts, options.input_sets, options.seed)
+        return random_sets(*asked, target.about.shape["vocabulary"], options.input_sets, options.seed)
 
     def forward(self, system: System) -> Callable[..., Any]:
         """Return the model in PyTorch with SDPA attention, eager or compiled; on a GPU for each shape."""

@@ -1,5 +1,6 @@
 """Targets of a bench: a finished run, a model folder, or a built-in shape with random weights."""
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import MODEL_SHAPES, family_named, family_of
 from qdqbench.quantize.models.identity import Pooling, has_pooling
-from qdqbench.quantize.models.inputs import pad_columns
+from qdqbench.quantize.models.inputs import MASK, TOKENS, pad_columns
 from qdqbench.quantize.models.load import load_model, load_tokenizer
 from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.artifacts import FP16, FP32, INT8, length_edges
@@ -32,7 +33,7 @@ from qdqbench.quantize.recipe.schema import Recipe, find_recipe, load_recipe
 from qdqbench.quantize.tasks.rows import encode, load_split, sorted_batches, sorted_rows
 from qdqbench.quantize.tasks.task import EMBED, Task, get_task
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.arrays import Batch
+from qdqbench.quantize.utils.arrays import Array, Batch
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH, BackendName
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
@@ -51,6 +52,7 @@ class Target:
     forms: dict[ExportSettings, Path] = field(default_factory=dict)  # of the INT8 graph, for other backends
     _gemms: dict[Path, list[str]] = field(default_factory=dict)
     stack: ExitStack = field(default_factory=ExitStack)  # removes them, at the end of a bench
+    notes: list[str] = field(default_factory=list)
 
     @property
     def graphs(self) -> dict[str, Path]:
@@ -80,6 +82,20 @@ class Target:
     def drop_forms(self) -> None:
         for path in self.forms.values():
             path.unlink(missing_ok=True)
+
+    @functools.cached_property
+    def texts(self) -> list[Array]:
+        """Return token ids of each calibration sample of the run; none where there are none to load."""
+        try:
+            batches = self.session.calibration_batches() if self.about.kind == "run" else ()
+        except UserError as error:
+            self.notes.append(f"inputs are random token ids: the run's data do not load: {error}")
+            batches = ()
+        return [
+            ids[: mask.sum()]
+            for batch in batches
+            for ids, mask in zip(batch[TOKENS], batch[MASK], strict=True)
+        ]
 
     @property
     def family(self) -> Family:

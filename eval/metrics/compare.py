@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from qdqbench.eval.metrics.gate import NOISE
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.metrics import Gold
+from qdqbench.quantize.tasks.metrics import NOISE, Gold
 from qdqbench.quantize.tasks.task import EMBED, Task
 from qdqbench.quantize.tasks.types.embedding import NEIGHBORS
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats

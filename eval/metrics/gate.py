@@ -3,10 +3,10 @@
 import math
 from typing import Any, Literal
 
+from qdqbench.quantize.tasks.metrics import NOISE
 from qdqbench.quantize.utils.comparison import Comparison, GateIssue
 from qdqbench.quantize.utils.speedup import Speedup
 
-NOISE = 2  # paired standard errors up to which a difference is noise
 RULE_OF_THREE = 3  # samples that may differ where none did (Hanley and Lippman-Hand 1983), at 95 %
 MOST_SAMPLES = 10**9  # that are asked for: a drop at `max_drop` itself takes any number
 

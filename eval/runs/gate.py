@@ -3,13 +3,12 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from qdqbench.eval.bench.report import stale_files
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, headline_of, read_bench, row_of
-from qdqbench.eval.metrics.gate import NOISE, drop_issue, judge, samples_to_tell, slow_issue
+from qdqbench.eval.metrics.gate import drop_issue, judge, samples_to_tell, slow_issue
 from qdqbench.eval.metrics.logits import read_logits
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.pipeline.artifacts import Skipped, backend_of, read_built
@@ -17,7 +16,6 @@ from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import SECOND, Task
-from qdqbench.quantize.tasks.types.kind import CORRELATIONS
 from qdqbench.quantize.utils.arrays import Array, Floats
 from qdqbench.quantize.utils.comparison import EngineSize, Gate, GateCode, GateIssue, IssueState
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -225,13 +223,6 @@ def _read_fresh_bench(folder: Path) -> Bench | None:
     return None if stale_files(bench, folder) else bench
 
 
-class Baseline(NamedTuple):
-    """The best score of a constant prediction."""
-
-    answer: int | None  # the class; None: any constant, which correlates with nothing
-    value: float  # of the primary metric
-
-
 def judge_baseline(session: Session, row: StageResult) -> GateIssue | None:
     """Compare FP32 with a constant prediction: INT8 cannot lose what FP32 does not know.
 
@@ -243,10 +234,10 @@ def judge_baseline(session: Session, row: StageResult) -> GateIssue | None:
     logits = read_logits(session.folder / "logits" / "fp32.npz")
     split = next(iter(logits))
     gold = metrics.select_reference(task, session.gold[split], logits[split])
-    if (baseline := find_baseline(task, logits[split], gold)) is None:
+    if (baseline := metrics.find_baseline(task, logits[split], gold)) is None:
         return None
     value, stderr = row.metrics[metric], row.stderr.get(metric, 0.0)
-    if (above := reads_its_input(value, stderr, baseline)) is True:
+    if (above := metrics.reads_its_input(value, stderr, baseline)) is True:
         return None
     untrained = "the model was not trained on this task, or its answers are to be read the other way round"
     order = "" if above is None else find_label_order(task, logits[split], gold, baseline, stderr)
@@ -265,7 +256,7 @@ def judge_baseline(session: Session, row: StageResult) -> GateIssue | None:
 
 
 def find_label_order(
-    task: Task, answers: Floats, gold: metrics.Gold, baseline: Baseline, stderr: float
+    task: Task, answers: Floats, gold: metrics.Gold, baseline: metrics.Baseline, stderr: float
 ) -> str:
     """Explain which class of the model is which of the data, where that makes its predictions right.
 
@@ -281,7 +272,7 @@ def find_label_order(
     _, order = linear_sum_assignment(counts, maximize=True)
     metric = task.metrics[0]
     reordered = float(task.kind.metrics[metric].value(task.kind.table(order[predicted], gold)))
-    if not reads_its_input(reordered, stderr, baseline):
+    if not metrics.reads_its_input(reordered, stderr, baseline):
         return ""
     moved = [(ours, int(theirs)) for ours, theirs in enumerate(order) if ours != theirs]
     shown = ", ".join(f"{ours} is the data's {theirs}" for ours, theirs in moved)
@@ -290,25 +281,3 @@ def find_label_order(
         names = json.dumps({str(ours): task.values[theirs] for ours, theirs in enumerate(order)})
         return f"{wrong}; write `id2label`: {names} into the model's config.json"
     return f"{wrong}; number column {task.label_column!r} of the data as the model does"
-
-
-def find_baseline(task: Task, answers: Floats, gold: metrics.Gold) -> Baseline | None:
-    """Return the best constant prediction by the primary metric; None for kinds of tasks that have none."""
-    kind, primary = task.kind, task.metrics[0]
-    if primary in CORRELATIONS:
-        return Baseline(None, 0.0)
-    predicted = metrics.predict(task, answers, gold)
-    if predicted.ndim != 1 or not np.issubdtype(predicted.dtype, np.integer):
-        return None
-    scores = [
-        kind.metrics[primary].value(kind.table(np.full_like(predicted, answer), gold))
-        for answer in range(task.num_labels)
-    ]
-    best = int(np.argmax(scores))
-    return Baseline(best, float(scores[best]))
-
-
-def reads_its_input(value: float, stderr: float, baseline: Baseline) -> bool | None:
-    if value > baseline.value + NOISE * stderr:
-        return True
-    return False if value < baseline.value - NOISE * stderr else None

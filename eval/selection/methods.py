@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import ValidationError
 
-from qdqbench.eval.metrics.gate import NOISE
 from qdqbench.eval.metrics.runners import placed
 from qdqbench.eval.reporting import document as doc
 from qdqbench.eval.reporting import svg
@@ -40,6 +39,7 @@ from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Calibration
+from qdqbench.quantize.tasks.metrics import NOISE
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.progress import Progress
 from qdqbench.quantize.utils.schema import Strict

@@ -1,14 +1,16 @@
 """Metrics of one stage and their standard errors."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.tasks.types.kind import CORRELATIONS
 from qdqbench.quantize.utils.arrays import Array, Floats
 from qdqbench.quantize.utils.errors import CheckFailed
 
 Gold = Any  # what the kind of a task scores against, as its `TaskKind` says; its length is that in samples
+NOISE = 2  # standard errors up to which a difference is noise
 RESAMPLES = 1000
 BLOCK = 1 << 20  # resampled counts held at a time (8 MiB)
 
@@ -81,3 +83,32 @@ def bootstrap(
         blocks.append([[measure(draws, part) for part in parts] for measure in measures])
     joined = np.concatenate([np.array(block) for block in blocks], axis=2)
     return dict(zip(task.metrics, joined, strict=True))
+
+
+class Baseline(NamedTuple):
+    """The best score of a constant prediction."""
+
+    answer: int | None  # the class; None: any constant, which correlates with nothing
+    value: float  # of the primary metric
+
+
+def find_baseline(task: Task, answers: Floats, gold: Gold) -> Baseline | None:
+    """Return the best constant prediction by the primary metric; None for kinds of tasks that have none."""
+    kind, primary = task.kind, task.metrics[0]
+    if primary in CORRELATIONS:
+        return Baseline(None, 0.0)
+    predicted = predict(task, answers, gold)
+    if predicted.ndim != 1 or not np.issubdtype(predicted.dtype, np.integer):
+        return None
+    scores = [
+        kind.metrics[primary].value(kind.table(np.full_like(predicted, answer), gold))
+        for answer in range(task.num_labels)
+    ]
+    best = int(np.argmax(scores))
+    return Baseline(best, float(scores[best]))
+
+
+def reads_its_input(value: float, stderr: float, baseline: Baseline) -> bool | None:
+    if value > baseline.value + NOISE * stderr:
+        return True
+    return False if value < baseline.value - NOISE * stderr else None

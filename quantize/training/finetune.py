@@ -173,8 +173,9 @@ def _train_seed(
         run = loop.train(job, accelerator)
     except CheckFailed as error:
         return job.run.model_copy(update={"status": "failed", "reason": str(error)})
-    scores = _validate(request, data, model, accelerator)
-    run = run.model_copy(update={"folder": f"{folder.name}/model", **scores})
+    scores, doubts = _validate(request, data, model, accelerator)
+    notes = [*run.notes, *(f"seed {settings.seed}: {doubt}" for doubt in doubts)]
+    run = run.model_copy(update={"folder": f"{folder.name}/model", "notes": notes, **scores})
     if accelerator.is_main_process:
         with files.atomic_folder(folder / "model") as temporary, quiet("transformers"):
             model.save_pretrained(temporary)
@@ -252,18 +253,29 @@ def _new_job(
 
 def _validate(
     request: FinetuneRequest, data: _FinetuneData, model: PreTrainedModel, accelerator: Accelerator
-) -> dict[str, Any]:
-    """Compute metrics of the validation split in FP32; of MNLI's second one under a suffix."""
-    task = request.task
+) -> tuple[dict[str, Any], list[str]]:
+    """Compute metrics of the validation split in FP32; of MNLI's second one under a suffix.
+
+    Returns them, and why the model is no use: it is no better than a constant answer.
+    """
+    task, metric = request.task, request.task.metrics[0]
     scored = [
         (loop.predict_rows(accelerator, model, task.kind, each, data.pad_id), each.gold)
         for each in data.evaluation.values()
     ]
-    return {
+    answers, gold = scored[0]
+    found: dict[str, Any] = {
         "metrics": merge_splits(metrics.compute(task, answers, gold) for answers, gold in scored),
         "stderr": merge_splits(metrics.stderr(task, answers, gold, seed=0) for answers, gold in scored),
-        "n": len(scored[0][1]),  # of the first split, whose metric stands next to it
+        "n": len(gold),  # of the first split, whose metric stands next to it
     }
+    baseline = metrics.find_baseline(task, answers, gold)
+    value, stderr = found["metrics"][metric], found["stderr"].get(metric, 0.0)
+    if baseline is None or metrics.reads_its_input(value, stderr, baseline):
+        return found, []
+    constant = f"{baseline.value:.4f} of a constant answer"
+    advice = "take another seed, a lower learning rate or more epochs"
+    return found, [f"{metric} {value:.4f} ± {stderr:.4f} is within noise of {constant} or below; {advice}"]
 
 
 def _result(request: FinetuneRequest, data: _FinetuneData, runs: list[TrainingRun]) -> Finetuning:

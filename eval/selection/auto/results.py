@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from qdqbench.eval.metrics.gate import NOISE
 from qdqbench.eval.selection.search.results import Source
 from qdqbench.eval.selection.trials.results import ChoiceRecord, Failure, Trial
+from qdqbench.quantize.tasks.metrics import NOISE
 from qdqbench.quantize.utils.comparison import Comparison, GateCode, GateIssue
 from qdqbench.quantize.utils.schema import Strict, Tabular
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from qdqbench.eval.bench.measure import ReadyGraph, alone, measure_speedup, open_engine
 from qdqbench.eval.metrics.compare import compare
-from qdqbench.eval.metrics.gate import NOISE, drop_issue, slow_issue
+from qdqbench.eval.metrics.gate import drop_issue, slow_issue
 from qdqbench.eval.metrics.logits import Logits, read_logits
 from qdqbench.eval.runs.report.verdict import last_measured
 from qdqbench.eval.runs.run import StageProgress, follow, run_until
@@ -53,6 +53,7 @@ from qdqbench.quantize.pipeline.pipeline import STAGES_FILE, open_run, read_fini
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import Distill, Qat
+from qdqbench.quantize.tasks.metrics import NOISE
 from qdqbench.quantize.tasks.rows import source_fingerprint
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.encoded import Encoded

@@ -6,7 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 from qdqbench.eval.bench.measure import build_and_prove, write_engine_graph
-from qdqbench.eval.metrics.gate import NOISE, drop_issue, judge, slow_issue
+from qdqbench.eval.metrics.gate import drop_issue, judge, slow_issue
 from qdqbench.eval.metrics.runners import predict
 from qdqbench.eval.selection.search.report import search_report
 from qdqbench.eval.selection.search.results import (
@@ -26,6 +26,7 @@ from qdqbench.quantize.pipeline.artifacts import backend_of
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import GateSettings
+from qdqbench.quantize.tasks.metrics import NOISE
 from qdqbench.quantize.utils.arrays import Float32
 from qdqbench.quantize.utils.comparison import GateIssue
 from qdqbench.quantize.utils.limits import INT8_RESIDUALS

@@ -37,6 +37,22 @@ def test_sets_differ_from_each_other_and_between_seeds():
     assert len(set(ids)) == 16
 
 
+@given(st.lists(st.integers(1, 7), min_size=1, max_size=5), st.integers(1, 40), st.integers(0, 3))
+def test_inputs_of_texts_hold_whole_texts_in_their_order(lengths, length, seed):
+    ends = np.cumsum(lengths)
+    texts = np.split(np.arange(ends[-1]), ends[:-1])
+    drawn, again = (measure.text_sets(BERT.inputs, (4, length), texts, 2, seed) for _ in range(2))
+    starts = {int(text[0]) for text in texts}
+    for one, same in zip(drawn, again, strict=True):
+        rows = one["input_ids"]
+        assert (rows.dtype, rows.shape) == (np.int64, (4, length))
+        assert np.array_equal(rows, same["input_ids"])
+        assert set(rows[:, 0].tolist()) <= starts
+        assert ((np.diff(rows, axis=1) - 1) % ends[-1] == 0).all()  # the first text follows the last one
+        assert one["attention_mask"].all()
+        assert not one["token_type_ids"].any()
+
+
 class FakeStream:
     def __init__(self, log):
         self.log = log

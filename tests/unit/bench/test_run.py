@@ -1,6 +1,7 @@
 """A whole bench with fake systems: configs, errors, speed-ups, files after every config."""
 
 import math
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,10 +12,10 @@ from qdqbench.eval.bench.gpu import GpuWork
 from qdqbench.eval.bench.measure import ReadySystem
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, BenchTarget, compute_speedups
 from qdqbench.eval.bench.run import TimeLeft, estimate_parts, run_bench
-from qdqbench.eval.bench.systems import BenchPlan, Entry, systems_of
+from qdqbench.eval.bench.systems import BenchPlan, Config, Entry, Preparation, SharedWork, systems_of
 from qdqbench.eval.bench.target import BatchedSplit, Target
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
+from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.progress import duration
 from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system.gpu import Gpu
@@ -138,6 +139,32 @@ def measure(target, options, **more):
 
 def row(cell, name):
     return next(one for one in cell.rows if one.system == name)
+
+
+def test_a_run_is_timed_on_its_texts_and_all_else_on_random_token_ids(machine, target):
+    assert measure(target, ONE).settings.inputs == "random token ids"
+    ids, mask = np.array([[5, 6, 7], [8, 9, 0]]), np.array([[1, 1, 1], [1, 1, 0]])
+    session = SimpleNamespace(
+        recipe=target.session.recipe,
+        calibration_batches=lambda: [{"input_ids": ids, "attention_mask": mask}],
+    )
+    run = Target(session, target.about.model_copy(update={"kind": "run"}))
+    assert [text.tolist() for text in run.texts] == [[5, 6, 7], [8, 9]]
+    made = measure(run, ONE)
+    assert made.settings.inputs == "the run's calibration samples"
+    here = Preparation(run, ONE, Config(2, 4, None), SharedWork(), ExitStack())
+    assert {tuple(row[:2]) for batch in here.batches for row in batch["input_ids"]} <= {(5, 6), (8, 9)}
+
+
+def test_a_run_without_its_data_is_timed_on_random_token_ids(machine, target):
+    def fail():
+        raise UserError("data/glue does not exist")
+
+    session = SimpleNamespace(recipe=target.session.recipe, calibration_batches=fail)
+    made = measure(Target(session, target.about.model_copy(update={"kind": "run"})), ONE)
+    assert made.settings.inputs == "random token ids"
+    told = "inputs are random token ids: the run's data do not load: data/glue does not exist"
+    assert made.notes[0] == told
 
 
 def test_numbers_of_every_contestant(machine, target):

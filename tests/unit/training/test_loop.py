@@ -427,3 +427,21 @@ def test_checkpoints_that_a_signal_left_of_a_finished_training_go(tmp_path, monk
     request, settings = SimpleNamespace(folder=tmp_path), SimpleNamespace(seed=0)
     assert finetune._train_seed(request, None, settings, accelerator) == "stored"
     assert not left.parent.exists()
+
+
+@pytest.mark.parametrize(("task", "constant"), [("stsb", "0.0000"), ("sst2", "0.5")])
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_model_no_better_than_a_constant_answer_is_told(task, constant, learned, monkeypatch):
+    random, task = np.random.default_rng(0), get_task(task)
+    gold = random.integers(0, 2, 200)
+    answers = random.normal(size=(200, task.num_labels)).astype(np.float32)
+    answers[:, -1] += 9 * (gold - 0.5) * learned
+    monkeypatch.setattr(loop, "predict_rows", lambda *_: answers)
+    request = SimpleNamespace(task=task)
+    data = SimpleNamespace(evaluation={"validation": SimpleNamespace(gold=gold)}, pad_id=0)
+    found, doubts = finetune._validate(request, data, None, None)
+    assert found["n"] == 200
+    assert (found["metrics"][task.metrics[0]] > 0.8) == learned
+    assert len(doubts) == (not learned)
+    if doubts:
+        assert constant in doubts[0]
