@@ -1,5 +1,6 @@
 """Every command, option, recipe, link and file that the documents name is there."""
 
+import itertools
 import json
 import re
 import shlex
@@ -117,15 +118,6 @@ def figures_between(name):
     return re.search(rf"<!-- figures:{name} -->(.*?)<!-- figures:end -->", text).group(1)
 
 
-def headlines(folder):
-    """Speed-up over the find_fastest FP16 by batch, and the system that it is over."""
-    bench = read_bench(ROOT / "docs" / folder / "bench.json")
-    names = {system.name for system in bench.systems}
-    assert {"fp16", "torch-fp16", "unpadded-fp16"} <= names
-    assert "compile-fp16" in names or bench.settings.dataset  # the page of those says that it lacks it
-    return {config.batch: config.headline for config in bench.configs}
-
-
 def speed_up_of(system, config):
     """Its least speed-up over a system without INT8."""
     fp16 = [each for each in config.speedups if each.system == system and "16" in each.baseline]
@@ -136,21 +128,32 @@ def configs_of(folder):
     return read_bench(ROOT / "docs" / folder / "bench.json").configs
 
 
+def ratios(backend, folder, **asked):
+    """Speed-ups of a backend's INT8 over the fastest FP16, of the configs that are asked for."""
+    bench = read_bench(ROOT / "docs" / folder / "bench.json")
+    ours = [
+        each.name for each in bench.systems if (each.precision, each.backend.split()[0]) == ("int8", backend)
+    ]
+    configs = [each for each in bench.configs if asked.items() <= dict(each).items()]
+    return [speed_up_of(system, each) for system in ours for each in configs]
+
+
 def test_the_speed_ups_of_the_readme_are_measured_against_the_unpadded_encoder():
-    base = headlines("measured/base-unpadded") | headlines("measured/base-384-unpadded")
-    assert {each.baseline for each in base.values()} == {"unpadded-fp16"}
-    configs = [*configs_of("measured/base-unpadded"), *configs_of("measured/base-384-unpadded")]
-    found = [speed_up_of(system, config) for system in ("int8-cuda", "int8") for config in configs]
-    assert re.findall(r"\d\.\d\dx", figures_between("speed")) == [f"{each.value:.2f}x" for each in found]
-    assert {each.baseline for each in found} == {"unpadded-fp16"}
-    folders = [f"measured-real/bert-base-{task}-bench" for task in ("sst2", "mrpc")]
-    folders += [f"measured-lengths/{task}-bench" for task in ("sst2", "mrpc", "stsb")]
-    assert not any(read_bench(ROOT / "docs" / name / "bench.json").target.random_weights for name in folders)
-    assert {headlines(name)[256].baseline for name in folders} == {"unpadded-fp16"}
-    configs = [each for name in folders for each in configs_of(name) if each.batch == 256]
-    found = [speed_up_of(system, config) for system in ("int8-cuda", "int8") for config in configs]
-    assert re.findall(r"\d\.\d\dx", figures_between("lengths")) == [f"{each.value:.2f}x" for each in found]
-    assert figures_between("lengths").count("slower") == sum(each.verdict == "slower" for each in found)
+    fixed = ["measured/base-unpadded", "measured/base-384-unpadded"]
+    real = [
+        f"measured-real/bert-base-{model}-int8-residual-fused-cuda-bench" for model in ("sst2-fourth", "mrpc")
+    ]
+    real += [f"measured-lengths/{task}-bench" for task in ("sst2", "mrpc", "stsb")]
+    assert not any(read_bench(ROOT / "docs" / name / "bench.json").target.random_weights for name in real)
+    tables = ("speed", fixed, {"kind": "fixed"}), ("lengths", real, {"kind": "dataset", "batch": 256})
+    for table, folders, asked in tables:
+        for config in itertools.chain.from_iterable(map(configs_of, folders)):
+            assert "unpadded-fp16" in {row.system for row in config.rows if row.status == "done"}
+        backends = ("cuda", "tensorrt_rtx")
+        found = [each for own in backends for folder in folders for each in ratios(own, folder, **asked)]
+        assert len(found) == 10
+        assert re.findall(r"\d\.\d\dx", figures_between(table)) == [f"{each.value:.2f}x" for each in found]
+        assert figures_between(table).count("slower") == sum(each.verdict == "slower" for each in found)
 
 
 def test_the_speed_up_of_the_readme_on_a_cpu_is_measured():
@@ -165,7 +168,7 @@ def test_the_speed_up_of_the_readme_on_a_cpu_is_measured():
 
 
 def test_the_real_model_of_the_readme_is_measured():
-    folder = ROOT / "docs/measured-real/bert-base-sst2-int8-residual-fused-cuda"
+    folder = ROOT / "docs/measured-real/bert-base-sst2-fourth-int8-residual-fused-cuda"
     run = json.loads((folder / "summary.json").read_text())
     accuracy = {stage: run["stages"][stage]["metrics"]["accuracy"] for stage in ("fp32", "engine")}
     versus, engine = run["stages"]["engine"]["vs_fp32"], run["engine"]

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from qdqbench.eval.runs.gate import Baseline, find_baseline, find_label_order, reads_its_input
+from qdqbench.eval.runs.gate import find_label_order
+from qdqbench.quantize.tasks.metrics import Baseline, find_baseline, reads_its_input
 from qdqbench.quantize.tasks.task import get_task
 
 

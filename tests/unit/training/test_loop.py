@@ -376,7 +376,7 @@ def test_mnli_counts_the_samples_of_its_first_split(monkeypatch):
     counts = {"matched": 60, "mm": 90}
     splits = {name: SimpleNamespace(gold=np.arange(count) % 3) for name, count in counts.items()}
     data = SimpleNamespace(evaluation=splits, pad_id=0)
-    found = finetune._validate(SimpleNamespace(task=get_task("mnli")), data, None, None)
+    found, _ = finetune._validate(SimpleNamespace(task=get_task("mnli")), data, None, None)
     assert found["n"] == 60
     assert set(found["metrics"]) == {"accuracy", "accuracy_mm"}
 
