@@ -39,7 +39,7 @@ from qdqbench.quantize.utils.system.cpu import find_cpu
 
 DEFAULT_BATCHES, DEFAULT_CPU_BATCHES = (1, 8, 32, 128), (1, 8)
 DEFAULT_DATASET_BATCH = 32
-INPUT_SETS = 8  # different random inputs of each shape
+INPUT_SETS = 8  # different inputs of each shape
 DEFAULT_ROUNDS, DEFAULT_CPU_ROUNDS = 12, 6  # 12 is balanced for 2, 3, 4 and 6 contestants
 
 

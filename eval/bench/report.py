@@ -280,7 +280,9 @@ def method(bench: Bench) -> str:
     effort = f"{chosen.iterations} launches" if chosen.iterations else f"{chosen.duration_s:g} s per system"
     kinds = {config.kind for config in bench.configs}
     inputs = (
-        f"{chosen.input_sets} input sets of {chosen.inputs}" if "fixed" in kinds else "the rows of the split"
+        f"{chosen.input_sets} input sets of {chosen.inputs or 'random token ids'}"
+        if "fixed" in kinds
+        else "the rows of the split"
     )
     if bench.device == "gpu":
         timed, engines = "CUDA events around each launch", f"{ENGINE_SHAPES[chosen.engine_shapes]}; "

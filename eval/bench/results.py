@@ -58,8 +58,8 @@ class BenchSettings(Strict):
     """Inferences per round; null: as many as `duration_s` takes."""
     input_sets: int
     """Number of inputs of a fixed shape that each system rotates through."""
-    inputs: str = "random token ids"
-    """What they are: the run's calibration samples, or random token ids."""
+    inputs: str | None = None
+    """What they are: texts of the split that a run calibrates on, or random token ids; null without one."""
     engine_shapes: EngineShapes
     """Shapes of the engines: those of the recipe, the exact one of each config, or both."""
     seed: int

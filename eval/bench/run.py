@@ -227,8 +227,9 @@ def run_bench(  # noqa: PLR0913
     on_cpu, clock = options.device == "cpu", time.monotonic()
     capability = gpu.compute_capability if not on_cpu and (gpu := find_gpu()) else None
     settings = BenchSettings(**options.model_dump(include={*BenchSettings.model_fields}))
-    if options.batches and not options.build_only and target.texts:
-        settings.inputs = "the run's calibration samples"
+    if options.batches and not options.build_only:
+        split = target.session.recipe.calibration.split
+        settings.inputs = f"texts of split {split}" if target.texts else "random token ids"
     result = Bench(
         created=now(),
         command=command,

@@ -23,7 +23,7 @@ from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import MODEL_SHAPES, family_named, family_of
 from qdqbench.quantize.models.identity import Pooling, has_pooling
-from qdqbench.quantize.models.inputs import MASK, TOKENS, pad_columns
+from qdqbench.quantize.models.inputs import TOKENS, pad_columns
 from qdqbench.quantize.models.load import load_model, load_tokenizer
 from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.artifacts import FP16, FP32, INT8, length_edges
@@ -85,17 +85,15 @@ class Target:
 
     @functools.cached_property
     def texts(self) -> list[Array]:
-        """Return token ids of each calibration sample of the run; none where there are none to load."""
+        """Return token ids of each calibration sample of the run; none where they do not load."""
+        if self.about.kind != "run":
+            return []
         try:
-            batches = self.session.calibration_batches() if self.about.kind == "run" else ()
-        except UserError as error:
+            with self.session.unnoted():
+                return [ids for batch in self.session.calibration_batches() for ids in batch[TOKENS]]
+        except (UserError, OSError) as error:
             self.notes.append(f"inputs are random token ids: the run's data do not load: {error}")
-            batches = ()
-        return [
-            ids[: mask.sum()]
-            for batch in batches
-            for ids, mask in zip(batch[TOKENS], batch[MASK], strict=True)
-        ]
+            return []
 
     @property
     def family(self) -> Family:

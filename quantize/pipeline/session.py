@@ -1,5 +1,6 @@
 """One run: its configuration and folder, and the models and data that its stages share, loaded lazily."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -210,15 +211,23 @@ class Session:
         longest = self.recipe.export.max_length
         return rows.CalibrationBatches(split, task, self.tokenizer, longest, settings.batch_size, self.pad_id)
 
+    @contextlib.contextmanager
+    def unnoted(self) -> Iterator[None]:
+        """Drop what the data give to note: the stage that calibrates notes it."""
+        known = [*self.notes], [*self.warnings]
+        try:
+            yield
+        finally:
+            self.notes, self.warnings = known
+
     def require_inputs(self, *, calibrates: bool = True, evaluates: bool = True) -> None:
         """Raise `UserError` where model, recipe or data do not load or fit, before anything is written."""
         if self.config.model is None:
             return
         self.plan  # noqa: B018
         if calibrates and self.recipe.quantizes and not self.config.calibrated:
-            known = [*self.notes], [*self.warnings]
-            self.calibration_batches()
-            self.notes, self.warnings = known  # what there is to note is noted by the stage that calibrates
+            with self.unnoted():
+                self.calibration_batches()
         if evaluates:
             self.eval_splits  # noqa: B018
 

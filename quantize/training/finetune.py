@@ -174,8 +174,7 @@ def _train_seed(
     except CheckFailed as error:
         return job.run.model_copy(update={"status": "failed", "reason": str(error)})
     scores, doubts = _validate(request, data, model, accelerator)
-    notes = [*run.notes, *(f"seed {settings.seed}: {doubt}" for doubt in doubts)]
-    run = run.model_copy(update={"folder": f"{folder.name}/model", "notes": notes, **scores})
+    run = run.model_copy(update={"folder": f"{folder.name}/model", "notes": [*run.notes, *doubts], **scores})
     if accelerator.is_main_process:
         with files.atomic_folder(folder / "model") as temporary, quiet("transformers"):
             model.save_pretrained(temporary)
@@ -273,9 +272,9 @@ def _validate(
     value, stderr = found["metrics"][metric], found["stderr"].get(metric, 0.0)
     if baseline is None or metrics.reads_its_input(value, stderr, baseline):
         return found, []
-    constant = f"{baseline.value:.4f} of a constant answer"
-    advice = "take another seed, a lower learning rate or more epochs"
-    return found, [f"{metric} {value:.4f} ± {stderr:.4f} is within noise of {constant} or below; {advice}"]
+    advice = "take another seed, a lower learning rate, more epochs or more evaluation rows"
+    constant = f"the {baseline.value:.4f} of a constant answer"
+    return found, [f"{metric} {value:.4f} ± {stderr:.4f} does not beat {constant}; {advice}"]
 
 
 def _result(request: FinetuneRequest, data: _FinetuneData, runs: list[TrainingRun]) -> Finetuning:
@@ -298,7 +297,11 @@ def _result(request: FinetuneRequest, data: _FinetuneData, runs: list[TrainingRu
         warnings=[
             *data.warnings,
             *([f"--limit {request.limit}: a part of the train split only"] if request.limit else []),
-            *dict.fromkeys(note for run in runs for note in run.notes),
+            *dict.fromkeys(
+                note if all(note in other.notes for other in runs) else f"seed {run.seed}: {note}"
+                for run in runs
+                for note in run.notes
+            ),
             *(f"seed {run.seed} failed: {run.reason}" for run in runs if run.status == "failed"),
         ],
         notes=list(dict.fromkeys(data.notes)),

@@ -177,8 +177,9 @@ def do(job: Job, given: argparse.Namespace, until: float, gpu: str | None) -> st
     started = time.monotonic()
     if started >= until:
         return f"{job.name}: left out, no time is left"
-    threads = max(1, (os.cpu_count() or 1) // given.workers)
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    environment = dict(os.environ)
+    if not job.alone:
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // given.workers)))
     if gpu is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpu
     log = (given.work / f"{job.name}.log").open("a")

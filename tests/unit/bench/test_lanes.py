@@ -37,7 +37,7 @@ def test_sets_differ_from_each_other_and_between_seeds():
     assert len(set(ids)) == 16
 
 
-@given(st.lists(st.integers(1, 7), min_size=1, max_size=5), st.integers(1, 40), st.integers(0, 3))
+@given(st.lists(st.integers(1, 7), min_size=2, max_size=5), st.integers(1, 40), st.integers(0, 3))
 def test_inputs_of_texts_hold_whole_texts_in_their_order(lengths, length, seed):
     ends = np.cumsum(lengths)
     texts = np.split(np.arange(ends[-1]), ends[:-1])
@@ -51,6 +51,13 @@ def test_inputs_of_texts_hold_whole_texts_in_their_order(lengths, length, seed):
         assert ((np.diff(rows, axis=1) - 1) % ends[-1] == 0).all()  # the first text follows the last one
         assert one["attention_mask"].all()
         assert not one["token_type_ids"].any()
+
+
+@given(st.integers(0, 50), st.integers(1, 3))
+def test_two_sets_of_texts_differ_even_where_all_texts_begin_alike(seed, length):
+    texts = [np.array([1, 2, 3, 4]), np.array([1, 2, 3, 5])]
+    one, other = measure.text_sets(BERT.inputs, (1, length), texts, 2, seed)
+    assert not np.array_equal(one["input_ids"], other["input_ids"])
 
 
 class FakeStream:

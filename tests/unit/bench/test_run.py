@@ -1,7 +1,7 @@
 """A whole bench with fake systems: configs, errors, speed-ups, files after every config."""
 
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -143,15 +143,16 @@ def row(cell, name):
 
 def test_a_run_is_timed_on_its_texts_and_all_else_on_random_token_ids(machine, target):
     assert measure(target, ONE).settings.inputs == "random token ids"
-    ids, mask = np.array([[5, 6, 7], [8, 9, 0]]), np.array([[1, 1, 1], [1, 1, 0]])
+    ids = np.array([[5, 6, 7], [8, 9, 4], [5, 6, 7]])
     session = SimpleNamespace(
         recipe=target.session.recipe,
-        calibration_batches=lambda: [{"input_ids": ids, "attention_mask": mask}],
+        calibration_batches=lambda: [{"input_ids": ids}],
+        unnoted=nullcontext,
     )
     run = Target(session, target.about.model_copy(update={"kind": "run"}))
-    assert [text.tolist() for text in run.texts] == [[5, 6, 7], [8, 9]]
+    assert [text.tolist() for text in run.texts] == ids.tolist()
     made = measure(run, ONE)
-    assert made.settings.inputs == "the run's calibration samples"
+    assert made.settings.inputs == "texts of split train"
     here = Preparation(run, ONE, Config(2, 4, None), SharedWork(), ExitStack())
     assert {tuple(row[:2]) for batch in here.batches for row in batch["input_ids"]} <= {(5, 6), (8, 9)}
 
@@ -160,7 +161,7 @@ def test_a_run_without_its_data_is_timed_on_random_token_ids(machine, target):
     def fail():
         raise UserError("data/glue does not exist")
 
-    session = SimpleNamespace(recipe=target.session.recipe, calibration_batches=fail)
+    session = SimpleNamespace(recipe=target.session.recipe, calibration_batches=fail, unnoted=nullcontext)
     made = measure(Target(session, target.about.model_copy(update={"kind": "run"})), ONE)
     assert made.settings.inputs == "random token ids"
     told = "inputs are random token ids: the run's data do not load: data/glue does not exist"

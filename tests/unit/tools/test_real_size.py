@@ -163,6 +163,7 @@ def test_runs_read_rounded_weights(tmp_path):
 @pytest.mark.parametrize(("status", "kept"), [(0, True), (2, True), (1, False)])
 def test_a_job_is_done_once_and_its_folder_goes(status, kept, given, monkeypatch, tmp_path):
     monkeypatch.setattr(os, "cpu_count", lambda: 3 * given.workers + 1)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     heavy, file = tmp_path / "heavy", tmp_path / "a" / "results.json"
     heavy.mkdir()
     printing = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['OMP_NUM_THREADS'])"
