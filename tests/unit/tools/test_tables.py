@@ -66,7 +66,6 @@ def test_pages_that_hold_something_else_are_an_exit_status_and_are_written(tmp_p
     assert page.read_text() != before
     assert tables.main([]) == 0
     assert page.read_text() == before
-    assert tables.main(["--check"]) == 0
 
 
 def test_what_tables_read_of_a_run_stays(tmp_path):
