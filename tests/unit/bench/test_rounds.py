@@ -262,6 +262,12 @@ def test_wrong_outputs_are_errors(precision, lane, message):
     assert set(differences) <= {"x"}
 
 
+def test_two_rows_with_the_same_logits_are_no_error_where_others_differ():
+    lane = FakeLane([np.array([[1.0, 2.0]])] * 2 + [np.array([[3.0, 4.0]])] * 2)
+    lane.input_sets = 4
+    assert loop.check_outputs([contestant("x", lane=lane)], ["x"])[0] == {}
+
+
 @pytest.mark.parametrize(("precision", "error"), [("int8", 0.035), ("int8", 0.3), ("fp16", 0.004)])
 def test_sound_outputs_have_their_distance_recorded(precision, error):
     errors, differences, _ = loop.check_outputs(
