@@ -22,6 +22,7 @@ from qdqbench.quantize.training import finetune, loop
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 from ...support import tiny_training as tiny
+from ...support.families import SIZES, new_model
 
 HERE = Path(__file__).parents[2] / "support"
 
@@ -445,3 +446,28 @@ def test_a_model_no_better_than_a_constant_answer_is_told(task, constant, learne
     assert len(doubts) == (not learned)
     if doubts:
         assert constant in doubts[0]
+
+
+@pytest.mark.parametrize("model_type", sorted(SIZES))
+def test_a_new_head_of_regression_starts_at_the_mean_label(model_type):
+    model = new_model(model_type, labels=1)
+    ids, answers = torch.tensor([[2, 5, 6, 3]]), []
+    for mean in (0.0, 2.75):
+        finetune.center_head(model, mean)
+        answers.append(model(input_ids=ids).logits.item())
+    assert answers[1] - answers[0] == pytest.approx(2.75, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("task", "keep_head", "centered"), [("stsb", False, 1), ("stsb", True, 0), ("sst2", False, 0)]
+)
+def test_only_a_new_head_of_regression_is_centered(task, keep_head, centered, monkeypatch):
+    means = []
+    monkeypatch.setattr(finetune, "_load_base", lambda *_: None)
+    monkeypatch.setattr(finetune, "center_head", lambda model, mean: means.append(mean))
+    monkeypatch.setattr(loop, "divide", lambda *_: SimpleNamespace(judged=None))
+    monkeypatch.setattr(loop, "group_decayed", lambda *_: [])
+    request = SimpleNamespace(task=get_task(task), keep_head=keep_head, folder=Path())
+    data = SimpleNamespace(train=SimpleNamespace(labels=np.array([0, 1, 1, 4])), pad_id=0)
+    finetune._new_job(request, data, Training(), {}, SimpleNamespace(device="cpu"))
+    assert means == [1.5] * centered
