@@ -55,9 +55,9 @@ SLOW_MS = 250.0  # a launch this long warms itself up
 WARM_LAUNCHES = 3  # before every burst: caches, clocks and power state are then this system's own
 MOST_LAUNCHES = 1000  # of a burst; CUDA queues about that many before it blocks the host
 LEAST_FOR_P99 = 100  # with fewer launches the 99th percentile is just the maximum
-# A fast wrong answer is no result: INT8 q, k and v without an INT8 softmax gave 0.8.
 MOST_TEXTS = 4096  # that rows begin with
 LEAST_ROWS = 4  # to check: two can have the same logits in BF16
+# A fast wrong answer is no result: INT8 q, k and v without an INT8 softmax gave 0.8.
 MAX_REL_ERROR = {"int8": 0.5, "fp16": 0.1, "bf16": 0.1, "fp32": 0.1}
 INPUT_SETS = 4
 Shape = tuple[int, int]  # batch, length
@@ -283,7 +283,7 @@ def text_sets(
     """Return input sets of whole texts, one behind the other, int64 [batch, length], without padding.
 
     INT8 scales hold for texts. On random token ids the INT8 logits of a sound engine can lie far from FP32's:
-    0.82 (relative) for MiniLM on MRPC with `int8-residual-fused` at 128 tokens. On texts they differ by 0.11.
+    0.61 (relative) for BERT-base on MRPC (`docs/measured-real`, its bench at 128 x 128).
 
     Args:
         texts: token ids of each. A row begins where a text does, unless all begin with as many equal tokens.

@@ -1,6 +1,5 @@
 """One run: its configuration and folder, and the models and data that its stages share, loaded lazily."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -211,7 +210,7 @@ class Session:
         longest = self.recipe.export.max_length
         return rows.CalibrationBatches(split, task, self.tokenizer, longest, settings.batch_size, self.pad_id)
 
-    @contextlib.contextmanager
+    @contextmanager
     def unnoted(self) -> Iterator[None]:
         """Drop what the data give to note: the stage that calibrates notes it."""
         known = [*self.notes], [*self.warnings]

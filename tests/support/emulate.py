@@ -25,7 +25,7 @@ FLAGS = ["-std=c++20", "-O1", "-w", "-fPIC", "-shared", f"-I{FOLDER}"]
 def compile_kernels(plans: Iterable[Plan], folder: Path) -> None:
     """Write a library for each source file that plans need."""
     for source, instances in list_lines(plans).items():
-        compile_text("\n".join([read_source(source), *instances, ""]), folder / source)
+        compile_text("\n".join([read_source(f"{source}.cu"), *instances, ""]), folder / source)
 
 
 def compile_text(text: str, at: Path) -> None:

@@ -103,12 +103,6 @@ def name_run(model: str, task: str, recipe: str, backend: str) -> str:
     return f"{model}-{task}-{recipe}-{backend}"
 
 
-def draw_squad_lengths(rows: int, random: np.random.Generator | None = None) -> np.ndarray:
-    """Return tokens of rows, log-normal and cut as SQuAD's."""
-    drawn = (random or np.random.default_rng(0)).lognormal(np.log(SQUAD_MEDIAN), SQUAD_SPREAD, rows)
-    return np.clip(np.rint(drawn), *SQUAD_TOKENS).astype(int)
-
-
 def write_squad_lengths(folder: Path, tokenizer: Path) -> Path:
     """Write made-up rows, as long in tokens as questions of SQuAD cut at 384: log-normal, mean 177.
 
@@ -118,8 +112,8 @@ def write_squad_lengths(folder: Path, tokenizer: Path) -> Path:
     known = load_tokenizer(str(tokenizer)).get_vocab()
     words = sorted(word for word in known if word.isascii() and word.isalnum())
     random = np.random.default_rng(0)
-    counts = draw_squad_lengths(SQUAD_ROWS, random)
-    texts = [" ".join(random.choice(words, count - 2)) for count in counts]
+    counts = np.clip(np.rint(random.lognormal(np.log(SQUAD_MEDIAN), SQUAD_SPREAD, SQUAD_ROWS)), *SQUAD_TOKENS)
+    texts = [" ".join(random.choice(words, int(count) - 2)) for count in counts]
     rows = {"sentence": texts, "label": [0, 1] * (SQUAD_ROWS // 2), "idx": list(range(SQUAD_ROWS))}
     for split in ("train", "validation"):
         path = folder / "sst2" / f"{split}.parquet"

@@ -109,22 +109,10 @@ def list_instances(operation: Operation, plan: Plan) -> list[tuple[str, str]]:
 
 def compile_source(name: str, instances: list[str]) -> bytes:
     """Return the cubin of kernels/NAME.cu with such instances of its templates."""
-    return compile_text(name, "\n".join([read_source(name), *instances]))
-
-
-def read_source(name: str) -> str:
-    """Return kernels/NAME.cu."""
-    return (files(__package__) / "kernels" / f"{name}.cu").read_text()
-
-
-def compile_text(name: str, text: str) -> bytes:
-    """Return the cubin of a source that includes ptx.cuh."""
-    header = (files(__package__) / "kernels" / "ptx.cuh").read_text()
+    source, header = "\n".join([read_source(f"{name}.cu"), *instances]).encode(), read_source("ptx.cuh")
     nvrtc, program = load_nvrtc(), c.c_void_p()
     headers, names = (c.c_char_p * 1)(header.encode()), (c.c_char_p * 1)(b"ptx.cuh")
-    _check(
-        nvrtc.nvrtcCreateProgram(c.byref(program), text.encode(), f"{name}.cu".encode(), 1, headers, names)
-    )
+    _check(nvrtc.nvrtcCreateProgram(c.byref(program), source, f"{name}.cu".encode(), 1, headers, names))
     options = (c.c_char_p * len(_OPTIONS))(*[option.encode() for option in _OPTIONS])
     failed = nvrtc.nvrtcCompileProgram(program, len(_OPTIONS), options)
     if failed:
@@ -132,6 +120,11 @@ def compile_text(name: str, text: str) -> bytes:
     cubin = _read(program, "CUBIN")
     _check(nvrtc.nvrtcDestroyProgram(c.byref(program)))
     return cubin
+
+
+def read_source(name: str) -> str:
+    """Return a file of kernels."""
+    return (files(__package__) / "kernels" / name).read_text()
 
 
 def _read(program: c.c_void_p, what: str) -> bytes:

@@ -55,9 +55,9 @@ _COSTS = {
     (64, 64): (2.0, 0.106, 0.05, 0.16),
 }
 _NORM_BLOCKS = 4  # of a multiprocessor; a block takes four tokens at a time
-KEYS = 128  # of a step of an attention block
-_MOST_KEYS = 4 * KEYS  # that it holds in shared memory
-WINDOW = 64  # tokens of an attention block
+_KEYS = 128  # of a step of an attention block
+_MOST_KEYS = 4 * _KEYS  # that it holds in shared memory
+_WINDOW = 64  # tokens of an attention block
 _MOST_GRAPHS = 1024  # more than a server prepares for batches of 128 rows of up to 512 tokens
 PACKED = "packed"  # the one input of what is bound
 _MARK = "plan: "  # before the name of an operation in a profile
@@ -74,28 +74,28 @@ def choose_graph(tokens: Tokens) -> tuple[int, int, int, int]:
     """Return what a graph is captured for: tokens, rows, the longest row, and keys of an attention block."""
     lengths, count = np.diff(tokens.starts), len(tokens.ids)
     rows, longest = (1 << int(each - 1).bit_length() for each in (len(lengths), lengths.max()))
-    return choose_bucket(count), rows, longest, find_reach(tokens.starts)
+    return choose_bucket(count), rows, longest, _find_reach(tokens.starts)
 
 
-def find_reach(starts: Array, window: int = WINDOW) -> int:
+def _find_reach(starts: Array) -> int:
     """Return how many keys an attention block holds: those of all rows that it touches, if they fit."""
     lengths, count = np.diff(starts), int(starts[-1])
-    first = np.arange(0, count, window)
-    last = np.minimum(first + window, count) - 1
+    first = np.arange(0, count, _WINDOW)
+    last = np.minimum(first + _WINDOW, count) - 1
     row = np.repeat(np.arange(len(lengths)), lengths)
     reach = (starts[row[last] + 1] - starts[row[first]]).max()
-    return min(-(-int(reach) // KEYS) * KEYS, _MOST_KEYS)
+    return min(-(-int(reach) // _KEYS) * _KEYS, _MOST_KEYS)
 
 
 def bound_reach(longest: int) -> int:
     """Return the most keys that an attention block can need if no row is longer than `longest` tokens."""
-    return min(-(-(WINDOW + 2 * (longest - 1)) // KEYS) * KEYS, _MOST_KEYS)
+    return min(-(-(_WINDOW + 2 * (longest - 1)) // _KEYS) * _KEYS, _MOST_KEYS)
 
 
 def choose_heads(tokens: int, heads: int, reach: int, longest: int, multiprocessors: int) -> int:
     """Return how many heads an attention block takes: several where loads, not sums, bound it."""
-    most = 4 if reach == KEYS else 2 if longest <= WINDOW else 1
-    blocks = -(-tokens // WINDOW) * heads
+    most = 4 if reach == _KEYS else 2 if longest <= _WINDOW else 1
+    blocks = -(-tokens // _WINDOW) * heads
     return max(1, min(most, blocks // (6 * multiprocessors)))
 
 
@@ -122,7 +122,8 @@ def launch_gemm(  # noqa: PLR0913, PLR0917
 ) -> None:
     """Launch an instance of gemm.cu on INT8 [M, K] and [N, K], with one block a multiprocessor at most."""
     grid = min(multiprocessors, -(-call.m // tile[0]) * -(-call.n // tile[1]))
-    shared = STAGES[tile] * (sum(tile) * 128 + 16) + 48 * tile[1] + 1024
+    columns = 2 * 2 * 3 * 4 * tile[1]  # bytes: scale, bias and factor, for two tiles of two groups
+    shared = STAGES[tile] * (sum(tile) * 128 + 16) + columns + 1024
     arguments = [map_tiles(source, tile[0]), map_tiles(weight, tile[1]), call]
     kernels.launch(f"gemm_{tile[0]}_{tile[1]}_{instance}", (grid, 1), 384, arguments, shared)
 
@@ -495,10 +496,10 @@ class CudaEngine:
         call.heads = choose_heads(tokens, heads, rows.reach, rows.longest, self._multiprocessors)
         call.unit = operation.probability_multiplier
         call.tokens, call.hidden, call.pitch = tokens, hidden, sources[0].stride(0)
-        grid = -(-tokens // WINDOW), -(-heads // call.heads)
-        shared = (WINDOW + 2 * rows.reach + 4) * size * (2 if call.heads > 1 else 1)
+        grid = -(-tokens // _WINDOW), -(-heads // call.heads)
+        shared = (_WINDOW + 2 * rows.reach + 4) * size * (2 if call.heads > 1 else 1)
         kernel = (
-            f"attention_{attention_name(operation, self.plan)}_{'short' if rows.reach == KEYS else 'long'}"
+            f"attention_{attention_name(operation, self.plan)}_{'short' if rows.reach == _KEYS else 'long'}"
         )
         self._kernels.launch(kernel, grid, 128, [call], shared)
 

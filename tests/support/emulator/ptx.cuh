@@ -48,7 +48,6 @@ void barrier_got(u32 bar, int bytes);
 void barrier_wait(u32 bar, u32 parity);
 
 inline void __syncthreads() { join(0, blockDim.x); }
-inline void named_wait(int name, int threads) { join(name, threads); }
 inline void turn_wait(int name) { join(name, 256); }
 inline void turn_give(int name) { arrive(name, 256); }
 inline void barriers_ready() {}

@@ -27,8 +27,7 @@ __device__ inline void load_tile(u32 to, const TensorMap* map, int x, int y, u32
                ::"r"(to), "l"(map), "r"(x), "r"(y), "r"(bar) : "memory");
 }
 __device__ inline void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map)); }
-__device__ inline void named_wait(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory"); }
-__device__ inline void turn_wait(int name) { named_wait(name, 256); }
+__device__ inline void turn_wait(int name) { asm volatile("bar.sync %0, 256;" ::"r"(name) : "memory"); }
 __device__ inline void turn_give(int name) { asm volatile("bar.arrive %0, 256;" ::"r"(name) : "memory"); }
 // Programmatic dependent launch: the next kernel's blocks may start; wait for what the previous kernels wrote.
 __device__ inline void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
