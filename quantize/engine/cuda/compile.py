@@ -94,7 +94,8 @@ def list_instances(operation: Operation, plan: Plan) -> list[tuple[str, str]]:
             residual = None if operation.residual is None else plan.tensors[operation.residual].kind
             coded = plan.tensors[operation.output].kind == "int8"
             flags = f"{_ACTIVATIONS[operation.activation]}, {_RESIDUALS[residual]}, {str(coded).lower()}"
-            return [("gemm", f"GEMM({gemm_name(operation, plan)}, {flags})")]
+            forms = ["GEMM"] if operation.residual else ["GEMM", "STATIONARY_GEMM"]
+            return [("gemm", f"{form}({gemm_name(operation, plan)}, {flags})") for form in forms]
         case Attention(probability_multiplier=float()):
             coded = plan.tensors[operation.output].kind == "int8"
             flags = f"{operation.head_size}, {str(coded).lower()}, {str(needs_clamp(operation)).lower()}"

@@ -1,11 +1,26 @@
 """Names of the kernels that a plan launches, and the sizes that they are compiled for."""
 
 import re
+from typing import NamedTuple
 
 from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Head, Linear, Norm, Operation, Plan, Quantize
 
-TILES = (128, 128), (64, 128), (64, 64)  # M and N of a block's tile
-STAGES = {(128, 128): 5, (64, 128): 8, (64, 64): 12}
+
+class Tile(NamedTuple):
+    """What a block of a GEMM makes at once, the stages of its loads, and whether its weights stay."""
+
+    m: int
+    n: int
+    stages: int
+    stationary: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.m}_{self.n}" + ("_stationary" if self.stationary else "")
+
+
+TILES = Tile(128, 128, 5), Tile(64, 128, 8), Tile(64, 64, 12)
+STATIONARY = Tile(128, 128, 5, stationary=True)
+MOST_STATIONARY = 1024  # channels of K, whose weights and stages fill the shared memory
 MOST_CODES = 3  # that a kernel of norm.cu writes
 NORM_PARTS = 3, 6, 8  # of 128 channels each
 CAPABILITY = "9.0"
@@ -19,6 +34,11 @@ def gemm_name(operation: Linear, plan: Plan) -> str:
     return f"{operation.activation or 'none'}_{residual or 'none'}_{output}"
 
 
+def list_tiles(operation: Linear) -> tuple[Tile, ...]:
+    """Return the tiles that a GEMM has kernels for. With a residual, weights that stay save nothing."""
+    return TILES if operation.residual else (*TILES, STATIONARY)
+
+
 def needs_clamp(operation: Attention) -> bool:
     """Return whether a probability of 1 could round to a code beyond 127."""
     return (operation.probability_multiplier or 0) > 127.49
@@ -29,9 +49,13 @@ def attention_name(operation: Attention, plan: Plan) -> str:
     return f"{operation.head_size}_{plan.tensors[operation.output].kind}{clamp}"
 
 
+def count_parts(width: int) -> int:
+    """Return the parts of the kernel that takes a LayerNorm; 0: there is none."""
+    return next((parts for parts in NORM_PARTS if width <= 128 * parts), 0)
+
+
 def norm_name(operation: Embed | Norm, width: int) -> str:
-    parts = next((parts for parts in NORM_PARTS if width <= 128 * parts), 0)  # 0: there is no kernel
-    return f"{parts}_{len(operation.codes)}"
+    return f"{count_parts(width)}_{len(operation.codes)}"
 
 
 def has_dense(operation: Head) -> bool:
@@ -48,7 +72,7 @@ def list_kernels(plan: Plan) -> set[str]:
 def _list_names(operation: Operation, plan: Plan) -> list[str]:
     match operation:
         case Linear(weight="int8"):
-            return [f"gemm_{m}_{n}_{gemm_name(operation, plan)}" for m, n in TILES]
+            return [f"gemm_{tile}_{gemm_name(operation, plan)}" for tile in list_tiles(operation)]
         case Attention(probability_multiplier=float()):
             return [f"attention_{attention_name(operation, plan)}_{form}" for form in ("short", "long")]
         case Embed() | Norm():

@@ -21,9 +21,13 @@ from qdqbench.quantize.engine.cuda.driver import (
 )
 from qdqbench.quantize.engine.cuda.names import (
     CAPABILITY,
-    STAGES,
+    MOST_STATIONARY,
+    NORM_PARTS,
+    STATIONARY,
     TILES,
+    Tile,
     attention_name,
+    count_parts,
     gemm_name,
     norm_name,
 )
@@ -49,12 +53,13 @@ _ACTIVATIONS = ["none", "tanh", "relu", "sigmoid", "gelu", "gelu_tanh"]  # as he
 _ALIGN = 64  # tokens: an attention block's
 # us on one H200 of a block's first tile and of each further one, which the first hides in part: fixed, and
 # for each 128 of K
-_COSTS = {
-    (128, 128): (2.2, 0.33, -0.3, 0.42),
-    (64, 128): (2.2, 0.155, 0.7, 0.28),
-    (64, 64): (2.0, 0.106, 0.05, 0.16),
-}
-_NORM_BLOCKS = 4  # of a multiprocessor; a block takes four tokens at a time
+_COSTS = (  # of TILES
+    (2.2, 0.33, -0.3, 0.42),
+    (2.2, 0.155, 0.7, 0.28),
+    (2.0, 0.106, 0.05, 0.16),
+)
+_LEAST_STATIONARY = 5  # tiles of a block; with fewer, loading the weights first costs more than it saves
+_NORM_BLOCKS = dict(zip(NORM_PARTS, (7, 4, 8), strict=True))  # of a multiprocessor; each takes four tokens
 _KEYS = 128  # of a step of an attention block
 _MOST_KEYS = 4 * _KEYS  # that it holds in shared memory
 _WINDOW = 64  # tokens of an attention block
@@ -99,33 +104,42 @@ def choose_heads(tokens: int, heads: int, reach: int, longest: int, multiprocess
     return max(1, min(most, blocks // (6 * multiprocessors)))
 
 
-def choose_tile(m: int, n: int, k: int, multiprocessors: int) -> tuple[int, int]:
-    """Return the tile that is expected to be fastest."""
+def choose_tile(m: int, n: int, k: int, multiprocessors: int, *, residual: bool) -> Tile:
+    """Return the tile that is expected to be fastest.
 
-    def cost(tile: tuple[int, int]) -> float:
-        waves = math.ceil(math.ceil(m / tile[0]) * math.ceil(n / tile[1]) / multiprocessors)
-        first, first_k, more, more_k = _COSTS[tile]
-        steps = k / 128
+    Weights that stay save no time but power, which bounds the clock of a GPU under load.
+    """
+
+    def count(tile: Tile) -> int:
+        return math.ceil(m / tile.m) * math.ceil(n / tile.n)
+
+    def cost(number: int) -> float:
+        first, first_k, more, more_k = _COSTS[number]
+        waves, steps = math.ceil(count(TILES[number]) / multiprocessors), k / 128
         return first + first_k * steps + (waves - 1) * (more + more_k * steps)
 
-    return min(TILES, key=cost)
+    fastest = TILES[min(range(len(TILES)), key=cost)]
+    fits = 128 * (STATIONARY.stages - 1) < k <= MOST_STATIONARY
+    enough = count(STATIONARY) >= _LEAST_STATIONARY * multiprocessors
+    return STATIONARY if fastest == TILES[0] and fits and enough and not residual else fastest
 
 
 def launch_gemm(  # noqa: PLR0913, PLR0917
     kernels: Kernels,
     instance: str,
-    tile: tuple[int, int],
+    tile: Tile,
     multiprocessors: int,
     source: Any,
     weight: Any,
     call: GemmArguments,
 ) -> None:
     """Launch an instance of gemm.cu on INT8 [M, K] and [N, K], with one block a multiprocessor at most."""
-    grid = min(multiprocessors, -(-call.m // tile[0]) * -(-call.n // tile[1]))
-    columns = 2 * 2 * 3 * 4 * tile[1]  # bytes: scale, bias and factor, for two tiles of two groups
-    shared = STAGES[tile] * (sum(tile) * 128 + 16) + columns + 1024
-    arguments = [map_tiles(source, tile[0]), map_tiles(weight, tile[1]), call]
-    kernels.launch(f"gemm_{tile[0]}_{tile[1]}_{instance}", (grid, 1), 384, arguments, shared)
+    grid = min(multiprocessors, -(-call.m // tile.m) * -(-call.n // tile.n))
+    columns = 2 * 2 * 3 * 4 * tile.n  # bytes: scale, bias and factor, for two tiles of two groups
+    weights = -(-call.k // 128) if tile.stationary else tile.stages  # [tile.n, 128] each
+    shared = 128 * (tile.stages * tile.m + weights * tile.n) + 16 * tile.stages + columns + 1024
+    arguments = [map_tiles(source, tile.m), map_tiles(weight, tile.n), call]
+    kernels.launch(f"gemm_{tile}_{instance}", (grid, 1), 384, arguments, shared)
 
 
 def permute_rows(n: int, run: int) -> Array:
@@ -403,8 +417,9 @@ class CudaEngine:
             )
         else:
             first = c.c_void_p(values[operation.input].data_ptr())
-        grid = min(_NORM_BLOCKS * self._multiprocessors, -(-tokens // 4))
-        self._kernels.launch(f"{operation.op}_{norm_name(operation, width)}", (grid, 1), 128, [first, call])
+        kernel = f"{operation.op}_{norm_name(operation, width)}"
+        grid = min(_NORM_BLOCKS[count_parts(width)] * self._multiprocessors, -(-tokens // 4))
+        self._kernels.launch(kernel, (grid, 1), 128, [first, call])
 
     def _outputs(
         self, operation: Quantized, values: dict[str, Any], tokens: int, call: NormArguments
@@ -449,7 +464,7 @@ class CudaEngine:
                 made.data_ptr(),
             )
             call.m, call.n, call.k = m, n, k
-            tile = choose_tile(m, n, k, self._multiprocessors)
+            tile = choose_tile(m, n, k, self._multiprocessors, residual=residual is not None)
             instance = gemm_name(operation, self.plan)
             launch_gemm(self._kernels, instance, tile, self._multiprocessors, source, weight, call)
             return

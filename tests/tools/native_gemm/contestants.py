@@ -13,6 +13,7 @@ import torch
 
 from qdqbench.quantize.engine.cuda.compile import compile_source
 from qdqbench.quantize.engine.cuda.driver import GemmArguments, Kernels
+from qdqbench.quantize.engine.cuda.names import Tile as OwnTile
 from qdqbench.quantize.engine.cuda.runtime import launch_gemm, permute_rows
 
 SOURCE = Path(__file__).parent / "gemm.cu"
@@ -196,12 +197,16 @@ class Own:
     """The kernels of the backend `cuda`, compiled by NVRTC."""
 
     def __init__(self) -> None:
-        instances = [f"GEMM({name}, {flags})" for name, flags, _ in EPILOGUES.values()]
+        instances = [
+            f"{form}({name}, {flags})"
+            for name, flags, _ in EPILOGUES.values()
+            for form in ("GEMM", "STATIONARY_GEMM")
+        ]
         self._kernels = Kernels([compile_source("gemm", instances)])
         self._count = torch.cuda.get_device_properties(0).multi_processor_count
         self._permuted: dict[int, torch.Tensor] = {}  # weights by their address
 
-    def run(self, tile: tuple[int, int], made: Operands) -> None:
+    def run(self, tile: OwnTile, made: Operands) -> None:
         """One launch for each weight, with rows permuted as the packer does."""
         name, _, columns = EPILOGUES[made.epilogue]
         if made.weights[0].data_ptr() not in self._permuted:

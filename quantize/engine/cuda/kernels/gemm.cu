@@ -1,7 +1,8 @@
 // INT8 GEMM of Hopper: out[M, N] = epilogue(A[M, K] . B[N, K]^T), codes int8, sums int32, row-major.
 //
 // A block has three warp groups: one loads by TMA, two take turns (ping-pong): while one multiplies a tile, the
-// other finishes its own. Each block stays for many tiles. Rows of B are permuted by the packer so that a thread
+// other finishes its own. Each block stays for many tiles. STATIONARY: its tiles follow each other in a column, and the
+// weights of that column stay in shared memory, so that half of the bytes are loaded. Rows of B are permuted by the packer so that a thread
 // owns consecutive columns and writes 16 bytes at once: no staging in shared memory.
 // The epilogue is x = activation(sum * scale[n] + bias[n]); then x + residual[m, n] in FP16, or x + codes[m, n] *
 // factor[n]; then FP16, or codes round(x), behind an activation round(x * factor[n]). What it reads of columns is in
@@ -31,16 +32,22 @@ template <Activation ACTIVATION> __device__ inline float activate(float x) {
   return x;
 }
 
-template <int MI, int TN, int STAGES, Activation ACTIVATION, Residual RESIDUAL, bool CODED>
+template <int MI, int TN, int STAGES, bool STATIONARY, Activation ACTIVATION, Residual RESIDUAL, bool CODED>
 __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map, const GemmArguments& call) {
   constexpr int TM = 64 * MI, TK = 128;
-  constexpr int A_BYTES = TM * TK, B_BYTES = TN * TK, STAGE = A_BYTES + B_BYTES;
+  constexpr int A_BYTES = TM * TK, B_BYTES = TN * TK, STAGE = A_BYTES + (STATIONARY ? 0 : B_BYTES);
   constexpr bool SCALED = CODED && ACTIVATION != NONE, FACTOR = SCALED || RESIDUAL == RESIDUAL_CODES;
   constexpr int RUN = CODED ? 16 : 8, GROUP = 4 * RUN;  // consecutive columns of a thread, of its four
   extern __shared__ u8 memory[];
   u32 base = (shared_address(memory) + 1023) & ~1023u;
-  u32 full = base + STAGES * STAGE, empty = full + 8 * STAGES;
-  int thread = threadIdx.x, group = thread / 128, warp = thread % 128 / 32, lane = thread % 32;
+  int n_tiles = (call.n + TN - 1) / TN, m_tiles = (call.m + TM - 1) / TM;
+  int tiles = n_tiles * m_tiles, blocks = (call.k + TK - 1) / TK, first = blockIdx.x, step = gridDim.x;
+  if constexpr (STATIONARY) first = tiles * blockIdx.x / gridDim.x, tiles = tiles * (blockIdx.x + 1) / gridDim.x, step = 1;
+  auto row_of = [&](int tile) { return (STATIONARY ? tile % m_tiles : tile / n_tiles) * TM; };
+  auto column_of = [&](int tile) { return (STATIONARY ? tile / m_tiles : tile % n_tiles) * TN; };
+  u32 weights = base + STAGES * STAGE, full = weights + (STATIONARY ? blocks * B_BYTES : 0), empty = full + 8 * STAGES;
+  auto b_at = [&](int at, int block) { return STATIONARY ? weights + block * B_BYTES : base + at * STAGE + A_BYTES; };
+  int thread = threadIdx.x, group = of_warp(thread / 128), warp = thread % 128 / 32, lane = thread % 32;
 
   if (thread == 0) {
     for (int s = 0; s < STAGES; s++) {
@@ -54,29 +61,27 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
   __syncthreads();
   launch_next();
 
-  int n_tiles = (call.n + TN - 1) / TN, m_tiles = (call.m + TM - 1) / TM;
-  int tiles = n_tiles * m_tiles, blocks = (call.k + TK - 1) / TK;
-  int first = blockIdx.x, step = gridDim.x;
-
   if (group == 0) {
     fewer_registers<24>();
     if (thread == 0) {
       // Weights do not depend on previous kernels: the first of them are loaded while those still run.
-      int ahead = min(STAGES, blocks), column = first % n_tiles * TN;
+      int ahead = min(STAGES, blocks), column = column_of(first);
       for (int at = 0; at < ahead; at++) {
-        barrier_expect(full + 8 * at, STAGE);
-        load_tile(base + at * STAGE + A_BYTES, &b_map, at * TK, column, full + 8 * at);
+        barrier_expect(full + 8 * at, A_BYTES + B_BYTES);
+        load_tile(b_at(at, at), &b_map, at * TK, column, full + 8 * at);
       }
       wait_previous();
       int at = 0; u32 phase = 0;
       for (int tile = first; tile < tiles; tile += step) {
-        int row = tile / n_tiles * TM, column = tile % n_tiles * TN;
+        int row = row_of(tile), column = column_of(tile);
+        // The stages are no more than the blocks of K: who waits for a stage knows that the old column is done with.
+        bool other = !STATIONARY || tile == first || column != column_of(tile - 1);
         for (int block = 0; block < blocks; block++) {
           u32 to = base + at * STAGE, bar = full + 8 * at;
           if (tile > first || block >= ahead) {
             barrier_wait(empty + 8 * at, phase ^ 1);
-            barrier_expect(bar, STAGE);
-            load_tile(to + A_BYTES, &b_map, block * TK, column, bar);
+            barrier_expect(bar, A_BYTES + (other ? B_BYTES : 0));
+            if (other) load_tile(b_at(at, block), &b_map, block * TK, column, bar);
           }
           load_tile(to, &a_map, block * TK, row, bar);
           if (++at == STAGES) at = 0, phase ^= 1;
@@ -89,7 +94,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
     float* numbers = (float*)(memory + (empty + 8 * STAGES - shared_address(memory))) + 6 * TN * mine;  // [2][3][TN]
     float loaded[3];  // of a column of the group's next tile: scale, bias, factor
     auto load = [&](int tile) {
-      int column = tile % n_tiles * TN + slot;
+      int column = column_of(tile) + slot;
       if (tile >= tiles || slot >= TN || column >= call.n) return;
       loaded[0] = call.scale[column], loaded[1] = call.bias[column];
       if constexpr (FACTOR) loaded[2] = call.factor[column];
@@ -105,7 +110,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
     store(numbers);
     wait_previous();
     for (int number = mine, tile = first + mine * step; tile < tiles; number += 2, tile += 2 * step) {
-      int row = tile / n_tiles * TM + 16 * warp + lane / 4, column = tile % n_tiles * TN + RUN * (lane % 4);
+      int row = row_of(tile) + 16 * warp + lane / 4, column = column_of(tile) + RUN * (lane % 4);
       int done = number * blocks;  // k blocks of all tiles before this one
       const float* own = numbers + (number & 2 ? 3 * TN : 0) + RUN * (lane % 4);
       u32 words[TN / GROUP][MI][2][4];  // what a thread writes, and before that the residual
@@ -139,7 +144,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
 #pragma unroll
           for (int i = 0; i < TN / 2; i++) pin(sums[mi][i]);
         wgmma_fence();
-        u64 a = descriptor(base + at * STAGE), b = descriptor(base + at * STAGE + A_BYTES);
+        u64 a = descriptor(base + at * STAGE), b = descriptor(b_at(at, block));
 #pragma unroll
         for (int part = 0; part < 4; part++)
 #pragma unroll
@@ -154,6 +159,12 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
       }
       turn_give(2 - mine);
       store(numbers + (number & 2 ? 0 : 3 * TN));  // all warps are done with the group's previous tile
+      float4 next[3];  // scale, bias and factor of the next four columns: shared memory is busy, and slow to answer
+      auto read = [&](int at) {
+#pragma unroll
+        for (int i = 0; i < (FACTOR ? 3 : 2); i++) next[i] = *(const float4*)(own + i * TN + at);
+      };
+      read(0);
 #pragma unroll
       for (int mi = 0; mi < MI; mi++)
 #pragma unroll
@@ -166,12 +177,13 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
       if (lane == 0) barrier_arrive(empty + 8 * last);
 
 #pragma unroll
-      for (int g = 0; g < TN / GROUP; g++, column += GROUP, own += GROUP) {
+      for (int g = 0; g < TN / GROUP; g++, column += GROUP) {
         if (column >= call.n) break;
 #pragma unroll
         for (int four = 0; four < RUN / 4; four++) {
-          float4 scale = *(const float4*)(own + 4 * four), bias = *(const float4*)(own + TN + 4 * four), factor;
-          if constexpr (FACTOR) factor = *(const float4*)(own + 2 * TN + 4 * four);
+          float4 scale = next[0], bias = next[1], factor = next[2];
+          if (four < RUN / 4 - 1) read(g * GROUP + 4 * (four + 1));
+          else if (g < TN / GROUP - 1) read((g + 1) * GROUP);
 #pragma unroll
           for (int mi = 0; mi < MI; mi++)
 #pragma unroll
@@ -213,13 +225,14 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
   }
 }
 
-#define GEMM_OF(NAME, MI, TN, STAGES, ACTIVATION, RESIDUAL, CODED)                                               \
+#define GEMM_OF(NAME, MI, TN, STAGES, STATIONARY, ACTIVATION, RESIDUAL, CODED)                                   \
   extern "C" __global__ void __launch_bounds__(384, 1)                                                           \
       NAME(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const GemmArguments call) { \
-    gemm_body<MI, TN, STAGES, ACTIVATION, RESIDUAL, CODED>(a, b, call);                                          \
+    gemm_body<MI, TN, STAGES, STATIONARY, ACTIVATION, RESIDUAL, CODED>(a, b, call);                              \
   }
 // Three tiles for each epilogue: 128 x 128, 64 x 128, 64 x 64.
-#define GEMM(NAME, ...)                          \
-  GEMM_OF(gemm_128_128_##NAME, 2, 128, 5, __VA_ARGS__) \
-  GEMM_OF(gemm_64_128_##NAME, 1, 128, 8, __VA_ARGS__)  \
-  GEMM_OF(gemm_64_64_##NAME, 1, 64, 12, __VA_ARGS__)
+#define GEMM(NAME, ...)                                       \
+  GEMM_OF(gemm_128_128_##NAME, 2, 128, 5, false, __VA_ARGS__) \
+  GEMM_OF(gemm_64_128_##NAME, 1, 128, 8, false, __VA_ARGS__)  \
+  GEMM_OF(gemm_64_64_##NAME, 1, 64, 12, false, __VA_ARGS__)
+#define STATIONARY_GEMM(NAME, ...) GEMM_OF(gemm_128_128_stationary_##NAME, 2, 128, 5, true, __VA_ARGS__)

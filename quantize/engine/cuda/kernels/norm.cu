@@ -12,33 +12,50 @@ struct NormOutputs {
   int tokens, hidden;
 };
 
-template <int PARTS, int CODES> struct Vectors {  // what a warp holds for all its tokens
-  float4 gamma[PARTS], beta[PARTS], multiplier[CODES ? CODES : 1][PARTS];
+// What all tokens share: gamma, beta and multipliers, in registers, or in shared memory where those would be too many.
+template <int PARTS, int CODES> struct Vectors {
+  static constexpr bool SHARED = PARTS > 6;
+  float4 own[SHARED ? 1 : PARTS][2 + CODES];
+  const float4* all;
   __device__ inline Vectors(const NormOutputs& call) {
+    __shared__ float4 shared[SHARED ? (2 + CODES) * 32 * PARTS : 1];
     int lane = threadIdx.x % 32, count = call.hidden / 4;
+    all = shared;
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) {
-      int at = min(lane + 32 * i, count - 1);
-      gamma[i] = ((const float4*)call.gamma)[at], beta[i] = ((const float4*)call.beta)[at];
+    for (int v = 0; v < 2 + CODES; v++) {
+      const float4* from = (const float4*)(v == 0 ? call.gamma : v == 1 ? call.beta : call.multiplier[v - 2]);
+      if constexpr (SHARED)
+        for (int i = threadIdx.x; i < count; i += blockDim.x) shared[v * 32 * PARTS + i] = from[i];
+      else
 #pragma unroll
-      for (int c = 0; c < CODES; c++) multiplier[c][i] = ((const float4*)call.multiplier[c])[at];
+        for (int i = 0; i < PARTS; i++) own[i][v] = from[min(lane + 32 * i, count - 1)];
     }
+    if constexpr (SHARED) __syncthreads();
+  }
+  __device__ inline float4 get(int v, int i) const {
+    if constexpr (SHARED) return all[v * 32 * PARTS + threadIdx.x % 32 + 32 * i];
+    else return own[i][v];
   }
 };
 
-template <int PARTS, int CODES>
-__device__ inline void norm(const float4 (&x)[PARTS], int token, const Vectors<PARTS, CODES>& v, const NormOutputs& call) {
+template <int PARTS, int CODES, class Read>  // x(i): four numbers of a part
+__device__ inline void norm(const Read& x, int token, const Vectors<PARTS, CODES>& v, const NormOutputs& call) {
   int lane = threadIdx.x % 32, count = call.hidden / 4;
   float sum = 0;
 #pragma unroll
-  for (int i = 0; i < PARTS; i++) if (lane + 32 * i < count) sum += (x[i].x + x[i].y) + (x[i].z + x[i].w);
+  for (int i = 0; i < PARTS; i++)
+    if (lane + 32 * i < count) {
+      float4 t = x(i);
+      sum += (t.x + t.y) + (t.z + t.w);
+    }
 #pragma unroll
   for (int l = 16; l; l /= 2) sum += __shfl_xor_sync(~0u, sum, l);
   float mean = sum / call.hidden, square = 0;
 #pragma unroll
   for (int i = 0; i < PARTS; i++)
     if (lane + 32 * i < count) {
-      float a = x[i].x - mean, b = x[i].y - mean, c = x[i].z - mean, d = x[i].w - mean;
+      float4 t = x(i);
+      float a = t.x - mean, b = t.y - mean, c = t.z - mean, d = t.w - mean;
       square += (a * a + b * b) + (c * c + d * d);
     }
 #pragma unroll
@@ -48,14 +65,14 @@ __device__ inline void norm(const float4 (&x)[PARTS], int token, const Vectors<P
   for (int i = 0; i < PARTS; i++) {
     int at = lane + 32 * i;
     if (at >= count) continue;
-    float4 g = v.gamma[i], b = v.beta[i];
-    float4 y = {fmaf((x[i].x - mean) * inverse, g.x, b.x), fmaf((x[i].y - mean) * inverse, g.y, b.y),
-                fmaf((x[i].z - mean) * inverse, g.z, b.z), fmaf((x[i].w - mean) * inverse, g.w, b.w)};
+    float4 t = x(i), g = v.get(0, i), b = v.get(1, i);
+    float4 y = {fmaf((t.x - mean) * inverse, g.x, b.x), fmaf((t.y - mean) * inverse, g.y, b.y),
+                fmaf((t.z - mean) * inverse, g.z, b.z), fmaf((t.w - mean) * inverse, g.w, b.w)};
     size_t to = size_t(token) * count + at;
     if (call.half) ((uint2*)call.half)[to] = {half2_of(y.x, y.y), half2_of(y.z, y.w)};
 #pragma unroll
     for (int c = 0; c < CODES; c++) {
-      float4 m = v.multiplier[c][i];
+      float4 m = v.get(2 + c, i);
       ((u32*)call.codes[c])[to] = codes_of(y.x * m.x, y.y * m.y, y.z * m.z, y.w * m.w);
     }
   }
@@ -75,14 +92,15 @@ template <int PARTS, int CODES> __device__ inline void norm_body(const void* sum
   };
   read(token);
   for (; token < call.tokens; token += warps) {
-    float4 x[PARTS];
+    uint2 now[PARTS];
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) {
-      float2 a = floats_of(raw[i].x), b = floats_of(raw[i].y);
-      x[i] = {a.x, a.y, b.x, b.y};
-    }
+    for (int i = 0; i < PARTS; i++) now[i] = raw[i];
     read(token + warps);
-    norm(x, token, v, call);
+    auto x = [&](int i) {
+      float2 a = floats_of(now[i].x), b = floats_of(now[i].y);
+      return float4{a.x, a.y, b.x, b.y};
+    };
+    norm<PARTS, CODES>(x, token, v, call);
   }
 }
 
@@ -109,7 +127,7 @@ template <int PARTS, int CODES> __device__ inline void embed_body(const Tables& 
           x[i].x += a.x, x[i].y += a.y, x[i].z += b.x, x[i].w += b.y;
         }
     }
-    norm(x, token, v, call);
+    norm<PARTS, CODES>([&](int i) { return x[i]; }, token, v, call);
   }
 }
 
@@ -125,11 +143,13 @@ extern "C" __global__ void __launch_bounds__(256)
   codes[at] = codes_of(a.x * m.x, a.y * m.y, b.x * m.z, b.y * m.w);
 }
 
-#define NORM(PARTS, CODES)                                                                                             \
-  extern "C" __global__ void __launch_bounds__(128) norm_##PARTS##_##CODES(const void* sums, const NormOutputs call) { \
-    norm_body<PARTS, CODES>(sums, call);                                                                             \
+#define NORM(PARTS, CODES)                                                             \
+  extern "C" __global__ void __launch_bounds__(128, (PARTS) > 6 ? 8 : 1)               \
+      norm_##PARTS##_##CODES(const void* sums, const NormOutputs call) {               \
+    norm_body<PARTS, CODES>(sums, call);                                               \
   }
-#define EMBED(PARTS, CODES)                                                                                                \
-  extern "C" __global__ void __launch_bounds__(128) embed_##PARTS##_##CODES(const Tables tables, const NormOutputs call) { \
-    embed_body<PARTS, CODES>(tables, call);                                                                              \
+#define EMBED(PARTS, CODES)                                                            \
+  extern "C" __global__ void __launch_bounds__(128, (PARTS) > 6 ? 8 : 1)               \
+      embed_##PARTS##_##CODES(const Tables tables, const NormOutputs call) {           \
+    embed_body<PARTS, CODES>(tables, call);                                            \
   }

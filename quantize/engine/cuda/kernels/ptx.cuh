@@ -6,6 +6,9 @@ using u64 = unsigned long long;
 using i8 = signed char;
 struct alignas(64) TensorMap { char bytes[128]; };
 
+// A number that all lanes of a warp share: what follows from it takes uniform registers.
+__device__ inline int of_warp(int x) { return __shfl_sync(~0u, x, 0); }
+
 __device__ inline u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 __device__ inline void barrier_init(u32 bar, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from qdqbench.quantize.engine.cuda import runtime
 from qdqbench.quantize.engine.cuda.driver import AttentionArguments
 from qdqbench.quantize.engine.cuda.match import match_graph
-from qdqbench.quantize.engine.cuda.names import NORM_PARTS, TILES
+from qdqbench.quantize.engine.cuda.names import NORM_PARTS, STATIONARY, TILES
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Answer, Head, Linear, Norm, Plan, Quantize, Tensor
 from qdqbench.quantize.engine.cuda.tokens import pack_tokens
@@ -127,17 +127,30 @@ def test_kernels_take_any_lengths_of_rows(packed, emulator, lengths, case, heads
         compare_kernels(EmulatedEngine(plan, arrays, emulator), tokens)
 
 
+def compare_gemm(emulator, epilogue, tile, sizes, blocks):
+    m, n, k = sizes[0], 16 * sizes[1], 16 * sizes[2]
+    plan, arrays = make_gemm(k, n, *epilogue)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runtime, "choose_tile", lambda *_, **__: tile)
+        tokens = give_states([m], {"x": k, "r": n})
+        compare_kernels(EmulatedEngine(plan, arrays, emulator, blocks), tokens)
+
+
 @given(sizes=st.tuples(st.integers(1, 150), st.integers(1, 20), st.integers(1, 20)), blocks=st.integers(1, 4))
 @settings(max_examples=5)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
 def test_gemms_of_any_size(emulator, epilogue, tile, sizes, blocks):
-    m, n, k = sizes[0], 16 * sizes[1], 16 * sizes[2]
-    plan, arrays = make_gemm(k, n, *epilogue)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runtime, "choose_tile", lambda *_: tile)
-        tokens = give_states([m], {"x": k, "r": n})
-        compare_kernels(EmulatedEngine(plan, arrays, emulator, blocks), tokens)
+    compare_gemm(emulator, epilogue, tile, sizes, blocks)
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 400), st.integers(1, 24), st.integers(33, 64)), blocks=st.integers(1, 4)
+)
+@settings(max_examples=5)
+@pytest.mark.parametrize("epilogue", [each for each in EPILOGUES if each[1] is None], ids=str)
+def test_gemms_whose_weights_stay(emulator, epilogue, sizes, blocks):
+    compare_gemm(emulator, epilogue, STATIONARY, sizes, blocks)
 
 
 @pytest.mark.parametrize("codes", range(4))

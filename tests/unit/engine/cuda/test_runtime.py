@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.quantize.engine.cuda.interpret import compute
-from qdqbench.quantize.engine.cuda.names import TILES
+from qdqbench.quantize.engine.cuda.names import STATIONARY, TILES
 from qdqbench.quantize.engine.cuda.plan import Answer, Embed, Head, Plan, Step, Tensor
 from qdqbench.quantize.engine.cuda.runtime import (
     PACKED,
@@ -112,7 +112,8 @@ def test_a_thread_owns_consecutive_columns(n, run):
 
 @given(st.integers(1, MOST_TOKENS), st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 200))
 def test_choices_are_kernels_that_there_are(m, n, k, multiprocessors):
-    assert choose_tile(m, n, k, multiprocessors) in TILES
+    assert choose_tile(m, n, k, multiprocessors, residual=True) in TILES
+    assert choose_tile(m, n, k, multiprocessors, residual=False) in {*TILES, STATIONARY}
     for reach, longest in ((128, 64), (128, 128), (256, 64), (384, 512)):
         assert 1 <= choose_heads(m, 12, reach, longest, multiprocessors) <= (4 if reach == 128 else 2)
 
