@@ -19,11 +19,12 @@ from qdqbench.eval.verification.blocks import stitch
 from qdqbench.quantize.deployment.server.batches import pad_to_shape, warm_up
 from qdqbench.quantize.deployment.server.served import open_served
 from qdqbench.quantize.engine.build import build
+from qdqbench.quantize.engine.cuda import runtime
 from qdqbench.quantize.engine.cuda.compile import compile_kernels, load_nvrtc
 from qdqbench.quantize.engine.cuda.interpret import compute, interpret
 from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.model import load_kernels
-from qdqbench.quantize.engine.cuda.names import CAPABILITY, list_kernels
+from qdqbench.quantize.engine.cuda.names import CAPABILITY, STATIONARY, TILES, list_kernels
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Attention, Linear
 from qdqbench.quantize.engine.cuda.runtime import PACKED, CudaEngine, choose_graph, fill
@@ -37,7 +38,15 @@ from qdqbench.quantize.utils.system.gpu import find_gpu
 
 from ..integration.tiny import EVAL_ROWS, call, call_alone, results
 from ..support.cuda_graphs import HEADS, batch_for, write_head, write_wide
-from ..support.cuda_kernels import DENSE, compare, compare_dense, compare_kernels
+from ..support.cuda_kernels import (
+    DENSE,
+    EPILOGUES,
+    compare,
+    compare_dense,
+    compare_kernels,
+    give_states,
+    make_gemm,
+)
 
 PROFILE = Profile((1, 1), (8, 64), (128, 512))
 CASES = [
@@ -107,6 +116,21 @@ def test_graphs_answer_as_single_launches_do_in_any_order(case):
         for name, answer in answers.items():
             assert np.abs(answer - alone[name]).max() <= 1e-3 * np.abs(answer).max()
             assert np.abs(answer - wanted[name]).max() <= 0.2 * np.abs(wanted[name]).max()
+
+
+@pytest.mark.parametrize("sizes", [(900, 528, 1024), (1500, 256, 592), (70, 48, 1008)], ids=str)
+@pytest.mark.parametrize("tile", [*TILES, STATIONARY], ids=str)
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
+def test_gemms_make_what_the_interpreter_makes(epilogue, tile, sizes, monkeypatch):
+    """On three blocks, so that each makes many tiles, in other columns too."""
+    if tile.stationary and epilogue[1]:
+        pytest.skip("there is no such kernel")
+    monkeypatch.setattr(runtime, "choose_tile", lambda *_, **__: tile)
+    m, n, k = sizes
+    plan, arrays = make_gemm(k, n, *epilogue)
+    engine = CudaEngine(plan, arrays, compile_kernels(plan))
+    engine._multiprocessors = 3
+    compare_kernels(engine, give_states([m], {"x": k, "r": n}))
 
 
 @pytest.mark.parametrize("head", HEADS)

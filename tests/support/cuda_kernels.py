@@ -8,12 +8,20 @@ from typing import Any
 import numpy as np
 
 from qdqbench.quantize.engine.cuda.interpret import compute
-from qdqbench.quantize.engine.cuda.plan import Answer, Head, Linear, Plan, Step, Tensor
+from qdqbench.quantize.engine.cuda.plan import Answer, Head, Linear, Plan, Quantize, Step, Tensor
 from qdqbench.quantize.engine.cuda.runtime import CudaEngine
 from qdqbench.quantize.engine.cuda.tokens import Tokens
 
 SHARE, GELU_SHARE = 0.002, 0.01  # of codes that may differ by a step; the chip's tanh has an error of 2^-11
 Array = np.ndarray[Any, Any]
+EPILOGUES = [  # activation, residual and output of a GEMM
+    (None, None, "int8"),
+    ("gelu", None, "int8"),
+    ("gelu_tanh", None, "int8"),
+    ("gelu_tanh", None, "fp16"),
+    (None, "fp16", "fp16"),
+    (None, "int8", "fp16"),
+]
 
 
 def compare(name: str, got: Array, wanted: Array, share: float = SHARE, head_size: int = 0) -> None:
@@ -48,6 +56,40 @@ def compare_kernels(engine: CudaEngine, tokens: Tokens) -> None:
                 assert (values[name] == wanted).all(), name  # sums of integers are exact
             share, head = GELU_SHARE if activated else SHARE, getattr(operation, "head_size", 0)
             compare(f"{operation.name}: {name}", values[name], wanted, share, head)
+
+
+def end(of: str) -> Head:
+    return Head(name="head", input=of, pooling="first", steps=(), answers=(Answer(name="answer"),))
+
+
+def make_gemm(k, n, activation, residual, output):
+    """A GEMM of random codes with such an epilogue, from FP16 states `x` and `r`."""
+    random, kinds = (
+        np.random.default_rng(0),
+        {"x": "fp16", "a": "int8", "r": "fp16", "b": "int8", "y": output},
+    )
+    tensors = {name: Tensor(kind=kind, width=k if name in "xa" else n) for name, kind in kinds.items()}
+    other = {"fp16": "r", "int8": "b"}.get(residual)
+    gemm = Linear(name="g", input="a", weight="int8", activation=activation, residual=other, output="y")
+    quantize = [Quantize(name=f"of {x}", input=x, codes=(a,)) for x, a in ("xa", "rb")]
+    plan = Plan(inputs=(), given=("x", "r"), tensors=tensors, operations=(*quantize, gemm, end("x")))
+    arrays = {
+        "a.multiplier": np.full(k, 30),
+        "b.multiplier": np.full(n, 30),
+        "y.multiplier": random.uniform(20, 40, n),
+        "g.weight": random.integers(-127, 128, (n, k)),
+        "g.scale": random.uniform(1, 2, n)
+        / (30 * 127 * k**0.5)
+        * (40 if not activation and output == "int8" else 1),
+        "g.bias": random.normal(size=n),
+    }
+    if residual == "int8":
+        arrays["g.residual"] = random.uniform(0.02, 0.04, n)
+    if not activation:
+        del arrays["y.multiplier"]
+    return plan, {
+        name: np.asarray(each, np.int8 if "weight" in name else np.float32) for name, each in arrays.items()
+    }
 
 
 @dataclass(frozen=True)

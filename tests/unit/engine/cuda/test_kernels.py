@@ -13,24 +13,24 @@ from qdqbench.quantize.engine.cuda.driver import AttentionArguments
 from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.names import NORM_PARTS, STATIONARY, TILES
 from qdqbench.quantize.engine.cuda.pack import pack
-from qdqbench.quantize.engine.cuda.plan import Answer, Head, Linear, Norm, Plan, Quantize, Tensor
+from qdqbench.quantize.engine.cuda.plan import Norm, Plan, Tensor
 from qdqbench.quantize.engine.cuda.tokens import pack_tokens
 
 from ....support.cuda_graphs import batch_for, write_wide
-from ....support.cuda_kernels import DENSE, compare_dense, compare_kernels, give_states
+from ....support.cuda_kernels import (
+    DENSE,
+    EPILOGUES,
+    compare_dense,
+    compare_kernels,
+    end,
+    give_states,
+    make_gemm,
+)
 from ....support.emulate import COMPILER, EmulatedEngine, Emulator, compile_kernels, map_tiles
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 RECIPES = ["bert-int8-attention", "bert-int8-residual", "bert-int8-residual-fused"]
 CASES = [*product(RECIPES, (32, 64)), ("bert-int8-linears", 32)]
-EPILOGUES = [  # activation, residual and output of a GEMM
-    (None, None, "int8"),
-    ("gelu", None, "int8"),
-    ("gelu_tanh", None, "int8"),
-    ("gelu_tanh", None, "fp16"),
-    (None, "fp16", "fp16"),
-    (None, "int8", "fp16"),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -56,40 +56,6 @@ def emulator(packed, made_once):
     plans += [make_norm(128 * parts, codes)[0] for parts, codes in product(NORM_PARTS, range(4))]
     plans.append(DENSE[0].plan())
     return Emulator(made_once("emulated", lambda folder: compile_kernels(plans, folder)))
-
-
-def end(of: str) -> Head:
-    return Head(name="head", input=of, pooling="first", steps=(), answers=(Answer(name="answer"),))
-
-
-def make_gemm(k, n, activation, residual, output):
-    """A GEMM of random codes with such an epilogue, from FP16 states `x` and `r`."""
-    random, kinds = (
-        np.random.default_rng(0),
-        {"x": "fp16", "a": "int8", "r": "fp16", "b": "int8", "y": output},
-    )
-    tensors = {name: Tensor(kind=kind, width=k if name in "xa" else n) for name, kind in kinds.items()}
-    other = {"fp16": "r", "int8": "b"}.get(residual)
-    gemm = Linear(name="g", input="a", weight="int8", activation=activation, residual=other, output="y")
-    quantize = [Quantize(name=f"of {x}", input=x, codes=(a,)) for x, a in ("xa", "rb")]
-    plan = Plan(inputs=(), given=("x", "r"), tensors=tensors, operations=(*quantize, gemm, end("x")))
-    arrays = {
-        "a.multiplier": np.full(k, 30),
-        "b.multiplier": np.full(n, 30),
-        "y.multiplier": random.uniform(20, 40, n),
-        "g.weight": random.integers(-127, 128, (n, k)),
-        "g.scale": random.uniform(1, 2, n)
-        / (30 * 127 * k**0.5)
-        * (40 if not activation and output == "int8" else 1),
-        "g.bias": random.normal(size=n),
-    }
-    if residual == "int8":
-        arrays["g.residual"] = random.uniform(0.02, 0.04, n)
-    if not activation:
-        del arrays["y.multiplier"]
-    return plan, {
-        name: np.asarray(each, np.int8 if "weight" in name else np.float32) for name, each in arrays.items()
-    }
 
 
 def make_norm(width, codes):
