@@ -12,6 +12,9 @@ struct NormOutputs {
   int tokens, hidden;
 };
 
+constexpr int WARPS = 4;  // of a block
+// Blocks that a multiprocessor holds at once; more codes need more registers.
+template <int PARTS, int CODES> constexpr int LEAST_BLOCKS = PARTS > 6 ? 8 : CODES > 1 ? 1 : PARTS > 3 ? 4 : 7;
 // What all tokens share: gamma, beta and multipliers, in registers, or in shared memory where those would be too many.
 template <int PARTS, int CODES> struct Vectors {
   static constexpr bool SHARED = PARTS > 6;
@@ -24,11 +27,12 @@ template <int PARTS, int CODES> struct Vectors {
 #pragma unroll
     for (int v = 0; v < 2 + CODES; v++) {
       const float4* from = (const float4*)(v == 0 ? call.gamma : v == 1 ? call.beta : call.multiplier[v - 2]);
-      if constexpr (SHARED)
-        for (int i = threadIdx.x; i < count; i += blockDim.x) shared[v * 32 * PARTS + i] = from[i];
-      else
 #pragma unroll
-        for (int i = 0; i < PARTS; i++) own[i][v] = from[min(lane + 32 * i, count - 1)];
+      for (int i = 0; i < (SHARED ? PARTS / WARPS : PARTS); i++)
+        if constexpr (SHARED) {
+          int at = threadIdx.x + 32 * WARPS * i;
+          if (at < count) shared[v * 32 * PARTS + at] = from[at];
+        } else own[i][v] = from[min(lane + 32 * i, count - 1)];
     }
     if constexpr (SHARED) __syncthreads();
   }
@@ -82,8 +86,8 @@ template <int PARTS, int CODES> __device__ inline void norm_body(const void* sum
   Vectors<PARTS, CODES> v(call);
   launch_next();
   wait_previous();
-  int lane = threadIdx.x % 32, count = call.hidden / 4, warps = gridDim.x * (blockDim.x / 32);
-  int token = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+  int lane = threadIdx.x % 32, count = call.hidden / 4, warps = gridDim.x * WARPS;
+  int token = blockIdx.x * WARPS + threadIdx.x / 32;
   uint2 raw[PARTS];
   auto read = [&](int token) {
 #pragma unroll
@@ -92,15 +96,17 @@ template <int PARTS, int CODES> __device__ inline void norm_body(const void* sum
   };
   read(token);
   for (; token < call.tokens; token += warps) {
-    uint2 now[PARTS];
-#pragma unroll
-    for (int i = 0; i < PARTS; i++) now[i] = raw[i];
-    read(token + warps);
-    auto x = [&](int i) {
-      float2 a = floats_of(now[i].x), b = floats_of(now[i].y);
+    auto float4_of = [](uint2 halves) {
+      float2 a = floats_of(halves.x), b = floats_of(halves.y);
       return float4{a.x, a.y, b.x, b.y};
     };
-    norm<PARTS, CODES>(x, token, v, call);
+    uint2 now[PARTS];
+    float4 x[PARTS];
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) now[i] = raw[i], x[i] = float4_of(raw[i]);
+    read(token + warps);
+    // the widest take half of the registers, and more instructions
+    norm<PARTS, CODES>([&](int i) { return v.SHARED ? float4_of(now[i]) : x[i]; }, token, v, call);
   }
 }
 
@@ -110,8 +116,8 @@ template <int PARTS, int CODES> __device__ inline void embed_body(const Tables& 
   Vectors<PARTS, CODES> v(call);
   launch_next();
   wait_previous();
-  int lane = threadIdx.x % 32, count = call.hidden / 4, warps = gridDim.x * (blockDim.x / 32);
-  for (int token = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; token < call.tokens; token += warps) {
+  int lane = threadIdx.x % 32, count = call.hidden / 4, warps = gridDim.x * WARPS;
+  for (int token = blockIdx.x * WARPS + threadIdx.x / 32; token < call.tokens; token += warps) {
     const uint2* rows[3] = {(const uint2*)tables.word + size_t(tables.ids[token]) * count,
                             (const uint2*)tables.position + size_t(tables.positions[token]) * count,
                             tables.type ? (const uint2*)tables.type + size_t(tables.types[token]) * count : nullptr};
@@ -143,13 +149,13 @@ extern "C" __global__ void __launch_bounds__(256)
   codes[at] = codes_of(a.x * m.x, a.y * m.y, b.x * m.z, b.y * m.w);
 }
 
-#define NORM(PARTS, CODES)                                                             \
-  extern "C" __global__ void __launch_bounds__(128, (PARTS) > 6 ? 8 : 1)               \
-      norm_##PARTS##_##CODES(const void* sums, const NormOutputs call) {               \
-    norm_body<PARTS, CODES>(sums, call);                                               \
+#define NORM(PARTS, CODES)                                                         \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS, (LEAST_BLOCKS<PARTS, CODES>)) \
+      norm_##PARTS##_##CODES(const void* sums, const NormOutputs call) {           \
+    norm_body<PARTS, CODES>(sums, call);                                           \
   }
-#define EMBED(PARTS, CODES)                                                            \
-  extern "C" __global__ void __launch_bounds__(128, (PARTS) > 6 ? 8 : 1)               \
-      embed_##PARTS##_##CODES(const Tables tables, const NormOutputs call) {           \
-    embed_body<PARTS, CODES>(tables, call);                                            \
+#define EMBED(PARTS, CODES)                                                        \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS)                         \
+      embed_##PARTS##_##CODES(const Tables tables, const NormOutputs call) {       \
+    embed_body<PARTS, CODES>(tables, call);                                        \
   }
