@@ -7,7 +7,7 @@ from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Head, Linear, N
 
 
 class Tile(NamedTuple):
-    """What a block of a GEMM makes at once, the stages of its loads, and whether its weights stay."""
+    """Part of a GEMM that a block makes at once, the stages of its loads, and whether its weights stay."""
 
     m: int
     n: int
