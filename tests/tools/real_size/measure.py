@@ -14,8 +14,9 @@ WORK/NAME.log. Weights stay in WORK; runs read them from WORK/tuned, rounded to 
 times stay there too.
 
 Without CUDA MPS, processes take turns on a GPU. Beside MPS no process may use the GPU without it, or some are
-refused. To use some GPUs of a machine, give CUDA_VISIBLE_DEVICES to the daemon and to this program alike. A worker needs a core: 33 workers on 32 CPUs took 70 to 85 s for a run of BERT-base by `cuda`, and 56
-on 64 took 117 to 230 s.
+refused. To use some GPUs of a machine, give CUDA_VISIBLE_DEVICES to the daemon and to this program alike. A
+worker needs a core: 33 workers on 32 CPUs took 70 to 85 s for a run of BERT-base by `cuda`, and 56 on 64 took
+117 to 230 s.
 """
 
 import argparse
