@@ -105,7 +105,6 @@ def main() -> None:
         call(BIN / "lint-imports", PYTHONPATH="build/types")  # the links that types.py made
         if compiling:
             compiling.wait()
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # each worker is one core
         given = [word for word in sys.argv[2:] if word != "--all"]
         chosen = [] if "--all" in sys.argv else ["-m", "not long"]
         profile = "fixed" if chosen else "random"

@@ -81,7 +81,6 @@ def test_only_all_tests_draw_at_random(
     monkeypatch: pytest.MonkeyPatch, words: list[str], profile: str
 ) -> None:
     called: list[dict[str, str]] = []
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(sys, "argv", ["dev.py", "test", *words])
     replaced = DEV["main"].__globals__
     monkeypatch.setitem(replaced, "install", lambda *_: False)

@@ -63,6 +63,8 @@ class WorkerApp:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends it at once until it serves
+        if getattr(getattr(handler, "__self__", None), "should_exit", False):
+            sys.exit()  # a signal came before: uvicorn's server noted it, and would load all the same
         try:
             served: Served = pickle.loads(self.served)  # noqa: S301  (of the parent process)
             models = {

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Iterable
 from functools import cache
 from importlib import metadata
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,15 @@ INSTALL_NVRTC = install_command("hopper")
 _ACTIVATIONS = {None: "NONE", "gelu": "GELU", "gelu_tanh": "GELU_TANH"}
 _RESIDUALS = {None: "NO_RESIDUAL", "fp16": "HALVES", "int8": "RESIDUAL_CODES"}
 _MOST_HALVES = 256  # channels of a head in PyTorch's FP16 attention
+_FOLDER = Path(__file__).parent
 _OPTIONS = "--gpu-architecture=sm_90a", "--std=c++17"
 
 
 @cache
 def get_version() -> str:
     """Return the version of the package and a hash of kernels and packer, which an engine is for."""
-    folder = Path(str(files(__package__)))
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.py"), *folder.glob("kernels/*")]):
+    for path in sorted([*_FOLDER.glob("*.py"), *_FOLDER.glob("kernels/*")]):
         digest.update(path.read_bytes())
     return f"{metadata.version('qdqbench')}-{digest.hexdigest()[:12]}"
 
@@ -125,7 +124,7 @@ def compile_source(name: str, instances: list[str]) -> bytes:
 
 def read_source(name: str) -> str:
     """Return a file of kernels."""
-    return (files(__package__) / "kernels" / name).read_text()
+    return (_FOLDER / "kernels" / name).read_text()
 
 
 def _read(program: c.c_void_p, what: str) -> bytes:
