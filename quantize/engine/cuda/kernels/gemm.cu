@@ -1,9 +1,9 @@
 // INT8 GEMM of Hopper: out[M, N] = epilogue(A[M, K] . B[N, K]^T), codes int8, sums int32, row-major.
 //
 // A block has three warp groups: one loads by TMA, two take turns (ping-pong): while one multiplies a tile, the
-// other finishes its own. Each block stays for many tiles. STATIONARY: its tiles follow each other in a column, and the
-// weights of that column stay in shared memory, so that half of the bytes are loaded. Rows of B are permuted by the packer so that a thread
-// owns consecutive columns and writes 16 bytes at once: no staging in shared memory.
+// other finishes its own. Each block stays for many tiles. If it is stationary, these follow each other in a column of
+// tiles, and the weights of that column stay in shared memory: half of the bytes are loaded. Rows of B are permuted by
+// the packer so that a thread owns consecutive columns and writes 16 bytes at once: no staging in shared memory.
 // The epilogue is x = activation(sum * scale[n] + bias[n]); then x + residual[m, n] in FP16, or x + codes[m, n] *
 // factor[n]; then FP16, or codes round(x), behind an activation round(x * factor[n]). What it reads of columns is in
 // shared memory before a group's turn begins.
@@ -42,7 +42,8 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
   u32 base = (shared_address(memory) + 1023) & ~1023u;
   int n_tiles = (call.n + TN - 1) / TN, m_tiles = (call.m + TM - 1) / TM;
   int tiles = n_tiles * m_tiles, blocks = (call.k + TK - 1) / TK, first = blockIdx.x, step = gridDim.x;
-  if constexpr (STATIONARY) first = tiles * blockIdx.x / gridDim.x, tiles = tiles * (blockIdx.x + 1) / gridDim.x, step = 1;
+  if constexpr (STATIONARY)
+    first = tiles * blockIdx.x / gridDim.x, tiles = tiles * (blockIdx.x + 1) / gridDim.x, step = 1;
   auto row_of = [&](int tile) { return (STATIONARY ? tile % m_tiles : tile / n_tiles) * TM; };
   auto column_of = [&](int tile) { return (STATIONARY ? tile / m_tiles : tile % n_tiles) * TN; };
   u32 weights = base + STAGES * STAGE, full = weights + (STATIONARY ? blocks * B_BYTES : 0), empty = full + 8 * STAGES;
@@ -74,14 +75,14 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
       int at = 0; u32 phase = 0;
       for (int tile = first; tile < tiles; tile += step) {
         int row = row_of(tile), column = column_of(tile);
-        // The stages are no more than the blocks of K: who waits for a stage knows that the old column is done with.
-        bool other = !STATIONARY || tile == first || column != column_of(tile - 1);
+        // There are no more stages than blocks of K: where a stage is free, so is its block of the column before.
+        bool loads_b = !STATIONARY || tile == first || column != column_of(tile - 1);
         for (int block = 0; block < blocks; block++) {
           u32 to = base + at * STAGE, bar = full + 8 * at;
           if (tile > first || block >= ahead) {
             barrier_wait(empty + 8 * at, phase ^ 1);
-            barrier_expect(bar, A_BYTES + (other ? B_BYTES : 0));
-            if (other) load_tile(b_at(at, block), &b_map, block * TK, column, bar);
+            barrier_expect(bar, A_BYTES + (loads_b ? B_BYTES : 0));
+            if (loads_b) load_tile(b_at(at, block), &b_map, block * TK, column, bar);
           }
           load_tile(to, &a_map, block * TK, row, bar);
           if (++at == STAGES) at = 0, phase ^= 1;
@@ -230,7 +231,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
       NAME(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const GemmArguments call) { \
     gemm_body<MI, TN, STAGES, STATIONARY, ACTIVATION, RESIDUAL, CODED>(a, b, call);                              \
   }
-// Three tiles for each epilogue: 128 x 128, 64 x 128, 64 x 64.
+// Three tiles for each epilogue: 128 x 128, 64 x 128, 64 x 64; and one that is stationary.
 #define GEMM(NAME, ...)                                       \
   GEMM_OF(gemm_128_128_##NAME, 2, 128, 5, false, __VA_ARGS__) \
   GEMM_OF(gemm_64_128_##NAME, 1, 128, 8, false, __VA_ARGS__)  \

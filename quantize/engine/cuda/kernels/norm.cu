@@ -149,13 +149,13 @@ extern "C" __global__ void __launch_bounds__(256)
   codes[at] = codes_of(a.x * m.x, a.y * m.y, b.x * m.z, b.y * m.w);
 }
 
-#define NORM(PARTS, CODES)                                                         \
+#define NORM(PARTS, CODES)                                                               \
   extern "C" __global__ void __launch_bounds__(32 * WARPS, (LEAST_BLOCKS<PARTS, CODES>)) \
-      norm_##PARTS##_##CODES(const void* sums, const NormOutputs call) {           \
-    norm_body<PARTS, CODES>(sums, call);                                           \
+      norm_##PARTS##_##CODES(const void* sums, const NormOutputs call) {                 \
+    norm_body<PARTS, CODES>(sums, call);                                                 \
   }
-#define EMBED(PARTS, CODES)                                                        \
-  extern "C" __global__ void __launch_bounds__(32 * WARPS)                         \
-      embed_##PARTS##_##CODES(const Tables tables, const NormOutputs call) {       \
-    embed_body<PARTS, CODES>(tables, call);                                        \
+#define EMBED(PARTS, CODES)                                                  \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS)                   \
+      embed_##PARTS##_##CODES(const Tables tables, const NormOutputs call) { \
+    embed_body<PARTS, CODES>(tables, call);                                  \
   }
