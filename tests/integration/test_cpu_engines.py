@@ -29,10 +29,9 @@ from .test_deploy import texts_of
 from .tiny import fine, results
 
 pytest.importorskip("openvino", reason="needs openvino: pip install 'qdqbench[openvino]'")
-BACKENDS = ["openvino", pytest.param("onnxruntime", marks=pytest.mark.long)]  # as in test_first_hour
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
 def test_an_engine_for_the_cpu_is_proven_verified_and_run(backend, sst2, tmp_path, qdqbench):
     out = tmp_path / "run"
     fine(qdqbench("run", "int8-linears", *sst2.options, "--backend", backend, "--out", out))
@@ -125,7 +124,7 @@ def test_an_engine_that_did_not_load_is_tried_again(sst2, tmp_path, monkeypatch)
     assert listed["build"].holds(session)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
 def test_int8_attention_on_a_cpu(backend, sst2, tmp_path, qdqbench):
     out = tmp_path / "run"
     options = [*sst2.options, "--backend", backend, "--out", out]

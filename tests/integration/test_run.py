@@ -83,7 +83,6 @@ def _with_long(recipes):
     """
     long = [name for name in recipes if name.endswith("-qat")]
     long += ["bert-int8-linears", "bert-int8-ffn", "bert-int8-linears-per-tensor", "bert-int8-residual"]
-    long.append("bert-int8-attention")  # test_golden.py has it
     return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in recipes]
 
 
