@@ -19,9 +19,11 @@ from qdqbench.quantize.engine.cuda.names import (
     LINEAR_STEP,
     MOST_CODES,
     NORM_PARTS,
+    STATIONARY,
     attention_name,
     gemm_name,
     has_dense,
+    list_tiles,
     needs_clamp,
     norm_name,
 )
@@ -93,7 +95,7 @@ def list_instances(operation: Operation, plan: Plan) -> list[tuple[str, str]]:
             residual = None if operation.residual is None else plan.tensors[operation.residual].kind
             coded = plan.tensors[operation.output].kind == "int8"
             flags = f"{_ACTIVATIONS[operation.activation]}, {_RESIDUALS[residual]}, {str(coded).lower()}"
-            forms = ["GEMM"] if operation.residual else ["GEMM", "STATIONARY_GEMM"]
+            forms = ["GEMM", *["STATIONARY_GEMM"] * (STATIONARY in list_tiles(operation))]
             return [("gemm", f"{form}({gemm_name(operation, plan)}, {flags})") for form in forms]
         case Attention(probability_multiplier=float()):
             coded = plan.tensors[operation.output].kind == "int8"

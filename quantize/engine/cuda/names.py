@@ -20,7 +20,7 @@ class Tile(NamedTuple):
 
 TILES = Tile(128, 128, 5), Tile(64, 128, 8), Tile(64, 64, 12)
 STATIONARY = Tile(128, 128, 5, stationary=True)
-MOST_STATIONARY = 1024  # channels of K, whose weights and stages fill the shared memory
+_MOST_STATIONARY = 1024  # channels of K: their weights and the stages fill the shared memory
 MOST_CODES = 3  # that a kernel of norm.cu writes
 NORM_PARTS = 3, 6, 8  # of 128 channels each
 CAPABILITY = "9.0"
@@ -36,7 +36,13 @@ def gemm_name(operation: Linear, plan: Plan) -> str:
 
 def list_tiles(operation: Linear) -> tuple[Tile, ...]:
     """Return the tiles that a GEMM has kernels for. With a residual, weights that stay save nothing."""
-    return TILES if operation.residual else (*TILES, STATIONARY)
+    return TILES if operation.residual is not None else (*TILES, STATIONARY)
+
+
+def fits_stationary(k: int) -> bool:
+    """Return whether a block can keep weights of K channels."""
+    # gemm.cu counts on no more stages than blocks of K
+    return 128 * (STATIONARY.stages - 1) < k <= _MOST_STATIONARY
 
 
 def needs_clamp(operation: Attention) -> bool:

@@ -3,7 +3,7 @@
 import ctypes as c
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -21,14 +21,15 @@ from qdqbench.quantize.engine.cuda.driver import (
 )
 from qdqbench.quantize.engine.cuda.names import (
     CAPABILITY,
-    MOST_STATIONARY,
     NORM_PARTS,
     STATIONARY,
     TILES,
     Tile,
     attention_name,
     count_parts,
+    fits_stationary,
     gemm_name,
+    list_tiles,
     norm_name,
 )
 from qdqbench.quantize.engine.cuda.plan import (
@@ -53,13 +54,12 @@ _ACTIVATIONS = ["none", "tanh", "relu", "sigmoid", "gelu", "gelu_tanh"]  # as he
 _ALIGN = 64  # tokens: an attention block's
 # us on one H200 of a block's first tile and of each further one, which the first hides in part: fixed, and
 # for each 128 of K
-_COSTS = (  # of TILES
-    (2.2, 0.33, -0.3, 0.42),
-    (2.2, 0.155, 0.7, 0.28),
-    (2.0, 0.106, 0.05, 0.16),
+_COSTS = dict(
+    zip(TILES, [(2.2, 0.33, -0.3, 0.42), (2.2, 0.155, 0.7, 0.28), (2.0, 0.106, 0.05, 0.16)], strict=True)
 )
 _LEAST_STATIONARY = 5  # tiles of a block; with fewer, loading the weights first costs more than it saves
-_NORM_BLOCKS = dict(zip(NORM_PARTS, (7, 4, 8), strict=True))  # of a multiprocessor; each takes four tokens
+# Of a multiprocessor, as LEAST_BLOCKS in norm.cu. A block takes four tokens at a time.
+_NORM_BLOCKS = dict(zip(NORM_PARTS, (7, 4, 8), strict=True))
 _KEYS = 128  # of a step of an attention block
 _MOST_KEYS = 4 * _KEYS  # that it holds in shared memory
 _WINDOW = 64  # tokens of an attention block
@@ -104,24 +104,24 @@ def choose_heads(tokens: int, heads: int, reach: int, longest: int, multiprocess
     return max(1, min(most, blocks // (6 * multiprocessors)))
 
 
-def choose_tile(m: int, n: int, k: int, multiprocessors: int, *, residual: bool) -> Tile:
-    """Return the tile that is expected to be fastest.
+def choose_tile(m: int, n: int, k: int, multiprocessors: int, tiles: Sequence[Tile]) -> Tile:
+    """Return the tile that is expected to be fastest, of those that a GEMM has.
 
-    Weights that stay save no time but power, which bounds the clock of a GPU under load.
+    Weights that stay save power, not cycles. Power bounds the clock of a GPU under load.
     """
 
     def count(tile: Tile) -> int:
         return math.ceil(m / tile.m) * math.ceil(n / tile.n)
 
-    def cost(number: int) -> float:
-        first, first_k, more, more_k = _COSTS[number]
-        waves, steps = math.ceil(count(TILES[number]) / multiprocessors), k / 128
+    def cost(tile: Tile) -> float:
+        first, first_k, more, more_k = _COSTS[tile]
+        waves, steps = math.ceil(count(tile) / multiprocessors), k / 128
         return first + first_k * steps + (waves - 1) * (more + more_k * steps)
 
-    fastest = TILES[min(range(len(TILES)), key=cost)]
-    fits = 128 * (STATIONARY.stages - 1) < k <= MOST_STATIONARY
+    fastest = min(TILES, key=cost)
+    stays = STATIONARY in tiles and fits_stationary(k)
     enough = count(STATIONARY) >= _LEAST_STATIONARY * multiprocessors
-    return STATIONARY if fastest == TILES[0] and fits and enough and not residual else fastest
+    return STATIONARY if fastest == TILES[0] and stays and enough else fastest
 
 
 def launch_gemm(  # noqa: PLR0913, PLR0917
@@ -464,7 +464,7 @@ class CudaEngine:
                 made.data_ptr(),
             )
             call.m, call.n, call.k = m, n, k
-            tile = choose_tile(m, n, k, self._multiprocessors, residual=residual is not None)
+            tile = choose_tile(m, n, k, self._multiprocessors, list_tiles(operation))
             instance = gemm_name(operation, self.plan)
             launch_gemm(self._kernels, instance, tile, self._multiprocessors, source, weight, call)
             return

@@ -93,7 +93,7 @@ def measure(cell: dict[str, Any], tiles: list[Any], triton_gemm: Any, own: Any, 
     import torch
     from contestants import Operands, TorchFp16, torch_int8
 
-    from qdqbench.quantize.engine.cuda.names import MOST_STATIONARY, STATIONARY, TILES
+    from qdqbench.quantize.engine.cuda.names import STATIONARY, TILES, fits_stationary
 
     made = Operands.random(cell["tokens"], cell["n"], cell["k"], cell["epilogue"], LAUNCHES)
     swizzles = (1, 8) if cell["tokens"] >= 4096 else (1,)
@@ -109,8 +109,7 @@ def measure(cell: dict[str, Any], tiles: list[Any], triton_gemm: Any, own: Any, 
                 triton_gemm.launch(config, made.epilogue, a, b, c, made.scale, made.bias, made.next_scale, d)
 
         runs.append((f"Triton {config}", "triton", run))
-    stays = 128 * (STATIONARY.stages - 1) < made.k <= MOST_STATIONARY
-    for tile in (*TILES, STATIONARY) if stays else TILES:
+    for tile in (*TILES, STATIONARY) if fits_stationary(made.k) else TILES:
         form = " stationary" if tile.stationary else ""
         runs.append((f"{tile.m}x{tile.n}x128{form}", "own", partial(own.run, tile, made)))
     offered = enumerate(cublas.algorithms(made))

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import subprocess
 import sys
 import time
 from contextlib import asynccontextmanager
@@ -146,3 +147,20 @@ def test_an_address_that_cannot_be_had_is_told():
         server._listen("no-such-host.invalid", 80)
     with server._listen("127.0.0.1", 0) as bound:
         assert bound.proto == socket.IPPROTO_TCP  # else asyncio leaves Nagle's delay on
+
+
+def test_a_worker_loads_nothing_after_a_signal():
+    """uvicorn's server handles signals before it makes the application, and goes on to make it."""
+    code = (
+        "import os, signal, uvicorn\n"
+        "from qdqbench.quantize.deployment.server.server import WorkerApp\n"
+        "from qdqbench.quantize.deployment.server.settings import Settings\n"
+        "app = WorkerApp(b'no model', Settings(), (), None)\n"
+        "running = uvicorn.Server(uvicorn.Config(app, factory=True))\n"
+        "with running.capture_signals():\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    assert running.should_exit\n"
+        "    running.config.load()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

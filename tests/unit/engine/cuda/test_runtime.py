@@ -112,10 +112,18 @@ def test_a_thread_owns_consecutive_columns(n, run):
 
 @given(st.integers(1, MOST_TOKENS), st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 200))
 def test_choices_are_kernels_that_there_are(m, n, k, multiprocessors):
-    assert choose_tile(m, n, k, multiprocessors, residual=True) in TILES
-    assert choose_tile(m, n, k, multiprocessors, residual=False) in {*TILES, STATIONARY}
+    for tiles in (TILES, (*TILES, STATIONARY)):
+        assert choose_tile(m, n, k, multiprocessors, tiles) in tiles
     for reach, longest in ((128, 64), (128, 128), (256, 64), (384, 512)):
         assert 1 <= choose_heads(m, 12, reach, longest, multiprocessors) <= (4 if reach == 128 else 2)
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "stays"),
+    [(16384, 1024, True), (16384, 768, True), (16384, 512, False), (16384, 1040, False), (1024, 1024, False)],
+)
+def test_weights_stay_in_large_launches_where_they_fit(m, k, stays):
+    assert (choose_tile(m, 3072, k, 132, (*TILES, STATIONARY)) == STATIONARY) is stays
 
 
 class Device:
