@@ -54,6 +54,9 @@ PADDED = [  # baselines that the unpadded encoder beats everywhere, at these siz
     part for name in ("torch-fp16-eager", "compile-fp16-eager") for part in ("--exclude", name)
 ]
 FUSED = "int8-residual-fused"
+WITHOUT_TENSORRT = [  # slower than the unpadded encoder, and built longest
+    part for name in ("int8-tensorrt_rtx", "fp16") for part in ("--exclude", name)
+]
 REAL = [  # model, task, recipe and backend: the recommended one on all tasks, the others on one
     *(("bert-base", task, FUSED, "cuda") for task in TASKS),
     ("mpnet", "sst2", FUSED, "tensorrt_rtx"),
@@ -158,6 +161,7 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
                     *("bench", str(models / name_run(*run))),
                     *("--dataset", run[1], *both, *grid(128), *exact, "--exclude", "compile-fp16"),
                     *(*BENCH, *(PADDED if run[0] == "bert-base" else [])),
+                    *(WITHOUT_TENSORRT if run[3] == "cuda" and run[2] != FUSED else []),
                 ],
             )
             for run in REAL

@@ -37,12 +37,12 @@ from tests.tools.measure_tables import PROGRAM, REAL, find_idle, name_run
 
 HEAL = Path(__file__).with_name("heal.py")
 SMALL = "minilm-l6"
-SEEDS = {"sst2": 3, "mrpc": 3, "stsb": 3, "rte": 3}  # one for other tasks, and one of MiniLM
+SEEDS = {"sst2": 3, "mrpc": 3, "stsb": 3, "rte": 3}  # of bert-base; one for other tasks and models
 LARGE = ["--batch-size", "128", "--learning-rate", "1e-4"]
 MIDDLE = ["--batch-size", "64", "--learning-rate", "7e-5"]
 LOW = ["--batch-size", "64", "--learning-rate", "3e-5"]  # at 7e-5 Pearson was 0.05, 0.24 and 0.87
 TRAINED = {  # options of a task's fine-tuning: the longest first
-    "sst2": ["--epochs", "1", "--batch-size", "256", "--learning-rate", "1e-4"],
+    "sst2": ["--epochs", "2", "--batch-size", "256", "--learning-rate", "1e-4"],
     "qqp": ["--epochs", "2", *LARGE],
     "mnli": ["--epochs", "3", *LARGE],
     "stsb": ["--epochs", "6", *LOW],
@@ -57,6 +57,8 @@ FOR_SMALL = {  # sst2, mrpc and stsb are measured already
     "wnli": ["--epochs", "3"],
 }
 MODELS = {SMALL: FOR_SMALL, "mpnet": TRAINED, "bert-base": TRAINED}
+# RTE's train split is small: a healed model has 60% when it learns RTE alone (arXiv:1907.11692, section 5.1)
+FIRST = {("bert-base", "rte"): "mnli"}
 ALIKE = ["--num-evals", "1"]  # one checkpoint: those of a base model are large
 RECIPES = (
     "int8-residual-fused", "int8-attention", "int8-linears", "int8-residual", "int8-ffn",
@@ -94,14 +96,18 @@ def finetunings(given: argparse.Namespace) -> Iterator[Job]:
         base = healed if model == "bert-base" else models / model
         for task, settings in tasks.items():
             name, seeds = f"{model}-{task}", str(count_seeds(model, task))
-            shared = ["--model", str(base), "--task", task, "--data", data, "--seeds", seeds]
-            command = [*PROGRAM, "finetune", *shared, *settings, *ALIKE, "--out", str(work / name)]
             after = "heal" if model == "bert-base" else ""
+            source = base
+            if first := FIRST.get((model, task)):
+                after = f"{model}-{first}"
+                source = work / TUNED / after
+            shared = ["--model", str(source), "--task", task, "--data", data, "--seeds", seeds]
+            command = [*PROGRAM, "finetune", *shared, *settings, *ALIKE, "--out", str(work / name)]
             yield Job(name, command, work / name / FINETUNED, after=after)
 
 
 def count_seeds(model: str, task: str) -> int:
-    return 1 if model == SMALL else SEEDS.get(task, 1)
+    return SEEDS.get(task, 1) if model == "bert-base" else 1
 
 
 def choose_backends(model: str, task: str, recipe: str, seed: int) -> list[str]:
