@@ -140,9 +140,7 @@ def ratios(backend, folder, **asked):
 
 def test_the_speed_ups_of_the_readme_are_measured_against_the_unpadded_encoder():
     fixed = ["measured/base-unpadded", "measured/base-384-unpadded"]
-    real = [
-        f"measured-real/bert-base-{model}-int8-residual-fused-cuda-bench" for model in ("sst2-fourth", "mrpc")
-    ]
+    real = [f"measured-real/bert-base-{task}-int8-residual-fused-cuda-bench" for task in ("stsb", "mrpc")]
     real += [f"measured-lengths/{task}-bench" for task in ("sst2", "mrpc", "stsb")]
     assert not any(read_bench(ROOT / "docs" / name / "bench.json").target.random_weights for name in real)
     tables = ("speed", fixed, {"kind": "fixed"}), ("lengths", real, {"kind": "dataset", "batch": 256})
@@ -168,13 +166,13 @@ def test_the_speed_up_of_the_readme_on_a_cpu_is_measured():
 
 
 def test_the_real_model_of_the_readme_is_measured():
-    folder = ROOT / "docs/measured-real/bert-base-sst2-fourth-int8-residual-fused-cuda"
+    folder = ROOT / "docs/measured-real/bert-base-stsb-int8-residual-fused-cuda"
     run = json.loads((folder / "summary.json").read_text())
-    accuracy = {stage: run["stages"][stage]["metrics"]["accuracy"] for stage in ("fp32", "engine")}
+    pearson = {stage: run["stages"][stage]["metrics"]["pearson"] for stage in ("fp32", "engine")}
     versus, engine = run["stages"]["engine"]["vs_fp32"], run["engine"]
     assert figures_between("real") == (
-        f"{accuracy['engine']:.4f} against {accuracy['fp32']:.4f} in FP32 "
-        f"({versus['delta']['accuracy']:+.4f} ± {versus['delta_stderr']['accuracy']:.4f}, n = "
+        f"{pearson['engine']:.4f} against {pearson['fp32']:.4f} in FP32 "
+        f"({versus['delta']['pearson']:+.4f} ± {versus['delta_stderr']['pearson']:.4f}, n = "
         f"{run['stages']['engine']['n']}), INT8 in {engine['int8_gemms']} of {engine['expected_int8_gemms']} "
         "GEMMs"
     )
@@ -198,7 +196,7 @@ def test_the_losses_of_the_readme_are_those_of_the_recipe_to_start_with():
     loss = f"{-figure.worst.points:.2f} ± {figure.worst.stderr:.2f} points"
     assert figures_between("loss").startswith(loss)
     assert f"n = {figure.worst.n}" in figures_between("loss")
-    assert (figure.mean.tasks, figure.worst.task) == (10, "rte")
+    assert (figure.mean.tasks, figure.worst.task) == (10, "mrpc")
     assert figures_between("mean") == f"{-figure.mean.points:.2f} ± {figure.mean.stderr:.2f} points"
     free = start_by_device()
     assert f"On a GPU start with `{free['gpu']}`, on a CPU with `{free['cpu']}`" in text

@@ -152,7 +152,6 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
             )
         ],
         "lengths": [lengths(task, task, str(models / "minilm-l6-sst2"), data, *both) for task in TASKS],
-        "lengths-base": [lengths("base-stsb", "stsb", "bert-base", data, *both, *tokenizer)],
         "lengths-real": [
             Step(
                 f"{name_run(*run)}-bench",
