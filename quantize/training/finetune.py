@@ -130,6 +130,12 @@ def _load_base(request: FinetuneRequest, settings: Training) -> PreTrainedModel:
     return model
 
 
+def _has_head(base: Any, task: Task) -> bool:
+    """Return whether a base's classifier has the kind and the labels of a task: it may have learned it."""
+    named = any(str(name).endswith(task.kind.architecture) for name in base.architectures or ())
+    return named and base.num_labels == task.num_labels
+
+
 def center_head(model: PreTrainedModel, mean: float) -> None:
     """Start a new head of regression at the mean label.
 
@@ -175,7 +181,7 @@ def _train_seed(
         return stored
     job = _new_job(request, data, settings, identity, accelerator)
     model: Any = job.model
-    if any(str(name).endswith(request.task.kind.architecture) for name in model.config.architectures or ()):
+    if _has_head(load_config(request.base, request.revision), request.task):
         job.notes.append(
             "the base has such a head already: rows that it was trained on are not new to it, held-out "
             "ones among them"

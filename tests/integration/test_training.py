@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +65,14 @@ def test_finetune_leaves_models_and_a_report(tuned, qdqbench, given):
     weights = [(tuned / f"seed-{seed}" / "model" / "model.safetensors").read_bytes() for seed in (0, 1)]
     assert weights[0] != weights[1]
     assert found.runs[0].metrics["accuracy"] > 0.6  # the words decide, and a tenth of the labels is wrong
+    assert any("has such a head already" in note for note in found.runs[0].notes)
+
+
+def test_a_base_with_other_labels_may_not_have_learned_the_task(qdqbench, given, tmp_path):
+    asked = replace(given("sst2"), model=given("stsb").model).options
+    done = qdqbench("finetune", *asked, *QUICK, "--max-steps", "2", "--out", str(tmp_path / "f"), "--json")
+    (run,) = json.loads(done.out)["runs"]
+    assert not any("such a head" in note for note in run["notes"])
 
 
 def test_finished_seeds_are_kept_and_other_settings_refused(tuned, given):
