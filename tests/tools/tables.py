@@ -4,7 +4,7 @@
     python tests/tools/tables.py --check     change nothing; exit status 2 where something would change
     python tests/tools/tables.py --summarize docs/measured
 
-A page gets its tables between two markers. The same files give the same bytes, in any order. `--summarize`
+A page gets its tables between two markers; `cuda.md` has two pairs. The same files give the same bytes, in any order. `--summarize`
 replaces the `results.json`, `study.json` and `search.json` of new runs by a `summary.json` of what tables
 read, which is all that the repository keeps of them.
 """
@@ -79,6 +79,7 @@ FIGURES_FROM = (
     "measured-real",
 )  # fmt: skip
 BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
+KERNELS, KERNEL_MARKS = "docs/results/cuda.md", ("<!-- kernels:begin -->", "<!-- kernels:end -->")
 SUMMARY_FILE = "summary.json"
 CHANGED = "†"
 SQUAD = "squad-lengths"  # in the path of made-up rows
@@ -815,11 +816,42 @@ def markdown(records: Sequence[Any]) -> str:
     return "\n\n".join(part for part in [*parts, *notes.parts()] if part)
 
 
-def insert(before: str, tables: str, name: str) -> str:
-    if before.count(BEGIN) != 1 or before.count(END) != 1 or before.index(BEGIN) > before.index(END):
-        raise UserError(f"{name} must hold the line {BEGIN} once and after it {END} once; add them")
-    head, _, rest = before.partition(BEGIN)
-    return f"{head}{BEGIN}\n{tables.strip()}\n{END}{rest.partition(END)[2]}"
+def kernel_tables(benches: Sequence[Bench]) -> str:
+    """Return a table for each GPU: `cuda` and TensorRT-RTX in one bench, each over the fastest FP16."""
+    rows: dict[str, list[list[str]]] = defaultdict(list)
+    for bench in sorted(benches, key=lambda each: not each.target.random_weights):
+        about = {each.name: each for each in bench.systems}
+        int8 = {each.backend.split()[0]: name for name, each in about.items() if each.precision == "int8"}
+        if not {"cuda", "tensorrt_rtx"} <= int8.keys():
+            continue
+        of_split = [cell for cell in bench.configs if cell.kind == "dataset"][-1:]  # of batches the largest
+        for cell in [*(cell for cell in bench.configs if cell.kind == "fixed"), *of_split]:
+            names = [int8[backend] for backend in ("tensorrt_rtx", "cuda")]
+            ours, theirs = (over_fastest(bench.systems, cell, name) for name in reversed(names))
+            if ours is None or theirs is None:
+                continue
+            medians = {row.system: row.median_ms for row in cell.rows}
+            said = "" if ours.baseline == UNPADDED else f", {about[ours.baseline].label}"
+            split = f"{text(label(bench.settings.dataset or ''))} lengths"
+            rows[str(bench.environment["gpu"])].append(
+                [
+                    _bench_model(bench),
+                    split if cell.length is None else f"{cell.batch} x {cell.length}",
+                    f"{medians[ours.baseline]:#.4g}{said}",
+                    *(f"{medians[name]:#.4g}" for name in names),
+                    *(words.ratio_cell(each).text for each in (ours, theirs)),
+                ]
+            )
+    head = ["model", "batch x tokens", "fastest FP16, ms", "TensorRT-RTX, ms", "`cuda`, ms"]
+    head += ["`cuda` over FP16", "TensorRT-RTX over FP16"]
+    return "\n\n".join(f"## One {gpu}\n\n{table(head, rows[gpu])}" for gpu in sorted(rows, reverse=True))
+
+
+def insert(before: str, tables: str, name: str, begin: str = BEGIN, end: str = END) -> str:
+    if before.count(begin) != 1 or before.count(end) != 1 or before.index(begin) > before.index(end):
+        raise UserError(f"{name} must hold the line {begin} once and after it {end} once; add them")
+    head, _, rest = before.partition(begin)
+    return f"{head}{begin}\n{tables.strip()}\n{end}{rest.partition(end)[2]}"
 
 
 # Figures of `recipes list`
@@ -914,16 +946,18 @@ def _speeds(bench: Bench) -> Iterator[tuple[str, Speed]]:
             )
 
 
-def figures_json(folders: Sequence[Path]) -> str:
-    records = [record for folder in folders for record in read_records([folder])]
+def figures_json(records: Sequence[Any]) -> str:
     return json.dumps([figure.model_dump(mode="json") for figure in figures_of(records)], indent=1) + "\n"
 
 
 def contents() -> Iterator[tuple[Path, str]]:
+    read = [record for name in FIGURES_FROM for record in read_records([ROOT / "docs" / name])]
     for page, folder in PAGES.items():
-        tables = markdown(read_records([ROOT / folder]))
-        yield ROOT / page, insert((ROOT / page).read_text(encoding="utf-8"), tables, page)
-    yield ROOT / FIGURES, figures_json([ROOT / "docs" / name for name in FIGURES_FROM])
+        before = (ROOT / page).read_text(encoding="utf-8")
+        if page == KERNELS:
+            before = insert(before, kernel_tables(_of("bench", read)), page, *KERNEL_MARKS)
+        yield ROOT / page, insert(before, markdown(read_records([ROOT / folder])), page)
+    yield ROOT / FIGURES, figures_json(read)
 
 
 def main(arguments: list[str] | None = None) -> int:

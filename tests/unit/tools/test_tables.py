@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.eval.bench.results import headline_of, row_of, write_bench
+from qdqbench.eval.bench.results import headline_of, over_fastest, row_of, write_bench
 from qdqbench.quantize.recipe.schema import adapt_recipe, load_recipe
 from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils.errors import UserError
@@ -128,6 +128,21 @@ def test_real_lengths_are_in_sequences_per_second(tmp_path):
     assert f"| {fastest.sequences_per_s:,.0f} (" in line
     assert f"{cell.headline.value:.2f}x" in line
     assert "those of the data (shapes: auto)" in made
+
+
+def test_kernels_stand_beside_tensorrt_over_the_fastest_fp16():
+    bench = tables.READERS["bench.json"](MEASURED.parent / "measured-cuda/base-unpadded-h100/bench.json")
+    title, _, _, *rows = filter(None, tables.kernel_tables([bench]).splitlines())
+    assert title == "## One NVIDIA H100 80GB HBM3"
+    for cell, row in zip(bench.configs, rows, strict=True):
+        best = over_fastest(bench.systems, cell, "int8-cuda")
+        for system in (best.baseline, "int8-cuda", "int8"):
+            assert f"| {row_of(cell, system).median_ms:#.4g}" in row
+        assert f"| {best.value:.2f}x [" in row
+        assert (", FP16 engine" in row) == (best.baseline != tables.UNPADDED)
+    assert [", FP16 engine" in row for row in rows] == [True, False, False, False]
+    rest = [each for each in bench.systems if each.name != "int8-cuda"]
+    assert not tables.kernel_tables([bench.model_copy(update={"systems": rest})])
 
 
 def test_the_order_of_the_files_does_not_matter():
