@@ -65,7 +65,7 @@ def time_graph(engine: CudaModel, tokens: Tokens) -> float:
 def table(times: dict[str, list[float]], graph: float) -> str:
     """Return Markdown: a row for each kernel, the one that takes most first, then their sum and the graph."""
     whole = sum(map(sum, times.values()))
-    lines = ["| kernel | launches | us each | ms | share |", "|---|---|---|---|---|"]
+    lines = ["| kernel | launches | us, median | ms | share |", "|---|---|---|---|---|"]
     for name, each in sorted(times.items(), key=lambda pair: -sum(pair[1])):
         cells = (
             name,

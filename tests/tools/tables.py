@@ -4,9 +4,9 @@
     python tests/tools/tables.py --check     change nothing; exit status 2 where something would change
     python tests/tools/tables.py --summarize docs/measured
 
-A page gets its tables between two markers; `cuda.md` has two pairs. The same files give the same bytes, in any order. `--summarize`
-replaces the `results.json`, `study.json` and `search.json` of new runs by a `summary.json` of what tables
-read, which is all that the repository keeps of them.
+A page gets its tables between two markers; `cuda.md` has two pairs. The same files give the same bytes, in
+any order. `--summarize` replaces the `results.json`, `study.json` and `search.json` of new runs by a
+`summary.json` of what tables read, which is all that the repository keeps of them.
 """
 
 import argparse
@@ -507,8 +507,8 @@ def joint_tables(runs: Sequence[Record], benches: Sequence[Bench], notes: Notes)
     title = (
         "### Accuracy and speed\n\nAccuracy in points: means over the seeds of the fine-tuning. Differences "
         "are engine minus FP32, ± the paired standard error of one seed; sd is over seeds. Speed-ups are of "
-        "that recipe in that runtime, over the fastest other of its bench. At the task's lengths it is in "
-        "the batches in which the engine is fastest."
+        "that recipe in that runtime, over the fastest other of its bench, and at the task's lengths of its "
+        "largest batches."
     )
     header = ["model", "task", "recipe", "FP32", "fake-quant", "engine", "difference", "sd", "seeds", "n"]
     return [title, table([*header, "task's lengths", "128 x 128", "where"], rows)]
@@ -526,13 +526,9 @@ def _joint_speeds(bench: Bench, recipe: str, backend: str) -> list[str]:
     ]
     cells = []
     for wanted in (lambda c: c.kind == "dataset", lambda c: (c.batch, c.length) == JOINT):
-        found = [
-            (row.median_ms, over_fastest(bench.systems, config, name))
-            for config in filter(wanted, bench.configs)
-            for name in systems
-            if (row := row_of(config, name)) and row.median_ms is not None
-        ]
-        best = min(found, key=lambda pair: pair[0], default=(0.0, None))[1]
+        config = max(filter(wanted, bench.configs), key=lambda each: each.batch, default=None)
+        found = [over_fastest(bench.systems, config, name) for name in systems] if config else []
+        best = max(filter(None, found), key=lambda each: each.value, default=None)
         cells.append("" if best is None else _ratio_cell(words.ratio_cell(best)))
     return cells
 
@@ -832,7 +828,7 @@ def kernel_tables(benches: Sequence[Bench]) -> str:
                 continue
             medians = {row.system: row.median_ms for row in cell.rows}
             said = "" if ours.baseline == UNPADDED else f", {about[ours.baseline].label}"
-            split = f"{text(label(bench.settings.dataset or ''))} lengths"
+            split = f"{text(label(bench.settings.dataset or ''))} lengths, {cell.batch} rows"
             rows[str(bench.environment["gpu"])].append(
                 [
                     _bench_model(bench),
