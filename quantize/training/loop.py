@@ -272,6 +272,7 @@ POOL = 32  # batches whose samples are sorted by length together
 BATCH = 64  # rows, where no gradient is taken
 MOST_DIVERGED = 2  # evaluations in a row
 FURTHER = 10  # times the distance before training
+ROSE, NEARER = 1.1, 0.9  # times that distance: a rise on the way, and what counts as a gain
 LOG_STEPS = 10  # between looks at the loss: each look waits for the device
 Tensors = dict[str, torch.Tensor]
 
@@ -413,6 +414,17 @@ class State:
             return f"no gain in {without_gain} evaluations"
         return None
 
+    def advise(self, settings: Training) -> str | None:
+        """Return what to change where the distance from FP32 rose and hardly fell: each step went too far."""
+        first, *later = (-score for score in self.scores.values())
+        if not later or max(later) < ROSE * first or min(later) < NEARER * first:
+            return None
+        return (
+            f"the distance from the FP32 model on held-out rows rose from {first:.3g} to {max(later):.3g} "
+            f"and fell to {min(later):.3g} at best; a lower learning_rate (now {settings.learning_rate:g}) "
+            "may gain more"
+        )
+
 
 @dataclass
 class Job:
@@ -510,6 +522,8 @@ def _train(job: Job, accelerator: Accelerator) -> None:
     run.steps, run.best_step, run.seconds = state.step, state.best_step, state.seconds
     run.samples_per_s = state.samples / state.seconds if state.seconds else None
     run.log = [LogRow(**row) for row in state.log]
+    if job.judge_first and (advice := state.advise(settings)):
+        job.notes.append(advice)
 
 
 def _prepare(job: Job, accelerator: Accelerator) -> tuple[Any, Any, Any]:

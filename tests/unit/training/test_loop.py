@@ -254,6 +254,22 @@ def test_a_model_that_is_not_far_goes_on(tmp_path, accelerator, scores):
     assert (outcome.steps, outcome.best_step) == (18, 0)
 
 
+@pytest.mark.parametrize(
+    ("scores", "said"),
+    [  # the first two: BERT-base on SST-2 and RTE, at a rate of 1e-5
+        (
+            (-0.0103, -0.0113, -0.0145, -0.0125, -0.0114),
+            "rose from 0.0103 to 0.0145 and fell to 0.0113 at best",
+        ),
+        ((-0.0416, -0.0329, -0.0541, -0.0397, -0.0380), ""),  # it came nearer too
+        ((-0.0103, -0.0104, -0.0102, -0.0101, -0.0100), ""),  # it hardly moved
+    ],
+)
+def test_a_rate_that_leads_away_from_the_teacher_is_told(tmp_path, accelerator, scores, said):
+    notes = loop.train(far(tmp_path, *scores), accelerator).notes
+    assert [said in note for note in notes] == ([True] if said else [])
+
+
 def test_a_resumed_run_knows_how_far_it_was(tmp_path, accelerator):
     killed_after(far(tmp_path, -0.02, -0.3), 2, accelerator)
     with pytest.raises(CheckFailed, match=r"grew from 0.02 to 0.4"):
