@@ -420,9 +420,8 @@ class State:
         if not later or max(later) < ROSE * first or min(later) < NEARER * first:
             return None
         return (
-            f"the distance from the FP32 model on held-out rows rose from {first:.3g} to {max(later):.3g} "
-            f"and fell to {min(later):.3g} at best; a lower learning_rate (now {settings.learning_rate:g}) "
-            "may gain more"
+            f"distance from FP32 on held-out rows: {first:.3g} at first, {max(later):.3g} at most, "
+            f"{min(later):.3g} at least; a lower learning_rate (now {settings.learning_rate:g}) may gain more"
         )
 
 
