@@ -475,21 +475,25 @@ def _task_order(task: str) -> tuple[int, str]:
 
 def joint_tables(runs: Sequence[Record], benches: Sequence[Bench], notes: Notes) -> list[str]:
     """Return a row for each model, recipe and runtime whose engine was scored and timed, over seeds."""
-    timed: dict[tuple[str, str], list[Bench]] = defaultdict(list)
+    timed: dict[tuple[str, str, Any], list[Bench]] = defaultdict(list)
     for bench in benches:
         if bench.settings.dataset:
-            timed[bench.target.name, bench.settings.dataset].append(bench)
+            gpu = bench.environment.get("gpu")  # one machine scored and timed
+            timed[bench.target.name, bench.settings.dataset, gpu].append(bench)
     groups: dict[tuple[str, str, str, str], list[Record]] = defaultdict(list)
     for run in runs:
         model, task = _model_name(run).partition("-seed-")[0], run.task.name
-        if run.engine and _last(run, ["engine"]) and (model, task) in timed:
+        if run.engine and _last(run, ["engine"]) and (model, task, run.environment.get("gpu")) in timed:
             groups[model, task, str(run.recipe["name"]), run.engine.backend].append(run)
     rows = []
     for (model, task, recipe, backend), same in groups.items():
         first, pairs = same[0], [(run.stages.engine, _metric(run)) for run in same]
         points = [row.vs_fp32.delta[metric] for row, metric in pairs]
         errors = [row.vs_fp32.delta_stderr.get(metric) or 0.0 for row, metric in pairs]
-        found = (_joint_speeds(bench, recipe, backend) for bench in timed[model, task])
+        found = (
+            _joint_speeds(bench, recipe, backend)
+            for bench in timed[model, task, first.environment.get("gpu")]
+        )
         if (speeds := next(filter(any, found), None)) is None:
             continue
         spread = f"{100 * statistics.stdev(points):.2f}" if len(points) > 1 else "one seed"

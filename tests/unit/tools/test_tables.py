@@ -399,6 +399,8 @@ def test_accuracy_over_seeds_and_speed_stand_in_one_row():
     (_, made) = tables.joint_tables([first, second], [bench], tables.Notes())
     assert "| not measured |" in made
     assert "| one seed | 1 |" in made
+    elsewhere = bench.model_copy(update={"environment": bench.environment | {"gpu": "another"}})
+    assert tables.joint_tables([first], [elsewhere], tables.Notes()) == []
     bench.systems[0].backend = "another"
     assert tables.joint_tables([first], [bench], tables.Notes()) == []
 
