@@ -54,7 +54,7 @@ from qdqbench.eval.selection.search.results import SEARCH_FILE, read_search
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.recipe.schema import Recipe, adapt_recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import AUTO
-from qdqbench.quantize.recipe.shipped import Accuracy, Figure, Speed
+from qdqbench.quantize.recipe.shipped import UNJUDGED, Accuracy, Figure, Speed
 from qdqbench.quantize.tasks.task import EMBED, GLUE, SECOND
 from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils import files
@@ -407,6 +407,16 @@ def _metric_cell(run: Record, stage: str) -> str:
 
 
 def mean_tables(runs: Sequence[Record], notes: Notes) -> list[str]:
+    """Return the means of each model that was fine-tuned on several tasks."""
+    by_model: dict[str, list[Record]] = defaultdict(list)
+    for run in runs:
+        if run.task.name != UNJUDGED:
+            tuned = _model_name(run).partition("-seed-")[0]
+            by_model[tuned.removesuffix(f"-{run.task.name}")].append(run)
+    return [part for model, same in by_model.items() for part in _mean_table(model, same, notes)]
+
+
+def _mean_table(model: str, runs: Sequence[Record], notes: Notes) -> list[str]:
     tasks = sorted({run.task.name for run in runs}, key=_task_order)
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     for run in runs:
@@ -422,8 +432,9 @@ def mean_tables(runs: Sequence[Record], notes: Notes) -> list[str]:
     if len(tasks) < 2 or not rows:
         return []
     title = (
-        f"### Mean over {', '.join(text(label(task)) for task in tasks)}\n\nOf the primary metrics, in "
-        "points; the difference is engine minus FP32, its standard error from the paired errors of the tasks."
+        f"### {text(model)}: mean over {', '.join(text(label(task)) for task in tasks)}\n\n"
+        "Of the primary metrics, in points; the difference is engine minus FP32, its standard error from the "
+        "paired errors of the tasks."
     )
     return [title, table(["recipe", *map(label, stages), "difference", "seed", "where"], rows)]
 

@@ -206,19 +206,31 @@ def test_every_row_has_the_width_of_its_table():
 
 def test_the_mean_is_over_recipes_that_have_every_task():
     _, *runs = golden()
-    section = markdown(runs).partition("### Mean over")[2].partition("###")[0]
+    section = markdown(runs).partition(": mean over")[2].partition("###")[0]
     assert "`int8-linears`" in section
     assert "`fp16`" not in section  # only one task
-    assert "Mean over" not in markdown(runs[:1])
+    assert ": mean over" not in markdown(runs[:1])
+
+
+def test_each_model_has_a_mean_of_its_own_without_the_check_of_noise():
+    _, _, *both = golden()
+    others = copy.deepcopy(both)
+    for run in others:
+        run["model"]["name"] = f"another-{run.task.name}-seed-1"
+    noise = copy.deepcopy(both[0])
+    noise["task"]["name"], noise["model"]["name"] = "wnli", "another-wnli"
+    made = "\n".join(tables.mean_tables([*both, *others, noise], tables.Notes()))
+    titles = [line for line in made.splitlines() if line.startswith("###")]
+    assert titles == ["### minilm-l6: mean over SST-2, STS-B", "### another: mean over SST-2, STS-B"]
 
 
 def test_no_mean_is_taken_over_results_of_different_settings():
     _, _, *both = golden()
     for run in both:
         run["recipe"] = shipped()
-    assert "### Mean over" in markdown(both)
+    assert ": mean over" in markdown(both)
     both[0]["recipe"]["calibration"]["outlier_channel_splitting"] = 0
-    assert "### Mean over" not in markdown(both)
+    assert ": mean over" not in markdown(both)
     studies = of("study")
     mean = "| mean of 5 |  | `bert-int8-linears-per-tensor-qat` |"
     assert mean in markdown(studies)
@@ -355,12 +367,13 @@ def test_tables_show_ptq_beside_qat():
 
 
 def test_the_mean_over_tasks_has_ptq_too():
+    model = sample_run().model | {"name": "minilm-l6"}
     runs = [
-        run_of(make(recipe={"name": name}, task={"name": task, "metrics": ["accuracy"]}))
+        run_of(make(recipe={"name": name}, task={"name": task, "metrics": ["accuracy"]}, model=model))
         for name, make in (("plain", sample_run), ("trained", qat_run))
         for task in ("sst2", "qnli")
     ]
-    section = markdown(runs).partition("### Mean over")[2]
+    section = markdown(runs).partition(": mean over")[2]
     assert "| recipe | FP32 | PTQ fake-quant | fake-quant |" in section
     assert "| `plain` | 89.68 | no QAT | 89.79 |" in section
     assert "| `trained` | 89.68 | 87.98 | 89.45 |" in section
