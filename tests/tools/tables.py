@@ -75,8 +75,8 @@ PAGES = {
 }
 FIGURES = "recipes/figures.json"
 FIGURES_FROM = (
-    "measured", "measured-cpu", "measured-cuda", "measured-families", "measured-heads", "measured-lengths",
-    "measured-real",
+    "docs/measured", "docs/measured-cpu", "docs/measured-cuda", "docs/measured-families",
+    "docs/measured-heads", "docs/measured-lengths", "docs/measured-real",
 )  # fmt: skip
 BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
 KERNELS, KERNEL_MARKS = "docs/results/cuda.md", ("<!-- kernels:begin -->", "<!-- kernels:end -->")
@@ -362,6 +362,10 @@ def _model_name(run: Record) -> str:
     return Path(run.model.name).name
 
 
+def _without_seed(run: Record) -> str:
+    return _model_name(run).partition("-seed-")[0]
+
+
 def _metric(run: Record) -> str:
     return str(run.task.metrics[0])
 
@@ -411,8 +415,7 @@ def mean_tables(runs: Sequence[Record], notes: Notes) -> list[str]:
     by_model: dict[str, list[Record]] = defaultdict(list)
     for run in runs:
         if run.task.name != UNJUDGED:
-            tuned = _model_name(run).partition("-seed-")[0]
-            by_model[tuned.removesuffix(f"-{run.task.name}")].append(run)
+            by_model[_without_seed(run).removesuffix(f"-{run.task.name}")].append(run)
     return [part for model, same in by_model.items() for part in _mean_table(model, same, notes)]
 
 
@@ -493,7 +496,7 @@ def joint_tables(runs: Sequence[Record], benches: Sequence[Bench], notes: Notes)
             timed[bench.target.name, bench.settings.dataset, gpu].append(bench)
     groups: dict[tuple[str, str, str, str], list[Record]] = defaultdict(list)
     for run in runs:
-        model, task = _model_name(run).partition("-seed-")[0], run.task.name
+        model, task = _without_seed(run), run.task.name
         if run.engine and _last(run, ["engine"]) and (model, task, run.environment.get("gpu")) in timed:
             groups[model, task, str(run.recipe["name"]), run.engine.backend].append(run)
     rows = []
@@ -522,8 +525,8 @@ def joint_tables(runs: Sequence[Record], benches: Sequence[Bench], notes: Notes)
     title = (
         "### Accuracy and speed\n\nAccuracy in points: means over the seeds of the fine-tuning. Differences "
         "are engine minus FP32, ± the paired standard error of one seed; sd is over seeds. Speed-ups are of "
-        "that recipe in that runtime, over the fastest other of its bench, and at the task's lengths of its "
-        "largest batches."
+        "that recipe in that runtime, over the fastest other of its bench. Those at the task's lengths are "
+        "of its largest batches."
     )
     header = ["model", "task", "recipe", "FP32", "fake-quant", "engine", "difference", "sd", "seeds", "n"]
     return [title, table([*header, "task's lengths", "128 x 128", "where"], rows)]
@@ -829,32 +832,34 @@ def markdown(records: Sequence[Any]) -> str:
 
 def kernel_tables(benches: Sequence[Bench]) -> str:
     """Return a table for each GPU: `cuda` and TensorRT-RTX in one bench, each over the fastest FP16."""
+    backends = "cuda", "tensorrt_rtx"
     rows: dict[str, list[list[str]]] = defaultdict(list)
     for bench in sorted(benches, key=lambda each: not each.target.random_weights):
         about = {each.name: each for each in bench.systems}
         int8 = {each.backend.split()[0]: name for name, each in about.items() if each.precision == "int8"}
-        if not {"cuda", "tensorrt_rtx"} <= int8.keys():
+        if not int8.keys() >= {*backends}:
             continue
-        of_split = [cell for cell in bench.configs if cell.kind == "dataset"][-1:]  # of batches the largest
-        for cell in [*(cell for cell in bench.configs if cell.kind == "fixed"), *of_split]:
-            names = [int8[backend] for backend in ("tensorrt_rtx", "cuda")]
-            ours, theirs = (over_fastest(bench.systems, cell, name) for name in reversed(names))
-            if ours is None or theirs is None:
-                continue
+        fixed = [cell for cell in bench.configs if cell.kind == "fixed"]
+        splits = sorted(
+            (cell for cell in bench.configs if cell.kind == "dataset"), key=lambda each: each.batch
+        )
+        for cell in [*fixed, *splits[-1:]]:
             medians = {row.system: row.median_ms for row in cell.rows}
-            said = "" if ours.baseline == UNPADDED else f", {about[ours.baseline].label}"
-            split = f"{text(label(bench.settings.dataset or ''))} lengths, {cell.batch} rows"
-            rows[str(bench.environment["gpu"])].append(
-                [
-                    _bench_model(bench),
-                    split if cell.length is None else f"{cell.batch} x {cell.length}",
-                    f"{medians[ours.baseline]:#.4g}{said}",
-                    *(f"{medians[name]:#.4g}" for name in names),
-                    *(words.ratio_cell(each).text for each in (ours, theirs)),
-                ]
-            )
-    head = ["model", "batch x tokens", "fastest FP16, ms", "TensorRT-RTX, ms", "`cuda`, ms"]
-    head += ["`cuda` over FP16", "TensorRT-RTX over FP16"]
+            ratios = [over_fastest(bench.systems, cell, int8[backend]) for backend in backends]
+            fastest = next((each.baseline for each in ratios if each), "")
+            split = f"{text(label(bench.settings.dataset or ''))} lengths, batches of {cell.batch}"
+            other = f", {about[fastest].label}" if fastest not in ("", UNPADDED) else ""
+            line = [
+                _bench_model(bench),
+                split if cell.length is None else f"{cell.batch} x {cell.length}",
+                words.milliseconds(medians.get(fastest)) + other,
+                *(words.milliseconds(medians.get(int8[backend])) for backend in backends),
+                *(_ratio_cell(words.ratio_cell(each)) for each in ratios),
+            ]
+            rows[str(bench.environment["gpu"])].append(line)
+    names = [code("cuda"), label("tensorrt_rtx")]
+    head = ["model", "batch x tokens", "fastest FP16, ms", *(f"{name}, ms" for name in names)]
+    head += [f"{name} over FP16" for name in names]
     return "\n\n".join(f"## One {gpu}\n\n{table(head, rows[gpu])}" for gpu in sorted(rows, reverse=True))
 
 
@@ -962,13 +967,14 @@ def figures_json(records: Sequence[Any]) -> str:
 
 
 def contents() -> Iterator[tuple[Path, str]]:
-    read = [record for name in FIGURES_FROM for record in read_records([ROOT / "docs" / name])]
+    records = {folder: read_records([ROOT / folder]) for folder in {*PAGES.values(), *FIGURES_FROM}}
+    measured = [record for folder in FIGURES_FROM for record in records[folder]]
     for page, folder in PAGES.items():
         before = (ROOT / page).read_text(encoding="utf-8")
         if page == KERNELS:
-            before = insert(before, kernel_tables(_of("bench", read)), page, *KERNEL_MARKS)
-        yield ROOT / page, insert(before, markdown(read_records([ROOT / folder])), page)
-    yield ROOT / FIGURES, figures_json(read)
+            before = insert(before, kernel_tables(_of("bench", measured)), page, *KERNEL_MARKS)
+        yield ROOT / page, insert(before, markdown(records[folder]), page)
+    yield ROOT / FIGURES, figures_json(measured)
 
 
 def main(arguments: list[str] | None = None) -> int:

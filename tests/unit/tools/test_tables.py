@@ -137,7 +137,7 @@ def test_kernels_stand_beside_tensorrt_over_the_fastest_fp16():
     for cell, row in zip(bench.configs, rows, strict=True):
         best = over_fastest(bench.systems, cell, "int8-cuda")
         for system in (best.baseline, "int8-cuda", "int8"):
-            assert f"| {row_of(cell, system).median_ms:#.4g}" in row
+            assert f"| {row_of(cell, system).median_ms:.4g}" in row
         assert f"| {best.value:.2f}x [" in row
         assert (", FP16 engine" in row) == (best.baseline != tables.UNPADDED)
     assert [", FP16 engine" in row for row in rows] == [True, False, False, False]
