@@ -417,7 +417,7 @@ class State:
     def advise(self, settings: Training) -> str | None:
         """Return what to change where the distance from FP32 rose and hardly fell: each step went too far."""
         first, *later = (-score for score in self.scores.values())
-        if not later or max(later) < ROSE * first or min(later) < NEARER * first:
+        if not later or max(later) <= ROSE * first or min(later) < NEARER * first:
             return None
         return (
             f"distance from FP32 on held-out rows: {first:.3g} at first, {max(later):.3g} at most, "
