@@ -263,6 +263,7 @@ def test_a_model_that_is_not_far_goes_on(tmp_path, accelerator, scores):
         ),
         ((-0.0416, -0.0329, -0.0541, -0.0397, -0.0380), ""),  # it came nearer too
         ((-0.0103, -0.0104, -0.0102, -0.0101, -0.0100), ""),  # it hardly moved
+        ((0.0, 0.0, 0.0, 0.0, 0.0), ""),
     ],
 )
 def test_a_rate_that_leads_away_from_the_teacher_is_told(tmp_path, accelerator, scores, said):
