@@ -261,15 +261,17 @@ def run_bench(  # noqa: PLR0913
             prebuild(work, target, options, backend[0], announce)
         result.prepare_s = round(time.monotonic() - clock, 1)
         time_left = TimeLeft([0.0, *time_left.parts[1:]])  # builds say nothing about the pace of measuring
-        for number, config in enumerate(() if options.build_only else configs_of(options), start=1):
+        configs = () if options.build_only else configs_of(options)
+        for number, config in enumerate(configs, start=1):
             here = Preparation[Any](target, options, config, work, ExitStack())
             _measure_config(result, here, monitor, announce, partial(time_left.text, number))
             if result.cpu:
                 result.cpu.load_after = load_average()
+            result.complete = number == len(configs)  # engines are freed yet, which takes seconds
             save(result)
     if monitor is not None and monitor.reason:
         result.warnings.append(f"clock, power and temperature were not read: {monitor.reason}")
-    result.complete, result.created = not options.build_only, now()
+    result.created = now()
     if result.complete:
         save(result)
     return result

@@ -253,9 +253,7 @@ def test_a_bench_has_kernels_beside_all_others_on_one_footing(measured):
     assert measured.systems[0].backend.startswith("cuda ")
     for config in measured.configs:
         row, peer = row_of(config, "int8"), row_of(config, "unpadded-fp16")
-        reasons = [each.reason for each in config.rows]
-        assert row is not None, reasons
-        assert peer is not None, reasons
+        assert row and peer, "; ".join(f"{each.system}: {each.status}, {each.reason}" for each in config.rows)
         assert row.int8_gemms == row.expected_int8_gemms == 6 * (6 + 2)  # linears, and products of attention
         for each in (row, peer):
             assert "CUDA graph" in each.detail

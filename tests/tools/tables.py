@@ -84,6 +84,7 @@ SUMMARY_FILE = "summary.json"
 CHANGED = "†"
 SQUAD = "squad-lengths"  # in the path of made-up rows
 UNPADDED = "unpadded-fp16"  # a system of a bench
+DISTANCES = {"distance": "answers", "hidden": "hidden states"}  # of the log of a QAT
 JOINT = 128, 128  # batch and tokens of the speed next to accuracy
 QAT_NOTE = (
     "Where a recipe trains (QAT), PTQ fake-quant is the model before training and fake-quant the one after; "
@@ -110,6 +111,7 @@ KEPT = {  # what tables read of a file: None is all of a value, "*" every key of
         "created command recipe model task data seed trained environment",
         stages={"*": _keep("status n metrics stderr", vs_fp32=VERSUS)},
         qat_vs_ptq=VERSUS,
+        training=_keep("best_step steps before best"),
         engine=_keep(
             "backend version compute_capability int8_gemms expected_int8_gemms attention_int8 "
             "expected_attention_int8 int8_residuals expected_int8_residuals"
@@ -143,6 +145,10 @@ def _project(value: Any, kept: dict[str, Any] | None) -> Any:
 
 def run_of(results: Results) -> Record:
     derived: dict[str, Any] = {"trained": results.trained, "gate": {"state": results.gate.state}}
+    if run := results.training:
+        judged = {row.step: row.values for row in run.log if row.score is not None}
+        chosen = {"before": judged.get(0, {}), "best": judged.get(run.best_step, {})}
+        derived["training"] = run.model_dump(mode="json") | chosen
     if results.task.get("type") == PAIRS.name:  # STS-B by an embedder is another task than by a regressor
         derived["task"] = results.task | {"name": EMBED.name}
     return _summary("run", results.model_dump(mode="json") | derived)
@@ -218,7 +224,7 @@ def _key(record: Any) -> tuple[Any, ...]:
         shapes = chosen.engine_shapes, tuple(chosen.lengths), tuple(chosen.batches), str(chosen.dataset)
         return "bench", record.device, about, str(record.recipe.get("name")), words.hardware(record), *shapes
     if record.kind == "run":
-        of = str(record.recipe.get("name")), _model_name(record), record.task.name
+        of = str(record.recipe.get("name")), _rate(record.recipe), _model_name(record), record.task.name
         return "run", *of, record.seed, _environment(record)
     if record.kind == "study":
         return "study", record.task.name, tuple(sorted(record.recipes)), record.created
@@ -254,6 +260,7 @@ class Notes:
         if changes := differences(recipe):
             self.changed[name] = self.changed.get(name, {}) | dict.fromkeys(changes)
         own = [f", {length} tokens" if length else "", f", {label(backend)}" if backend else ""]
+        own += [f", learning rate {rate}" if (rate := _rate(recipe)) else ""]
         own += [", shapes: auto" if _follows_data(recipe) else "", f" {CHANGED}" if changes else ""]
         return code(name) + "".join(own)
 
@@ -307,6 +314,13 @@ def _own(recipe: dict[str, Any]) -> tuple[int | None, str | None]:
         None if length in (None, shipped.export.max_length) else int(length),
         None if backend in (None, shipped.engine.backend) else str(backend),
     )
+
+
+def _rate(recipe: dict[str, Any]) -> str:
+    """Return the learning rate of a QAT where it is another than the shipped recipe's."""
+    rate, name = (recipe.get("qat") or {}).get("learning_rate"), str(recipe.get("name"))
+    shipped = load_recipe(name).qat if name in shipped_recipes() else None
+    return "" if rate is None or (shipped and shipped.learning_rate == rate) else f"{rate:g}"
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -408,6 +422,25 @@ def _metric_cell(run: Record, stage: str) -> str:
     if row is None or metric not in row.metrics:
         return "not measured"
     return in_points(row.metrics[metric], row.stderr.get(metric))
+
+
+def training_tables(runs: Sequence[Record], notes: Notes) -> list[str]:
+    """Return what QAT did to the distances from FP32 on held-out rows, which choose its weights."""
+    rows = []
+    for run in runs:
+        if not (training := run.get("training")) or "distance" not in training.before:
+            continue
+        cells = [notes.label(run.recipe), text(_model_name(run)), f"{training.best_step} of {training.steps}"]
+        for name in DISTANCES:
+            before, best = training.before.get(name), training.best.get(name)
+            cells.append(f"{before:.5f} → {best:.5f} ({best / before - 1:+.0%})" if before and best else "")
+        rows.append(cells)
+    title = (
+        "### Distance from FP32 on held-out rows\n\nQAT minimizes it on train rows. Rows that it does not "
+        "learn from choose the step. Before training → at that step."
+    )
+    header = ["recipe", "model", "step", *DISTANCES.values()]
+    return [title, table(header, rows)] if rows else []
 
 
 def mean_tables(runs: Sequence[Record], notes: Notes) -> list[str]:
@@ -820,6 +853,7 @@ def markdown(records: Sequence[Any]) -> str:
     parts = [
         "Written by `tests/tools/tables.py` from results files; do not edit by hand.",
         *accuracy_tables(runs, notes),
+        *training_tables(runs, notes),
         *mean_tables(runs, notes),
         *joint_tables(runs, benches, notes),
         *study_tables(_of("study", records), notes),

@@ -352,7 +352,8 @@ def test_embeddings_are_listed_with_what_they_keep():
 def test_tables_show_ptq_beside_qat():
     plain = sample_run(recipe={"name": "plain"})
     made = markdown([run_of(run) for run in (plain, qat_run(recipe={"name": "trained"}))])
-    header, _, first, second = [line for line in made.splitlines() if line.startswith("|")]
+    scored, _, held_out = made.partition("### Distance from FP32")
+    header, _, first, second = [line for line in scored.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (header, first, second)]
     rows = {row[0]: dict(zip(cells[0], row, strict=True)) for row in cells[1:]}
     assert cells[0][2:9] == [
@@ -363,7 +364,23 @@ def test_tables_show_ptq_beside_qat():
     assert rows["`trained`"]["PTQ fake-quant"] == "87.98 ± 1.03"
     assert rows["`trained`"]["fake-quant"] == "89.45 ± 1.03"
     assert rows["`trained`"]["QAT minus PTQ"] == "+1.47 ± 0.42"
-    assert "PTQ" not in markdown([run_of(plain)])
+    assert "| `trained` | minilm-l6-sst2 | 414 of 460 | 0.06367 → 0.01612 (-75%) |  |" in held_out
+    plain_alone = markdown([run_of(plain)])
+    assert "PTQ" not in plain_alone
+    assert "Distance" not in plain_alone
+
+
+def test_another_learning_rate_is_named_and_no_duplicate(tmp_path):
+    for rate in (1.0, 0.5):
+        recipe = shipped("bert-int8-residual-qat")
+        recipe["qat"]["learning_rate"] *= rate
+        record = run_of(qat_run(recipe=recipe))
+        (tmp_path / str(rate)).mkdir()
+        (tmp_path / str(rate) / tables.SUMMARY_FILE).write_text(json.dumps(record))
+    made = markdown(read_records([tmp_path]))
+    assert made.count("| `bert-int8-residual-qat` |") == 2  # its accuracy, and its held-out rows
+    other = f"`bert-int8-residual-qat`, learning rate {recipe['qat']['learning_rate']:g} †"
+    assert made.count(f"| {other} |") == 2
 
 
 def test_the_mean_over_tasks_has_ptq_too():
