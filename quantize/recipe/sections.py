@@ -361,7 +361,7 @@ class Qat(Training):
     """Quantization-aware training after PTQ, with its placement; the `qat` section of a recipe."""
 
     epochs: Annotated[float, Field(gt=0, le=1000)] = field("Passes over the training rows.", 3)
-    learning_rate: Rate = field("Learning rate of AdamW, after warm-up.", 2e-5)
+    learning_rate: Rate = field("Learning rate of AdamW, after warm-up.", 1e-6)
     precision: Literal["auto", "bf16", "tf32", "fp32"] = field(
         "Arithmetic: tf32 (where the GPU has it, else fp32), fp32, bf16 (autocast), or auto (bf16 where "
         "the GPU has it). bf16 rounds as coarsely as INT8.",

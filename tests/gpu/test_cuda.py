@@ -253,7 +253,9 @@ def test_a_bench_has_kernels_beside_all_others_on_one_footing(measured):
     assert measured.systems[0].backend.startswith("cuda ")
     for config in measured.configs:
         row, peer = row_of(config, "int8"), row_of(config, "unpadded-fp16")
-        assert row and peer, "; ".join(f"{each.system}: {each.status}, {each.reason}" for each in config.rows)
+        states = "; ".join(f"{each.system}: {each.status}, {each.reason}" for each in config.rows)
+        assert row is not None, states
+        assert peer is not None, states
         assert row.int8_gemms == row.expected_int8_gemms == 6 * (6 + 2)  # linears, and products of attention
         for each in (row, peer):
             assert "CUDA graph" in each.detail
