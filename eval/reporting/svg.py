@@ -9,7 +9,7 @@ import io
 import re
 import textwrap
 import warnings
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 # Okabe and Ito 2008, "Color Universal Design": distinct for color-blind readers too.
 BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"
@@ -34,9 +34,12 @@ def axes_of(height: float) -> tuple[Any, Any]:
 def svg_of(figure: Any, name: str, description: str) -> str:
     """Return SVG text for a page: no header or metadata, ids of its own, the page's font and color."""
     import matplotlib as mpl
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.transforms import blended_transform_factory
 
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    for patch in (figure.patch, *(axes.patch for axes in figure.axes)):
+        patch.set(facecolor="none", edgecolor="none")
     for axes in figure.axes:
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
@@ -54,10 +57,10 @@ def svg_of(figure: Any, name: str, description: str) -> str:
         text.set(parse_math=False, fontsize=TEXT)  # a dollar sign in a name is a dollar sign
         if text.get_color() != MUTED:
             text.set_color(INK)
-    stream = io.StringIO()
+    stream, canvas = io.StringIO(), cast("Any", FigureCanvasSVG)(figure)  # which has no types
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # the page's font draws the text
-        figure.savefig(stream, format="svg", transparent=True, metadata=nothing)
+        canvas.print_svg(stream, metadata=nothing)  # `savefig` would draw it twice
     svg = stream.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor").replace("xlink:href=", "href=")
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
