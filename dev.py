@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 LOCK = ROOT / "constraints.lock"
-BUILD = ("setuptools", "wheel", "setuptools-scm")  # this project and seqeval are built with them
+BUILD = ("setuptools", "wheel", "setuptools-scm")  # what this project and seqeval are built with
 LOCAL_TORCH = re.compile(r"torch-[^-]*\+")  # a build for one device: not of PyPI, so you pointed pip at it
 MEASURE = ["bench", "runs/bert-int8-linears-embedded", "--batch", "32", "--length", "32", "--no-baselines"]
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
@@ -46,18 +46,17 @@ def install(extra: str, *options: str) -> bool:
         venv.create(VENV, with_pip=True)
     print(f"installing qdqbench[{extra}] into .venv (a few minutes the first time)", flush=True)
     pip = [BIN / "python", "-m", "pip", "--disable-pip-version-check"]
-    # seqeval has a setup.py only; an environment for each build would take a third of the time
+    # seqeval has a setup.py only; an environment for each build takes a quarter of the time
     quiet = ["--quiet", "--use-pep517", "--no-build-isolation"]
     with tempfile.TemporaryDirectory(dir=VENV) as folder:
         # with hashes pip would refuse this folder, which has none
         constraints, files = Path(folder) / "constraints.txt", Path(folder) / "files"
         constraints.write_text(re.sub(r" *\\\n +--hash=\S+", "", LOCK.read_text()))
         offline = ["--isolated", "--no-index", "--find-links", files]
-        for asked in (BUILD, (f"{ROOT}[{extra}]",)):
+        for how, asked in (([], BUILD), (["--editable"], [f"{ROOT}[{extra}]"])):
             call(*pip, "download", *quiet, "-c", constraints, "-d", files, *asked)
             verify(files)
-            editable = [] if asked == BUILD else ["--editable"]
-            call(*pip, "install", *quiet, "--upgrade", *options, *offline, *editable, *asked)
+            call(*pip, "install", *quiet, "--upgrade", *options, *offline, *how, *asked)
     marker.write_text(wanted)
     return True
 

@@ -267,7 +267,7 @@ def run_bench(  # noqa: PLR0913
             _measure_config(result, here, monitor, announce, partial(time_left.text, number))
             if result.cpu:
                 result.cpu.load_after = load_average()
-            result.complete = number == len(configs)  # engines are freed yet, which takes seconds
+            result.complete = number == len(configs)  # what follows frees the engines, for seconds
             save(result)
     if monitor is not None and monitor.reason:
         result.warnings.append(f"clock, power and temperature were not read: {monitor.reason}")

@@ -9,7 +9,7 @@ import io
 import re
 import textwrap
 import warnings
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 # Okabe and Ito 2008, "Color Universal Design": distinct for color-blind readers too.
 BLUE, ORANGE, GREEN = "#0072B2", "#E69F00", "#009E73"
@@ -38,9 +38,10 @@ def svg_of(figure: Any, name: str, description: str) -> str:
     from matplotlib.transforms import blended_transform_factory
 
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-    for patch in (figure.patch, *(axes.patch for axes in figure.axes)):
-        patch.set(facecolor="none", edgecolor="none")
+    clear = {"facecolor": "none", "edgecolor": "none"}
+    figure.patch.set(**clear)
     for axes in figure.axes:
+        axes.patch.set(**clear)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
         for side in ("bottom", "left"):
@@ -57,7 +58,8 @@ def svg_of(figure: Any, name: str, description: str) -> str:
         text.set(parse_math=False, fontsize=TEXT)  # a dollar sign in a name is a dollar sign
         if text.get_color() != MUTED:
             text.set_color(INK)
-    stream, canvas = io.StringIO(), cast("Any", FigureCanvasSVG)(figure)  # which has no types
+    stream = io.StringIO()
+    canvas: Any = FigureCanvasSVG(figure)
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # the page's font draws the text
         canvas.print_svg(stream, metadata=nothing)  # `savefig` would draw it twice

@@ -249,7 +249,7 @@ def summarize(folder: Path) -> list[Path]:
 
 
 class Notes:
-    """Recipes that the shipped one of their name no longer equals, and where accuracy was measured."""
+    """Recipes that differ from the shipped one of their name, and where accuracy was measured."""
 
     def __init__(self) -> None:
         self.changed: dict[str, dict[str, None]] = {}  # name -> differences, each once
@@ -272,7 +272,7 @@ class Notes:
 
     def parts(self) -> list[str]:
         lines = [f"- {code(name)}: {text(', '.join(self.changed[name]))}" for name in sorted(self.changed)]
-        mark = f"{CHANGED} Measured before the shipped recipe of this name changed. What was different:"
+        mark = f"{CHANGED} Measured with other settings than the shipped recipe of this name has now:"
         numbered = [f"{number}. {text(line)}" for number, line in enumerate(self.places, 1)]
         blocks = (mark, lines), ("Accuracy was measured on:", numbered)
         return ["\n".join([head, "", *below]) for head, below in blocks if below]
@@ -436,8 +436,8 @@ def training_tables(runs: Sequence[Record], notes: Notes) -> list[str]:
             cells.append(f"{before:.5f} → {best:.5f} ({best / before - 1:+.0%})" if before and best else "")
         rows.append(cells)
     title = (
-        "### Distance from FP32 on held-out rows\n\nQAT minimizes it on train rows. Rows that it does not "
-        "learn from choose the step. Before training → at that step."
+        "### Distance from FP32 on held-out rows\n\nBefore QAT → at the step whose weights are kept. That "
+        "step has the smallest sum of both distances."
     )
     header = ["recipe", "model", "step", *DISTANCES.values()]
     return [title, table(header, rows)] if rows else []

@@ -180,7 +180,7 @@ def test_an_sdist_has_the_repository_and_a_wheel_the_package(built: tuple[str, P
     if listed.returncode:
         pytest.skip("this is not a checkout: no list of files to compare with")
     names = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
-    assert {name for name in names if not (unpacked / name).is_file()} <= {".gitignore"}
+    assert {name for name in names if not (unpacked / name).is_file()} == {".gitignore"}
     product = {Path(name) for name in names if name.startswith(FOLDERS) and not name.endswith(".md")}
     expected = {path.relative_to("api") if path.parts[0] == "api" else path for path in product}
     package = installed / "qdqbench"

@@ -72,7 +72,7 @@ FOLDS = 5
 WAITS, WAIT_S = 12, 5.0
 # of the divergence of the recipe before: half and a quarter of the distance
 ISLANDS, SEARCHED = 1 / 4, 1 / 16
-DEFAULT_QAT = Qat(epochs=3, max_steps=1000, learning_rate=1e-5, distill=Distill(logits=1.0, hidden=1.0))
+DEFAULT_QAT = Qat(epochs=3, max_steps=1000, distill=Distill(logits=1.0, hidden=1.0))
 ORIGINS: dict[StepKind, Origin] = {
     "shipped": "shipped",
     "methods": "calibration",
