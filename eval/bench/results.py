@@ -258,8 +258,8 @@ class Bench(Tabular):
 
     def facts(self) -> dict[str, Any]:
         """Return what a notebook shows of it."""
-        least = [min(each.speedups, key=lambda row: row.value) for each in self.configs if each.speedups]
-        speed = {row.config: f"{row.value:.2f}x over {row.baseline}" for row in least}
+        best = [each.headline for each in self.configs if each.headline]
+        speed = {row.config: f"{row.value:.2f}x over {row.baseline}" for row in best}
         return {"device": self.device, "systems": len(self.systems), **speed, "errors": len(self.errors)}
 
     @property

@@ -9,7 +9,7 @@
 A chunk needs no other one. Its results go to OUT/NAME, as the folders of `docs/measured` are called; with
 --keep what is there already is not measured again. What does not end within the limit is left out and told.
 MODELS holds the fine-tuned `minilm-l6-TASK` and, for `qat`, the encoder `minilm-l6`: all-MiniLM-L6-v2 in
-FP16. For `lengths-real` it holds the runs of `real_size/measure.py`.
+FP16. For `lengths-real` it holds the runs of `real_size/measure.py`, and for `lengths-mpnet` its models.
 """
 
 import argparse
@@ -53,13 +53,12 @@ BENCH = [
 PADDED = [  # baselines that the unpadded encoder beats everywhere, at these sizes and lengths
     part for name in ("torch-fp16-eager", "compile-fp16-eager") for part in ("--exclude", name)
 ]
-FUSED = "int8-residual-fused"
+FUSED, TUNED = "int8-residual-fused", "tuned"
 WITHOUT_TENSORRT = [  # slower than the unpadded encoder, and built longest
     part for name in ("int8-tensorrt_rtx", "fp16") for part in ("--exclude", name)
 ]
 REAL = [  # model, task, recipe and backend: the recommended one on all tasks, the others on one
     *(("bert-base", task, FUSED, "cuda") for task in TASKS),
-    ("mpnet", "sst2", FUSED, "tensorrt_rtx"),
     *(("bert-base", "sst2", each, "cuda") for each in RECIPES[1:] if each != FUSED),
 ]
 SQUAD = "squad-lengths"
@@ -152,6 +151,21 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
             )
         ],
         "lengths": [lengths(task, task, str(models / "minilm-l6-sst2"), data, *both) for task in TASKS],
+        "lengths-base": [
+            lengths(f"base-{task}", task, "bert-base", data, "--dataset-batch", "256", *tokenizer)
+            for task in TASKS
+        ],
+        "lengths-mpnet": [
+            Step(
+                "mpnet-sst2-bench",
+                "bench.json",
+                [
+                    *("bench", "--model", str(models / TUNED / "mpnet-sst2"), "--recipe", f"mpnet-{FUSED}"),
+                    *("--dataset", "sst2", "--data", data, "--dataset-batch", "256", *grid(128), *exact),
+                    *(*BENCH, "--compile-seconds", "300"),
+                ],
+            )
+        ],
         "lengths-real": [
             Step(
                 f"{name_run(*run)}-bench",
@@ -178,6 +192,9 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
         "unpadded": [
             bench("base-unpadded", "bert-base", fused, *grid(1, 8, 32, 128), *exact, *PADDED),
             bench("base-384-unpadded", "bert-base", fused, *grid(32, length=384), *exact, *PADDED),
+        ],
+        "unpadded-small": [
+            bench("minilm-unpadded", "minilm", fused, *grid(1, 8, 32), "--length", "32", *exact, *PADDED)
         ],
         "unpadded-large": [bench("large-unpadded", "bert-large", fused, *grid(128), *exact, *PADDED)],
     }
