@@ -248,7 +248,6 @@ def measured(sst2, tmp_path_factory):
     return read_bench(folder / "bench.json")
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch.compile's own use
 def test_a_bench_has_kernels_beside_all_others_on_one_footing(measured):
     assert len(measured.configs) == 3
     assert measured.systems[0].backend.startswith("cuda ")
