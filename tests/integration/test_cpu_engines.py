@@ -141,6 +141,7 @@ def test_residuals_that_no_cpu_runs_are_told_first(sst2, tmp_path, qdqbench):
     assert done.err.count("give --backend") == 1
 
 
+@pytest.mark.long
 def test_a_search_measures_engines_of_this_cpu(sst2, tmp_path, qdqbench, monkeypatch):
     monkeypatch.setattr(confirm, "shipped_recipes", lambda: ["bert-int8-ffn"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a search beside the tests has the lock of all

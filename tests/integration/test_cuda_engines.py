@@ -120,7 +120,7 @@ def bench_of(qdqbench, out, monkeypatch):
     return json.loads(done.out)
 
 
-@pytest.mark.parametrize("recipe", ["int8-linears", "int8-ffn"])
+@pytest.mark.parametrize("recipe", ["int8-linears", pytest.param("int8-ffn", marks=pytest.mark.long)])
 def test_an_engine_is_proven_verified_evaluated_and_timed(recipe, sst2, tmp_path, qdqbench, hopper):
     out = tmp_path / "run"
     fine(qdqbench("run", recipe, *sst2.options, "--backend", "cuda", "--out", out))

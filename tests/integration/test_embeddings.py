@@ -113,6 +113,7 @@ class TestTexts:
         kept = json.loads((folder / "deploy" / "config_sentence_transformers.json").read_text())
         assert kept == {"prompts": {"query": "good ", "document": ""}, "default_prompt_name": None}
 
+    @pytest.mark.long
     def test_sensitivity_measures_by_cosine(self, qdqbench, embedder, lines, tmp_path):
         recipe = tmp_path / "short.yaml"
         text = qdqbench("recipes", "show", "roberta-int8-linears").out

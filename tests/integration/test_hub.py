@@ -142,7 +142,7 @@ def test_push_uploads_what_deploy_writes(a_run, qdqbench, hub_server):
     assert TOKEN not in done.out + done.err
 
 
-@pytest.mark.parametrize("kind", ["plain", "dense"])
+@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.long), "dense"])
 def test_an_embedder_is_one_of_sentence_transformers(kind, tmp_path, qdqbench):
     model, data = tmp_path / "model", tmp_path / "lines.txt"
     if kind == "dense":

@@ -137,6 +137,7 @@ def test_the_choice_sees_no_validation_row(qdqbench, sst2, recipe, tmp_path):
     assert [row.best for row in first.rows] == [row.best for row in other.rows]
 
 
+@pytest.mark.long
 def test_named_rows_of_a_regression(qdqbench, given, recipe, tmp_path):
     stsb = given("stsb")
     out = tmp_path / "out"

@@ -208,7 +208,7 @@ def edited(path, change, name="bert-int8-linears"):
     [
         (lambda recipe: recipe["gate"].update(max_drop=0.5), [], {"verify"}),
         (lambda recipe: recipe.update(description="other words"), [], set()),
-        (lambda recipe: None, ["--seed", "7"], {"parity", "verify"}),
+        pytest.param(lambda recipe: None, ["--seed", "7"], {"parity", "verify"}, marks=pytest.mark.long),
         (lambda recipe: recipe["calibration"].update(seed=5, samples=64), [], {*STAGES} - {"baseline"}),
         (
             lambda recipe: recipe["engine"].update(shapes={"batch": [1, 8, 64], "length": [16, 128, 128]}),
@@ -220,10 +220,11 @@ def edited(path, change, name="bert-int8-linears"):
             [],
             {"export", "check", "parity", "onnxruntime", "build", "verify", "engine"},
         ),
-        (
+        pytest.param(
             lambda recipe: None,
             ["--limit", "32"],
             {"baseline", "fake_quant", "parity", "onnxruntime", "verify", "engine"},
+            marks=pytest.mark.long,
         ),
     ],
     ids=["gate", "description", "seed", "calibration", "shapes", "weights", "limit"],
@@ -267,7 +268,7 @@ def test_profiles_follow_the_data_and_the_warning_goes(a_run, sst2, qdqbench, mo
     [
         ("model.int8.onnx", {"export"}),
         ("logits/fp32.npz", {"baseline"}),
-        ("calibration.json", {"quantize"}),
+        pytest.param("calibration.json", {"quantize"}, marks=pytest.mark.long),
         ("engine/model.int8.engine", {"build"}),
     ],
 )

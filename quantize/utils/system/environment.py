@@ -46,11 +46,12 @@ def get_code_identity() -> dict[str, Any]:
     return {"versions": versions(), "code": _code_hash()}
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in VERSIONED}
 
 
-@functools.lru_cache
+@functools.cache
 def _code_hash() -> str:
     digest = hashlib.sha256()
     for package in ("qdqbench.quantize", "qdqbench.eval"):

@@ -38,7 +38,13 @@ def bench_with(kind: str) -> Bench:
 
 
 @pytest.mark.parametrize(
-    ("kind", "mark"), [("slower", "✗"), ("faster", "✓"), ("unclear", ""), ("below the gate", "✗")]
+    ("kind", "mark"),
+    [
+        ("slower", "✗"),
+        ("faster", "✓"),
+        pytest.param("unclear", "", marks=pytest.mark.long),
+        pytest.param("below the gate", "✗", marks=pytest.mark.long),
+    ],
 )
 def test_each_page_has_the_speed_of_results_json(kind: str, mark: str, tmp_path: Path) -> None:
     bench = bench_with(kind)

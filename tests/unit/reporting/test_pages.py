@@ -79,7 +79,12 @@ def opened(browser: Any, written: Callable[[str], Path]) -> Iterator[Callable[..
     assert len(asked) == len(made)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+LIKE_OTHERS = ("auto", "methods", "compare", "search", "finetune")  # blocks are the report's or the bench's
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(name, marks=pytest.mark.long) if name in LIKE_OTHERS else name for name in KINDS]
+)
 def test_a_page_fits_a_phone_and_can_be_read(kind: str, opened: Callable[..., Any]) -> None:
     page = opened(kind, 400, "dark")
     for width in (400, 360):

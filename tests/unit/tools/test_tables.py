@@ -53,6 +53,7 @@ def test_the_pages_and_the_figures_hold_what_was_measured():
         assert there == text, f"write {name} with `python tests/tools/tables.py`"
 
 
+@pytest.mark.long
 def test_pages_that_hold_something_else_are_an_exit_status_and_are_written(tmp_path, monkeypatch, capsys):
     page = tmp_path / "docs" / "results" / "recipes.md"
     shutil.copytree(ROOT / "docs", tmp_path / "docs")

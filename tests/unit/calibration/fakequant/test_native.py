@@ -443,7 +443,7 @@ def test_ratios_stay_positive_and_are_not_lost(tiny_bert: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo itself
-@pytest.mark.parametrize("learn", [False, True])
+@pytest.mark.parametrize("learn", [pytest.param(False, marks=pytest.mark.long), True])
 def test_compiled_layers_compute_the_same(tiny_bert: Path, learn: bool) -> None:
     """In one graph: nothing in it needs Python."""
     model = fresh(tiny_bert, "linears").model

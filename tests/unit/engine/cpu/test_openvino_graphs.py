@@ -12,13 +12,18 @@ from qdqbench.quantize.utils.system.cpu import find_cpu
 from ....support.families import SIZES, write_model
 from ....support.tiny_bert import calibrate_model, padded_batch, run_onnx
 
+LIKE_OTHERS = ("xlm-roberta", "camembert", "electra", "distilbert")  # layers are RoBERTa's or BERT's
+
 
 @pytest.fixture(autouse=True)
 def _installed():
     pytest.importorskip("openvino", reason="needs openvino: pip install 'qdqbench[openvino]'")
 
 
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=pytest.mark.long) if name in LIKE_OTHERS else name for name in SIZES],
+)
 @pytest.mark.parametrize("kind", ["int8-linears", pytest.param("int8-attention", marks=pytest.mark.long)])
 def test_openvino_computes_what_the_file_says(family, kind, tmp_path):
     """A per-channel FakeQuantize gave 67 % of error on ALBERT; a mask as a dequantization, 3 % on MPNet."""

@@ -71,7 +71,9 @@ def make_norm(width, codes):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("lengths", [(9, 4, 16), (129, 1, 1), (200, 100)])
+@pytest.mark.parametrize(
+    "lengths", [(9, 4, 16), pytest.param((129, 1, 1), marks=pytest.mark.long), (200, 100)]
+)
 def test_every_kernel_makes_what_the_interpreter_makes(case, lengths, packed, emulator):
     graph, plan, arrays = packed[case]
     compare_kernels(

@@ -19,7 +19,16 @@ from qdqbench.quantize.utils.errors import UserError
 
 from ....support import families
 from ....support.cuda_boundaries import compare_boundaries, run_outputs
-from ....support.cuda_graphs import CASES, HEADS, RECIPES, batch_for, write_case, write_head, write_wide
+from ....support.cuda_graphs import (
+    CASES,
+    HEADS,
+    LIKE_ROBERTA,
+    RECIPES,
+    batch_for,
+    write_case,
+    write_head,
+    write_wide,
+)
 
 LENGTHS = [(9, 4, 16), (1,), (128, 5)]
 NOT_COVERED = ["mpnet", "deberta-v2", "modernbert"]
@@ -37,7 +46,13 @@ def graph_of(made_once):
     return open_graph
 
 
-@pytest.fixture(params=[*CASES, *((head,) for head in HEADS)], ids="-".join)
+def _with_long(cases):
+    """A graph does not tell QAT from PTQ; XLM-R and CamemBERT have RoBERTa's."""
+    long = [case for case in cases if case[-1].endswith("-qat") or case[0] in LIKE_ROBERTA]
+    return [pytest.param(case, marks=pytest.mark.long) if case in long else case for case in cases]
+
+
+@pytest.fixture(params=_with_long([*CASES, *((head,) for head in HEADS)]), ids="-".join)
 def graph(request, graph_of):
     return graph_of(*request.param)
 

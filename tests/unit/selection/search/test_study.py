@@ -306,6 +306,7 @@ with quiet("optuna"):
 """
 
 
+@pytest.mark.long
 def test_one_of_two_processes_is_killed_and_every_trial_gets_done(url):
     """They start at the same time, on a database that neither has made yet."""
     workers = [

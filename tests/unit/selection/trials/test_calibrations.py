@@ -22,9 +22,9 @@ from ....support.tiny_bert import calibration_batches, plan_of, recipe_with
 @pytest.mark.parametrize(
     ("changes", "methods", "name"),
     [
-        ({}, ("max", "percentile/99.9", "mse"), "bert-int8-attention"),
+        pytest.param({}, ("max", "percentile/99.9", "mse"), "bert-int8-attention", marks=pytest.mark.long),
         ({}, METHODS, "bert-int8-ffn"),
-        ({"smoothing": 0.5}, ("max", "mse"), "bert-int8-attention"),
+        pytest.param({"smoothing": 0.5}, ("max", "mse"), "bert-int8-attention", marks=pytest.mark.long),
         ({"weights_method": "mse"}, ("percentile/99.9",), "bert-int8-attention"),
         ({}, ("max", "mse"), "bert-int8-residual-fused"),
     ],
