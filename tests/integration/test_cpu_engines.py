@@ -180,6 +180,7 @@ def test_a_search_measures_engines_of_this_cpu(sst2, tmp_path, qdqbench, monkeyp
     assert not (out / "recipe.yaml").exists()
 
 
+@pytest.mark.long
 def test_auto_without_a_gpu_proves_for_both(sst2, tmp_path, qdqbench, monkeypatch):
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
     monkeypatch.setattr("qdqbench.quantize.engine.backend.WITHOUT_GPU", CPU_BACKENDS)

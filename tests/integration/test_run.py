@@ -79,10 +79,11 @@ def ranks(values):
 def _with_long(recipes):
     """QAT goes the whole way in `test_training`, INT8 linears alone in the embedded default.
 
-    Unit tests hold what other recipes of them leave in the files; `-residual-fused` has all of `-residual`.
+    Unit tests hold what other recipes of them leave in the files; `-residual-fused` has all of `-attention`
+    and `-residual`.
     """
-    long = [name for name in recipes if name.endswith("-qat")]
-    long += ["bert-int8-linears", "bert-int8-ffn", "bert-int8-linears-per-tensor", "bert-int8-residual"]
+    long = [name for name in recipes if name.endswith(("-qat", "-attention", "-residual"))]
+    long += ["bert-int8-linears", "bert-int8-ffn", "bert-int8-linears-per-tensor"]
     return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in recipes]
 
 

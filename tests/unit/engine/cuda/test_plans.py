@@ -47,8 +47,8 @@ def graph_of(made_once):
 
 
 def _with_long(cases):
-    """A graph does not tell QAT from PTQ; XLM-R and CamemBERT have RoBERTa's."""
-    long = [case for case in cases if case[-1].endswith("-qat") or case[0] in LIKE_ROBERTA]
+    """A graph does not tell QAT from PTQ, `-residual-fused` has all of `-residual`, XLM-R is as RoBERTa."""
+    long = [case for case in cases if case[-1].endswith(("-qat", "-residual")) or case[0] in LIKE_ROBERTA]
     return [pytest.param(case, marks=pytest.mark.long) if case in long else case for case in cases]
 
 
