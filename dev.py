@@ -24,7 +24,7 @@ VENV = ROOT / ".venv"
 LOCK = ROOT / "constraints.lock"
 BUILD = ("setuptools", "wheel", "setuptools-scm")  # what this project and seqeval are built with
 LOCAL_TORCH = re.compile(r"torch-[^-]*\+")  # a build for one device: not of PyPI, so you pointed pip at it
-UNREAD = r"[/\\](tests|transformers[/\\]models)[/\\]"  # a third of all modules; few of these are imported
+NOT_COMPILED = r"[/\\](tests|transformers[/\\]models)[/\\]"  # a third of the time; few are imported
 MEASURE = ["bench", "runs/bert-int8-linears-embedded", "--batch", "32", "--length", "32", "--no-baselines"]
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 
@@ -99,7 +99,7 @@ def main() -> None:
     if sys.argv[1:2] == ["test"]:
         # compiling modules is half of an installation, on one core: it goes beside the checks of the code
         compiled = not install("dev", "--no-compile")
-        compile_all = [BIN / "python", "-m", "compileall", "-qq", "-x", UNREAD, VENV]
+        compile_all = [BIN / "python", "-m", "compileall", "-qq", "-x", NOT_COMPILED, VENV]
         compiling = None if compiled else subprocess.Popen(compile_all)
         call("sh", ROOT / "tests" / "fetch_bindings.sh", BIN / "python")
         call(BIN / "ruff", "check", ".")

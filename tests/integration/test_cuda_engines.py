@@ -31,6 +31,7 @@ from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 from ..support.deployed import FORBIDDEN, run_script
 from ..support.families import write_model
 from ..support.interpreted import H200, load_interpreted, use_host
+from ..support.long import mark_long
 from ..support.tiny_embedder import MEAN, write_modules
 from . import heads
 from .test_run import NO_ENGINE, edited
@@ -120,7 +121,7 @@ def bench_of(qdqbench, out, monkeypatch):
     return json.loads(done.out)
 
 
-@pytest.mark.parametrize("recipe", ["int8-linears", pytest.param("int8-ffn", marks=pytest.mark.long)])
+@pytest.mark.parametrize("recipe", mark_long(["int8-linears", "int8-ffn"], ["int8-ffn"]))
 def test_an_engine_is_proven_verified_evaluated_and_timed(recipe, sst2, tmp_path, qdqbench, hopper):
     out = tmp_path / "run"
     fine(qdqbench("run", recipe, *sst2.options, "--backend", "cuda", "--out", out))

@@ -17,6 +17,7 @@ from qdqbench.quantize.utils.results import read_results
 
 from ..support.families import HIDDEN, write_model
 from ..support.hub_stub import TOKEN
+from ..support.long import mark_long
 from ..support.tiny_embedder import MEAN, expected, write_modules, write_sentence_folder
 from .tiny import entries, fine, listing, results, sentences
 
@@ -142,7 +143,7 @@ def test_push_uploads_what_deploy_writes(a_run, qdqbench, hub_server):
     assert TOKEN not in done.out + done.err
 
 
-@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.long), "dense"])
+@pytest.mark.parametrize("kind", mark_long(["plain", "dense"], ["plain"]))
 def test_an_embedder_is_one_of_sentence_transformers(kind, tmp_path, qdqbench):
     model, data = tmp_path / "model", tmp_path / "lines.txt"
     if kind == "dense":

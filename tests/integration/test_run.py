@@ -21,6 +21,7 @@ from qdqbench.quantize.utils.comparison import GateIssue
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.results import Results
 
+from ..support.long import mark_long
 from ..support.pages import offline
 from .tiny import EVAL_ROWS, HEAD_SIZE, LAYERS, TRAIN_ROWS, fine, listing, results, rows, write_split
 
@@ -84,7 +85,7 @@ def _with_long(recipes):
     """
     long = [name for name in recipes if name.endswith(("-qat", "-attention", "-residual"))]
     long += ["bert-int8-linears", "bert-int8-ffn", "bert-int8-linears-per-tensor"]
-    return [pytest.param(name, marks=pytest.mark.long) if name in long else name for name in recipes]
+    return mark_long(recipes, long)
 
 
 @needs_rtx

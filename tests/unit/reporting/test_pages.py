@@ -13,6 +13,7 @@ from qdqbench.eval.bench.results import write_bench
 from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.runs.report.report import write_reports
 
+from ...support.long import mark_long
 from ...unit.bench.test_results import sample_bench
 from ...unit.runs.report.test_report import sample as sample_run
 from .test_terminal import SHOWN
@@ -82,9 +83,7 @@ def opened(browser: Any, written: Callable[[str], Path]) -> Iterator[Callable[..
 LIKE_OTHERS = ("auto", "methods", "compare", "search", "finetune")  # blocks are the report's or the bench's
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(name, marks=pytest.mark.long) if name in LIKE_OTHERS else name for name in KINDS]
-)
+@pytest.mark.parametrize("kind", mark_long(KINDS, LIKE_OTHERS))
 def test_a_page_fits_a_phone_and_can_be_read(kind: str, opened: Callable[..., Any]) -> None:
     page = opened(kind, 400, "dark")
     for width in (400, 360):

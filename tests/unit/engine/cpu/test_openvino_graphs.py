@@ -10,6 +10,7 @@ from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
 from ....support.families import SIZES, write_model
+from ....support.long import mark_long
 from ....support.tiny_bert import calibrate_model, padded_batch, run_onnx
 
 LIKE_OTHERS = ("xlm-roberta", "camembert", "electra", "distilbert")  # layers are RoBERTa's or BERT's
@@ -20,11 +21,8 @@ def _installed():
     pytest.importorskip("openvino", reason="needs openvino: pip install 'qdqbench[openvino]'")
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=pytest.mark.long) if name in LIKE_OTHERS else name for name in SIZES],
-)
-@pytest.mark.parametrize("kind", ["int8-linears", pytest.param("int8-attention", marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", mark_long(SIZES, LIKE_OTHERS))
+@pytest.mark.parametrize("kind", mark_long(["int8-linears", "int8-attention"], ["int8-attention"]))
 def test_openvino_computes_what_the_file_says(family, kind, tmp_path):
     """A per-channel FakeQuantize gave 67 % of error on ALBERT; a mask as a dequantization, 3 % on MPNet."""
     compare(family, kind, tmp_path, "fp32", 1e-4)

@@ -29,6 +29,7 @@ from ....support.cuda_graphs import (
     write_head,
     write_wide,
 )
+from ....support.long import mark_long
 
 LENGTHS = [(9, 4, 16), (1,), (128, 5)]
 NOT_COVERED = ["mpnet", "deberta-v2", "modernbert"]
@@ -49,7 +50,7 @@ def graph_of(made_once):
 def _with_long(cases):
     """A graph does not tell QAT from PTQ, `-residual-fused` has all of `-residual`, XLM-R is as RoBERTa."""
     long = [case for case in cases if case[-1].endswith(("-qat", "-residual")) or case[0] in LIKE_ROBERTA]
-    return [pytest.param(case, marks=pytest.mark.long) if case in long else case for case in cases]
+    return mark_long(cases, long)
 
 
 @pytest.fixture(params=_with_long([*CASES, *((head,) for head in HEADS)]), ids="-".join)

@@ -38,6 +38,7 @@ from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.errors import UserError
 
 from ....support.families import LAYERS, write_model
+from ....support.long import mark_long
 from ....support.tiny_bert import calibration_batches, padded_batch
 
 ONE = {"weights": "int8/per-tensor", "input": "int8/per-tensor"}
@@ -78,7 +79,7 @@ def test_no_answer_changes_with_all_biases_moved(model_type: str, tmp_path: Path
 
 
 # RoBERTa goes the whole path in a test that is not long; ELECTRA's layers are BERT's
-@pytest.mark.parametrize("family", [pytest.param("electra", marks=pytest.mark.long), *FAMILIES[2:]])
+@pytest.mark.parametrize("family", mark_long(FAMILIES[1:], ["electra"]))
 def test_an_engine_has_one_gemm_and_one_copy_of_q_k_and_v(family: str, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx")
     model = load_model(str(write_model(tmp_path, family)))
