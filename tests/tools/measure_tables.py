@@ -150,6 +150,10 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
                 *lean,
             )
         ],
+        "families": [
+            bench(f"{size}-bench", size, f"{size.split('-')[0]}-{FUSED}", *grid(32, 128), *exact, *PADDED)
+            for size in ("roberta-base", "electra-base", "distilbert-base")
+        ],
         "lengths": [lengths(task, task, str(models / "minilm-l6-sst2"), data, *both) for task in TASKS],
         "lengths-base": [
             lengths(f"base-{task}", task, "bert-base", data, "--dataset-batch", "256", *tokenizer)

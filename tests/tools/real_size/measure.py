@@ -66,7 +66,8 @@ RECIPES = (
 )  # fmt: skip
 CUDA, OPENVINO, RTX = BACKENDS = ("cuda", "openvino", "tensorrt_rtx")  # the quickest first
 SEEDED = RECIPES[:3]  # that models of later seeds are taken through
-QAT = ("int8-residual-qat", "int8-attention-qat")  # of bert-base, on the tasks of SEEDS and on MNLI
+EVERYWHERE = (*SEEDS, "mnli")  # tasks that base models are taken through all backends on
+QAT = ("int8-residual-qat", "int8-attention-qat")  # of bert-base, on the tasks of EVERYWHERE
 EMBED = "embed"  # the encoders as they are, on STS-B
 EMBEDDER = ["--task", "stsb", "--pooling", "mean", "--normalize"]
 ROWS = {"qqp": ["--limit", "10000"]}  # of 40,430
@@ -95,7 +96,7 @@ def finetunings(given: argparse.Namespace) -> Iterator[Job]:
     for model, tasks in MODELS.items():
         base = healed if model == "bert-base" else models / model
         for task, settings in tasks.items():
-            name, seeds = f"{model}-{task}", str(count_seeds(model, task))
+            name, seeds = f"{model}-{task}", str(min(given.seeds, count_seeds(model, task)))
             after = "heal" if model == "bert-base" else ""
             source = base
             if first := FIRST.get((model, task)):
@@ -114,7 +115,7 @@ def choose_backends(model: str, task: str, recipe: str, seed: int) -> list[str]:
     """Return the backends of a run: the model's own, and for some tasks of seed 0 all others."""
     own = RTX if model == "mpnet" else CUDA
     chosen = [own] if not seed or recipe in SEEDED else []
-    if not seed and (task == EMBED or (task in SEEDS and model != SMALL)):
+    if not seed and (task == EMBED or (task in EVERYWHERE and model != SMALL)):
         chosen += [each for each in (OPENVINO, RTX) if each != own]
     # no runtime for CPUs reads an INT8 residual
     return [each for each in chosen if each != OPENVINO or "residual" not in recipe]
@@ -131,7 +132,7 @@ def runs(given: argparse.Namespace) -> Iterator[Job]:
                 for backend in choose_backends(model, task, recipe, seed):
                     place = BACKENDS.index(backend), seed, RECIPES.index(recipe)
                     planned.append((place, model, task, backend, recipe))
-    trained = itertools.product(QAT, (*SEEDS, "mnli"))
+    trained = itertools.product(QAT, EVERYWHERE)
     planned += [((0, 0, len(RECIPES)), "bert-base", task, CUDA, recipe) for recipe, task in trained]
     for (_, seed, _), model, task, backend, recipe in sorted(planned):
         if backend not in given.backends:
@@ -147,7 +148,7 @@ def runs(given: argparse.Namespace) -> Iterator[Job]:
         own = f"{'mpnet' if model == 'mpnet' else 'bert'}-{recipe}"
         command = [*PROGRAM, "run", own, "--model", str(source), *asked, "--data", given.data]
         command += ["--out", str(work / name), "--seed", str(seed), *ROWS.get(task, [])]
-        command += ["--backend", backend, "--until", "engine", "--json"]
+        command += ["--backend", backend, "--until", given.until, "--json"]
         heavy = None if name in TIMED else work / name
         yield Job(name, command, out / name / RESULTS, printed=True, after=after, heavy=heavy)
 
@@ -260,6 +261,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, required=True, help="models and run directories: tens of GB")
     parser.add_argument("--out", type=Path, required=True, help="results files")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
+    parser.add_argument("--seeds", type=int, default=max(SEEDS.values()), help="most fine-tunings of a task")
+    parser.add_argument(
+        "--until", default="engine", help="last stage of runs; `evaluate` has ONNX Runtime too"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="jobs at a time")
     parser.add_argument("--gpus", type=int, default=1, help="GPUs that jobs are spread over")
     parser.add_argument("--seconds", type=float, default=86400, help="limit of all")
