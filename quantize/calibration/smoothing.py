@@ -14,7 +14,7 @@ meet a weight of like size (Yu et al. 2024, arXiv 2411.07191), so that no factor
 (arXiv 1901.09504) split such a channel: n copies of it, each with 1/n of the product, n a power of two. The
 copies are rows of the first linear (and of its gate) and columns of the second. Each divides its activation
 a little more than the one before, and its weight less (`SPREAD`), or all would be rounded in the same
-direction.
+direction. Weights are divided only where they have one scale for all rows.
 
 Where the recipe gives key and value of an INT8 attention `weights: int8/per-tensor`, no kernel stands behind
 their GEMMs (the-graph.md): the bias of k, which the softmax takes out, is dropped. That of v goes through

@@ -372,15 +372,18 @@ def test_answers_stay_until_something_is_quantized(tiny_bert: Path, smoothing: A
     model, _, record = calibrated(tiny_bert, smoothing=smoothing)
     assert list(record.splits) == SECONDS
     assert model.config.intermediate_size == bert.INTERMEDIATE + EXTRA
-    assert all(MASSIVE in each.outliers for each in record.splits.values())
+    for each in record.splits.values():
+        assert each.outliers[MASSIVE][0] >= 4
+        assert {by_weight for _, by_weight in each.outliers.values()} == {1}  # each row has its own scale
     for name in SECONDS:
         assert model.get_submodule(name).weight.shape[1] == bert.INTERMEDIATE + EXTRA
     with quantizers_off(model):
         torch.testing.assert_close(answers(model), answers(outlying(tiny_bert)), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("per", ["channel", "tensor"])
-def test_int8_loses_far_less(tiny_bert: Path, per: str) -> None:
+# with scales for rows, a weight that is large in all rows is the worst case: it is not divided
+@pytest.mark.parametrize(("per", "left"), [("channel", 0.6), ("tensor", 0.5)])
+def test_int8_loses_far_less(tiny_bert: Path, per: str, left: float) -> None:
     exact = answers(outlying(tiny_bert))
     error = {
         extra: float(
@@ -388,7 +391,7 @@ def test_int8_loses_far_less(tiny_bert: Path, per: str) -> None:
         )
         for extra in (0, EXTRA)
     }
-    assert error[EXTRA] < 0.5 * error[0]
+    assert error[EXTRA] < left * error[0]
 
 
 def test_the_amax_of_what_was_split_falls(tiny_bert: Path) -> None:
