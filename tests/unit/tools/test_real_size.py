@@ -74,7 +74,7 @@ def test_batches_hold_every_row_once_an_epoch_and_no_more_tokens_than_asked():
 def given(tmp_path):
     return argparse.Namespace(
         kind="runs", models=tmp_path, data="glue", work=tmp_path, out=tmp_path, heal="--seed 0", gpus=2,
-        workers=3, seconds=60,
+        workers=3, seconds=60, seeds=3, until="engine",
         backends=measure.BACKENDS,
     )  # fmt: skip
 
