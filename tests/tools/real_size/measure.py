@@ -96,7 +96,7 @@ def finetunings(given: argparse.Namespace) -> Iterator[Job]:
     for model, tasks in MODELS.items():
         base = healed if model == "bert-base" else models / model
         for task, settings in tasks.items():
-            name, seeds = f"{model}-{task}", str(min(given.seeds, count_seeds(model, task)))
+            name, seeds = f"{model}-{task}", str(count_seeds(model, task, given.seeds))
             after = "heal" if model == "bert-base" else ""
             source = base
             if first := FIRST.get((model, task)):
@@ -107,8 +107,8 @@ def finetunings(given: argparse.Namespace) -> Iterator[Job]:
             yield Job(name, command, work / name / FINETUNED, after=after)
 
 
-def count_seeds(model: str, task: str) -> int:
-    return SEEDS.get(task, 1) if model == "bert-base" else 1
+def count_seeds(model: str, task: str, most: int) -> int:
+    return min(most, SEEDS.get(task, 1)) if model == "bert-base" else 1
 
 
 def choose_backends(model: str, task: str, recipe: str, seed: int) -> list[str]:
@@ -128,7 +128,7 @@ def runs(given: argparse.Namespace) -> Iterator[Job]:
         if model == "mpnet" and recipe == "int8-linears-per-tensor":
             continue
         for task in (*tasks, EMBED):
-            for seed in range(count_seeds(model, task)):
+            for seed in range(count_seeds(model, task, given.seeds)):
                 for backend in choose_backends(model, task, recipe, seed):
                     place = BACKENDS.index(backend), seed, RECIPES.index(recipe)
                     planned.append((place, model, task, backend, recipe))

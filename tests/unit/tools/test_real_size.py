@@ -95,6 +95,8 @@ def test_commands_and_options_exist(given):
     kept = {f"bert-base-{task}-int8-residual-fused-cuda" for task in ("mrpc", "stsb")}
     kept |= {f"bert-base-sst2-{recipe}-cuda" for recipe in measure.RECIPES}
     assert {job.name for job in ran if job.heavy is None} == kept
+    given.seeds = 1
+    assert [job.name for job in measure.runs(given)] == [job.name for job in ran if "-seed-" not in job.name]
 
 
 def test_runs_are_of_models_that_are_there_and_the_slow_ones_come_last(given):
