@@ -54,6 +54,7 @@ def test_every_step_is_taken(sst2, clipped, tmp_path, qdqbench, monkeypatch):
         return real(scores, metric, max_drop, stage) or ([] if held else [unmet])
 
     monkeypatch.setattr(run, "list_drops", never_before)
+    monkeypatch.setattr(run, "ISLANDS", 3 / 4)  # no few linears of the tiny model make most of its error
     run_step = run.AutoRun.run
 
     def run_last(self, step, before):
