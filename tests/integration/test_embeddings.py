@@ -6,7 +6,9 @@ import re
 import numpy as np
 import onnx
 import pytest
+from typer.testing import CliRunner
 
+from qdqbench.cli.app import app
 from qdqbench.quantize.deployment.triton.export import export_triton
 from qdqbench.quantize.pipeline.session import Session, read_config
 
@@ -38,18 +40,19 @@ def lines(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Of the run of texts, which other tests read."""
-    return tmp_path_factory.mktemp("texts") / "run"
+def folder(embedder, lines, tmp_path_factory):
+    """Run directory of texts without labels."""
+    pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
+    folder = tmp_path_factory.mktemp("texts") / "run"
+    given = ["--model", embedder, "--task", "embed", "--data", lines, "--prompt", "query", "--out", folder]
+    done = CliRunner().invoke(app, ["run", "int8-attention", *map(str, given)])
+    assert done.exit_code == 0, done.output
+    return folder
 
 
 @pytest.mark.slow
 class TestTexts:
-    def test_a_run_without_labels(self, qdqbench, embedder, lines, folder):
-        pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
-        options = ["--model", embedder, "--task", "embed", "--data", lines, "--out", folder]
-        done = qdqbench("run", "int8-attention", *options, "--prompt", "query")
-        assert done.code == 0, done.err
+    def test_a_run_without_labels(self, folder):
         found = results(folder)
         assert found["data"]["evaluation"] == {"validation": 120}
         assert found["data"]["calibration"]["samples"] == 120
