@@ -254,9 +254,10 @@ def _prepare(
     splits: dict[str, records.ChannelSplit] = {}
     for name in seconds:
         second: Any = model.get_submodule(name)
-        weights = smoothing.column_ranges(second.weight)
         if plan.int8[name] == "channel":  # a massive weight is in few rows, and has their scales to itself
-            weights = np.ones_like(weights)
+            weights = np.ones(second.in_features)
+        else:
+            weights = smoothing.column_ranges(second.weight)
         splits[name] = smoothing.choose_channels(ranges.inputs[name], weights, extra)
     smoothing.apply_copies(model, splits)
     return shifts, moved, splits, warnings

@@ -302,7 +302,8 @@ def _weight(model: "PreTrainedModel", name: str) -> Any:
 def choose_channels(activations: Float64, weights: Float64, extra: int) -> ChannelSplit:
     """Halve what stands out most, again and again, while its copies fit into `extra` channels.
 
-    Both ranges are the largest magnitudes of the K channels: in the activation, and in the weight's columns.
+    Both ranges are the largest magnitudes of the K channels: in the activation, and in the weight's columns,
+    or all equal where columns are not to be divided.
     Extra channels that no outlier needs are filled with zero columns.
     """
     by_input, by_weight = np.ones(len(activations), dtype=np.int64), np.ones(len(weights), dtype=np.int64)

@@ -66,7 +66,7 @@ RECIPES = (
 )  # fmt: skip
 CUDA, OPENVINO, RTX = BACKENDS = ("cuda", "openvino", "tensorrt_rtx")  # the quickest first
 SEEDED = RECIPES[:3]  # that models of later seeds are taken through
-EVERYWHERE = (*SEEDS, "mnli")  # tasks that base models are taken through all backends on
+EVERYWHERE = (*SEEDS, "mnli")  # tasks on which base models run in all backends
 QAT = ("int8-residual-qat", "int8-attention-qat")  # of bert-base, on the tasks of EVERYWHERE
 EMBED = "embed"  # the encoders as they are, on STS-B
 EMBEDDER = ["--task", "stsb", "--pooling", "mean", "--normalize"]
@@ -261,7 +261,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, required=True, help="models and run directories: tens of GB")
     parser.add_argument("--out", type=Path, required=True, help="results files")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
-    parser.add_argument("--seeds", type=int, default=max(SEEDS.values()), help="most fine-tunings of a task")
+    parser.add_argument(
+        "--seeds", type=int, default=max(SEEDS.values()), help="limit of fine-tunings by task"
+    )
     parser.add_argument(
         "--until", default="engine", help="last stage of runs; `evaluate` has ONNX Runtime too"
     )
