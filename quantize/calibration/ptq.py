@@ -250,7 +250,8 @@ def _prepare(
     shifts, warnings = smoothing.choose_shifts(model, plan, seen, ranges)
     for shift in shifts.values():
         apply_biases(model, shift.added)
-    moved = smoothing.equalize(model, plan, smoothing.smooth(model, plan, ranges, folds_kv_bias(plan)))
+    moved = smoothing.smooth(model, plan, ranges, folds_kv_bias(plan))
+    moved = smoothing.equalize(model, plan, moved, ranges)
     splits: dict[str, records.ChannelSplit] = {}
     for name in seconds:
         second: Any = model.get_submodule(name)

@@ -19,6 +19,7 @@ direction. Weights are divided only where they have one scale for all rows.
 Where the recipe gives key and value of an INT8 attention `weights: int8/per-tensor`, no kernel stands behind
 their GEMMs (the-graph.md): the bias of k, which the softmax takes out, is dropped. That of v goes through
 the output projection, as rows of P sum to 1; rows of their weights get about equal ranges (Nagel, as above).
+A row of v has the largest factor that neither its weights nor its values forbid.
 Where query has it too, its bias becomes a shift d of what q, k and v read, made by the LayerNorm before and
 taken out of the residual: W d is the bias, but for what the keys of the calibration data do not see (ridge
 regression), which is dropped.
@@ -58,10 +59,10 @@ LARGEST_REST = 0.1  # of scores, root mean square: more is told
 
 @dataclass
 class Ranges:
-    """Largest magnitude of each channel, float64 [channels], by module."""
+    """Ranges of each channel, float64, by module."""
 
-    inputs: dict[str, Float64]
-    outputs: dict[str, Float64]
+    inputs: dict[str, Float64]  # largest magnitude, [channels]
+    outputs: dict[str, Float64]  # minus the smallest and the largest value, [2, channels]
 
 
 def measure_ranges(
@@ -72,27 +73,30 @@ def measure_ranges(
     *,
     always: bool = False,
 ) -> Ranges:
-    """Measure the inputs of linears that the plan smooths and `also`, and q and k of its attentions.
+    """Measure the inputs of linears that the plan smooths and `also`, and q, k and v where factors need them.
 
     `run` passes the calibration data through the model once, without quantization; not called where there is
     nothing to measure, unless `always`, where others watch meanwhile.
     """
+    import torch
+
     inputs = [*_smoothed(plan, plan.int8), *also]
     outputs = {made.linear for name in _smoothed(plan, plan.attention) for made in _made_scores(plan, name)}
+    outputs |= {linear for name in folds_kv_bias(plan) for linear in get_linears(plan, name, *ROLES)}
     if not (inputs or outputs or always):
         return Ranges({}, {})
     ranges: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
 
-    def keep(side: str, name: str, value: "torch.Tensor") -> None:
-        largest = value.detach().abs().flatten(0, -2).amax(dim=0)
+    def keep(side: str, name: str, largest: "torch.Tensor") -> None:
         before = ranges[side].get(name)
         ranges[side][name] = largest if before is None else largest.maximum(before)
 
     def before(name: str, _: Any, values: tuple[Any, ...]) -> None:
-        keep("inputs", name, values[0])
+        keep("inputs", name, values[0].detach().flatten(0, -2).abs().amax(dim=0))
 
     def after(name: str, _: Any, __: Any, output: "torch.Tensor") -> None:
-        keep("outputs", name, output)
+        flat = output.detach().flatten(0, -2)
+        keep("outputs", name, torch.stack([-flat.amin(dim=0), flat.amax(dim=0)]))
 
     with ExitStack() as hooks, quantizers_off(model):
         for name in inputs:
@@ -159,7 +163,7 @@ def _made_scores(plan: Plan, attention: str) -> tuple[LinearRows, LinearRows]:
 
 def _head_ranges(ranges: Ranges, made: LinearRows, size: int, family: Family) -> Float64:
     """Return the largest magnitude of each channel of q or k; equal for a pair that is rotated together."""
-    largest: Float64 = ranges.outputs[made.linear].reshape(made.parts, -1)[made.part]
+    largest: Float64 = ranges.outputs[made.linear].max(axis=0).reshape(made.parts, -1)[made.part]
     if family.rotary:
         pairs = largest.reshape(-1, 2, size // 2)
         largest = np.broadcast_to(pairs.max(axis=1, keepdims=True), pairs.shape).ravel()
@@ -559,27 +563,45 @@ def solve_shift(  # noqa: PLR0913, PLR0917
     return values, float(np.sqrt(max(np.einsum("hi,hij,hj->h", rest, seen, rest).mean(), 0.0)))
 
 
-def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing) -> Smoothing:
-    """Give weight rows of k and v about equal ranges, or those of q and k like ones; return all factors."""
+def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing, ranges: Ranges) -> Smoothing:
+    """Give rows of q and k like ranges, or those of k equal ones; return all factors.
+
+    Rows of v get factors by what is larger, the weights or the values without their bias, each relative to
+    its amax: that of q and k where they share it, and v exceeds neither, and about v's own elsewhere.
+    """
     rows: dict[str, list[float]] = {}
     columns: dict[str, list[float]] = {}
-    balanced, level = folds_q_bias(plan), shares_qkv_scales(plan)
+    balanced, shared = folds_q_bias(plan), shares_qkv_scales(plan)
     for name in folds_kv_bias(plan):
         query, key, value, output = get_linears(plan, name, *ROLES, "output")
-        modules: list[Any] = [model.get_submodule(linear) for linear in (query, key, value)]
-        of_query, of_key, of_value = (column_ranges(module.weight.T) for module in modules)
-        if name in balanced:
-            for_key = _towards(np.sqrt(of_query * of_key), of_key)
+        linears = (query, key, value)
+        of_query, of_key, of_value = (column_ranges(_weight(model, linear).T) for linear in linears)
+        queries, keys, values = (_measure_unbiased(model, linear, moved, ranges) for linear in linears)
+        goal: Float64 | float = np.sqrt(of_query * of_key) if name in balanced else _mean(of_key)
+        for_key = _towards(goal, of_key)
+        if name in shared:
+            weight = max(np.max(of_query / for_key), np.max(of_key * for_key))
+            result = max(np.max(queries / for_key), np.max(keys * for_key))
+            for_value = _towards(weight * result, np.maximum(of_value * result, values * weight), np.floor)
         else:
-            for_key = _towards(_mean(of_key), of_key)
-        # with one amax for q, k and v, values larger than q and k would cost these their precision
-        for_value = _towards(_mean(of_key * for_key if name in level else of_value), of_value)
+            sizes = np.maximum(of_value * _mean(values), values * _mean(of_value))
+            for_value = _towards(_mean(sizes), sizes)
         rows |= {key: for_key.tolist(), query: (1 / for_key).tolist(), value: for_value.tolist()}
         columns[output] = (1 / for_value).tolist()
     apply_factors(model, Smoothing(rows=rows, columns=columns))
     return Smoothing(
         inputs=moved.inputs, columns=_times(moved.columns, columns), rows=_times(moved.rows, rows)
     )
+
+
+def _measure_unbiased(model: "PreTrainedModel", name: str, moved: Smoothing, ranges: Ranges) -> Float64:
+    """Return the largest magnitude of each output of a linear, without the bias that it has now."""
+    edges = ranges.outputs[name] * np.array(moved.rows.get(name, 1.0))
+    bias = getattr(model.get_submodule(name), "bias", None)
+    if bias is not None:
+        edges += np.array([[1.0], [-1.0]]) * bias.detach().double().cpu().numpy()
+    largest: Float64 = edges.max(axis=0)
+    return largest
 
 
 def compute_moved_biases(model: "PreTrainedModel", plan: Plan) -> dict[str, list[float]]:
@@ -621,12 +643,14 @@ def _mean(ranges: Float64) -> float:
     return float(np.exp2(np.log2(alive).mean())) if len(alive) else 1.0
 
 
-def _towards(goal: Float64 | float, ranges: Float64) -> Float64:
-    """Return powers of two that bring ranges near a goal; 1 where either is zero."""
+def _towards(
+    goal: Float64 | float, ranges: Float64, to_whole: Callable[[Float64], Float64] = np.rint
+) -> Float64:
+    """Return powers of two that bring ranges near a goal, or below it; 1 where either is zero."""
     goals = np.broadcast_to(goal, ranges.shape)
     alive = (ranges > 0) & (goals > 0)
     exponents = np.log2(np.where(alive, goals, 1.0)) - np.log2(np.where(alive, ranges, 1.0))
-    factors: Float64 = np.exp2(np.clip(np.rint(exponents), -8, 8))
+    factors: Float64 = np.exp2(np.clip(to_whole(exponents), -8, 8))
     return factors
 
 

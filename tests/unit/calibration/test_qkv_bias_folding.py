@@ -192,11 +192,27 @@ def test_merged_ones_share_their_scales(tiny_bert: Path) -> None:
         assert len({states[weight].amax for weight in weights}) == 1  # type: ignore[arg-type]
 
 
+def measure(model: Any, plan: Plan) -> smoothing.Ranges:
+    return smoothing.measure_ranges(model, plan, lambda inner: _ignore(forward(inner, padded_batch())))
+
+
+def _ignore(_: Any) -> None:
+    pass
+
+
+def equalize(model: Any, plan: Plan) -> Smoothing:
+    return smoothing.equalize(model, plan, Smoothing(), measure(model, plan))
+
+
+def column_ranges_of(model: Any, name: str) -> np.ndarray[Any, Any]:
+    return smoothing.column_ranges(model.get_submodule(name).weight.T)
+
+
 def test_the_model_stays_the_same(model: Any) -> None:
     plan = plan_of(recipe(*STRAIGHT), model)
     batch = padded_batch()
     before = forward(model, batch)
-    moved = smoothing.equalize(model, plan, Smoothing())
+    moved = equalize(model, plan)
     np.testing.assert_array_equal(forward(model, batch), before)  # powers of two
     apply_biases(model, smoothing.compute_moved_biases(model, plan))
     for name in KEYS_AND_VALUES:
@@ -207,34 +223,50 @@ def test_the_model_stays_the_same(model: Any) -> None:
 
 
 def test_rows_of_q_and_k_become_alike(model: Any) -> None:
-    """Where q has one scale too; the values of a merged one get the mean range of both."""
-    smoothing.equalize(model, plan_of(recipe(*STRAIGHT, QUERY, qkv_scales="shared"), model), Smoothing())
-    for layer in model.bert.encoder.layer:
-        attention = layer.attention.self
-        weights = (getattr(attention, part).weight.detach() for part in ("query", "key", "value"))
-        query, key, value = (weight.abs().amax(1) for weight in weights)
-        alive = (query > 0) & (key > 0)
-        assert ((query / key)[alive].log2().abs() <= 1).all()
-        mean = key[key > 0].log2().mean()
-        assert ((value[value > 0].log2() - mean).abs() <= 0.5 + 1e-6).all()  # the nearest power of two
+    """Where q has one scale too; v of a merged one takes all room under their weights and their results."""
+    plan = plan_of(recipe(*STRAIGHT, QUERY, qkv_scales="shared"), model)
+    with torch.no_grad():
+        for name in ATTENTIONS:
+            model.get_submodule(f"{name}.query").bias.zero_()  # it is dropped, and no shift is made here
+    equalize(model, plan)
+    apply_biases(model, smoothing.compute_moved_biases(model, plan))
+    values = measure(model, plan).outputs
+    for name in ATTENTIONS:
+        weights = [column_ranges_of(model, f"{name}.{part}") for part in ("query", "key", "value")]
+        results = [values[f"{name}.{part}"].max(axis=0) for part in ("query", "key", "value")]
+        alive = weights[1] > 0
+        assert (np.abs(np.log2(weights[0][alive] / weights[1][alive])) <= 1).all()
+        taken = np.maximum(*(of[2] / max(of[0].max(), of[1].max()) for of in (weights, results)))
+        assert taken.max() <= 1 + 1e-4
+        assert (taken[weights[2] > 0] > 0.5 - 1e-4).all()
 
 
 def test_rows_get_about_one_range(model: Any) -> None:
-    def spread() -> float:
-        weights = [model.get_submodule(name).weight.detach().abs().amax(1) for name in KEYS_AND_VALUES]
-        return max(float(rows[rows > 0].max() / rows[rows > 0].min()) for rows in weights)
+    """Those of k, and those of v by the larger of weights and values."""
 
-    assert spread() > 8
-    smoothing.equalize(model, plan_of(recipe(*STRAIGHT), model), Smoothing())
-    assert spread() <= 2
+    def spread(what: str, ranges: dict[str, np.ndarray[Any, Any]]) -> float:
+        rows = [
+            np.maximum(of / of.mean(), values / values.mean()) if what == "value" else of
+            for name in ATTENTIONS
+            for of, values in [(column_ranges_of(model, f"{name}.{what}"), ranges[f"{name}.{what}"].max(0))]
+        ]
+        return max(float(each[each > 0].max() / each[each > 0].min()) for each in rows)
+
+    plan = plan_of(recipe(*STRAIGHT), model)
+    assert spread("key", measure(model, plan).outputs) > 8
+    equalize(model, plan)
+    apply_biases(model, smoothing.compute_moved_biases(model, plan))
+    assert spread("key", measure(model, plan).outputs) <= 2
+    assert spread("value", measure(model, plan).outputs) <= 4
 
 
 def test_factors_that_are_there_already_are_multiplied(model: Any) -> None:
     name = LINEARS[0]
     rows = [2.0] * len(model.get_submodule(name).weight)
     plan = plan_of(recipe(*STRAIGHT), model)
-    alone = smoothing.equalize(copy.deepcopy(model), plan, Smoothing())
-    moved = smoothing.equalize(model, plan, Smoothing(rows={name: rows}))
+    ranges = measure(model, plan)
+    alone = smoothing.equalize(copy.deepcopy(model), plan, Smoothing(), ranges)
+    moved = smoothing.equalize(model, plan, Smoothing(rows={name: rows}), ranges)
     assert moved.rows[name] == [2 * factor for factor in alone.rows[name]]
 
 
