@@ -85,6 +85,8 @@ CHANGED = "†"
 SQUAD = "squad-lengths"  # in the path of made-up rows
 UNPADDED = "unpadded-fp16"  # a system of a bench
 DISTANCES = {"distance": "answers", "hidden": "hidden states"}  # of the log of a QAT
+FEWEST_TASKS = 3  # of a mean, unless a model has less
+SMOOTHING = "calibration.smoothing"
 JOINT = 128, 128  # batch and tokens of the speed next to accuracy
 QAT_NOTE = (
     "Where a recipe trains (QAT), PTQ fake-quant is the model before training and fake-quant the one after; "
@@ -255,9 +257,9 @@ class Notes:
         self.changed: dict[str, dict[str, None]] = {}  # name -> differences, each once
         self.places: list[str] = []
 
-    def label(self, recipe: dict[str, Any]) -> str:
+    def label(self, recipe: dict[str, Any], *, timed: bool = False) -> str:
         name, length, backend = str(recipe.get("name")), *_own(recipe)
-        if changes := differences(recipe):
+        if changes := differences(recipe, timed=timed):
             self.changed[name] = self.changed.get(name, {}) | dict.fromkeys(changes)
         own = [f", {length} tokens" if length else "", f", {label(backend)}" if backend else ""]
         own += [f", learning rate {rate}" if (rate := _rate(recipe)) else ""]
@@ -278,8 +280,11 @@ class Notes:
         return ["\n".join([head, "", *below]) for head, below in blocks if below]
 
 
-def differences(recipe: dict[str, Any]) -> list[str]:
-    """Return the settings of a recorded recipe that the shipped one has otherwise, but for what runs get."""
+def differences(recipe: dict[str, Any], *, timed: bool = False) -> list[str]:
+    """Return the settings of a recorded recipe that the shipped one has otherwise, but for what runs get.
+
+    `timed` leaves out another degree of smoothing: it changes values of an engine, not its kernels.
+    """
     name = str(recipe.get("name"))
     if name not in shipped_recipes():
         return []
@@ -297,7 +302,9 @@ def differences(recipe: dict[str, Any]) -> list[str]:
     return [
         f"{key} {then.get(key)} (now {now.get(key)})"
         for key in dict.fromkeys((*then, *now))
-        if then.get(key) != now.get(key) and key.split(".")[0] not in ("description", "gate")
+        if then.get(key) != now.get(key)
+        and key.split(".")[0] not in ("description", "gate")
+        and not (timed and key == SMOOTHING and "none" not in (then.get(key), now.get(key)))
     ]
 
 
@@ -444,35 +451,43 @@ def training_tables(runs: Sequence[Record], notes: Notes) -> list[str]:
 
 
 def mean_tables(runs: Sequence[Record], notes: Notes) -> list[str]:
-    """Return the means of each model that was fine-tuned on several tasks."""
+    """Return the means of each model over each set of tasks that a recipe was measured on."""
     by_model: dict[str, list[Record]] = defaultdict(list)
     for run in runs:
         if run.task.name != UNJUDGED:
             by_model[_without_seed(run).removesuffix(f"-{run.task.name}")].append(run)
-    return [part for model, same in by_model.items() for part in _mean_table(model, same, notes)]
+    return [part for model, same in by_model.items() for part in _mean_tables(model, same, notes)]
 
 
-def _mean_table(model: str, runs: Sequence[Record], notes: Notes) -> list[str]:
-    tasks = sorted({run.task.name for run in runs}, key=_task_order)
+def _mean_tables(model: str, runs: Sequence[Record], notes: Notes) -> Iterator[str]:
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
     for run in runs:
         groups[notes.label(run.recipe), str(run.seed), notes.place(run)].append(run)
-    stages = QAT_STAGES if any(run.trained for run in runs) else STAGES
-    rows = []
-    for (recipe, *where), same in groups.items():
-        if sorted(run.task.name for run in same) != sorted(tasks):
-            continue  # a task is missing, or has several models
-        untrained = not any(run.trained for run in same)
-        cells = ["no QAT" if stage == "ptq" and untrained else _mean(same, stage) for stage in stages]
-        rows.append([recipe, *cells, _mean_difference(same), *where])
-    if len(tasks) < 2 or not rows:
-        return []
-    title = (
-        f"### {text(model)}: mean over {', '.join(text(label(task)) for task in tasks)}\n\n"
-        "Of the primary metrics, in points; the difference is engine minus FP32, its standard error from the "
-        "paired errors of the tasks."
-    )
-    return [title, table(["recipe", *map(label, stages), "difference", "seed", "where"], rows)]
+    sets = {tuple(sorted({run.task.name for run in same}, key=_task_order)) for same in groups.values()}
+    fewest = min(FEWEST_TASKS, max(2, len({run.task.name for run in runs})))
+    for tasks in sorted((each for each in sets if len(each) >= fewest), key=lambda each: (-len(each), each)):
+        chosen = {key: [run for run in same if run.task.name in tasks] for key, same in groups.items()}
+        # elsewhere a task is missing, or has several models
+        whole = {
+            key: same
+            for key, same in chosen.items()
+            if sorted(run.task.name for run in same) == sorted(tasks)
+        }
+        if not whole:
+            continue
+        stages = QAT_STAGES if any(run.trained for same in whole.values() for run in same) else STAGES
+        rows = []
+        for (recipe, *where), same in whole.items():
+            untrained = not any(run.trained for run in same)
+            cells = ["no QAT" if stage == "ptq" and untrained else _mean(same, stage) for stage in stages]
+            rows.append([recipe, *cells, _mean_difference(same), *where])
+        title = (
+            f"### {text(model)}: mean over {', '.join(text(label(task)) for task in tasks)}\n\n"
+            "Of the primary metrics, in points; the difference is engine minus FP32, its standard error from "
+            "the paired errors of the tasks."
+        )
+        yield title
+        yield table(["recipe", *map(label, stages), "difference", "seed", "where"], rows)
 
 
 def _mean(runs: Sequence[Record], stage: str) -> str:
@@ -704,7 +719,9 @@ def _search_place(search: Record) -> str:
 
 def without_changed(bench: Bench) -> Bench:
     """Return a bench without the `--extra-recipe` engines of recipes that are shipped otherwise now."""
-    outdated = {about.name: about.label for about in bench.systems if differences(about.recipe or {})}
+    outdated = {
+        about.name: about.label for about in bench.systems if differences(about.recipe or {}, timed=True)
+    }
     if not outdated:
         return bench
     warning = f"left out because the shipped recipe has changed since: {', '.join(outdated.values())}"
@@ -743,7 +760,7 @@ def _length_row(bench: Bench, cell: BenchConfig, notes: Notes) -> list[str]:
 
     return [
         _bench_model(bench),
-        notes.label(bench.recipe),
+        notes.label(bench.recipe, timed=True),
         text(label(bench.settings.dataset or "")),
         str(cell.batch),
         ", ".join(map(str, lengths)) if len(lengths) <= 8 else f"{lengths[0]} to {lengths[-1]} by 8",
@@ -767,7 +784,7 @@ def latency_tables(bench: Bench, notes: Notes) -> list[str]:
     on_gpu = bench.device == "gpu"
     profile = words.ENGINE_SHAPES[bench.settings.engine_shapes] if on_gpu else "engines for any shape"
     title = (
-        f"### Latency: {_bench_model(bench)}, {notes.label(bench.recipe)}, {profile}\n\n"
+        f"### Latency: {_bench_model(bench)}, {notes.label(bench.recipe, timed=True)}, {profile}\n\n"
         f"{text(words.hardware(bench))}. {shape.get('layers')} layers, hidden {shape.get('hidden')}, "
         f"{shape.get('heads')} heads, {shape.get('parameters', 0) / 1e6:.0f}M parameters. "
         f"Median milliseconds. {text(words.method(bench))}"
@@ -970,7 +987,7 @@ def _speeds(bench: Bench) -> Iterator[tuple[str, Speed]]:
     engines = {  # where its recipe was not recorded, a system is called after it
         name: recipe.get("name", name.removeprefix("int8-"))
         for name, recipe in recipes.items()
-        if not differences(recipe)
+        if not differences(recipe, timed=True)
     }
     device = _hardware(bench.environment, on_cpu=bench.device == "cpu")
     for cell in bench.configs:
