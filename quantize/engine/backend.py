@@ -29,6 +29,7 @@ from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, BackendName
 from qdqbench.quantize.utils.names import install_command
 from qdqbench.quantize.utils.results import LayerRow
+from qdqbench.quantize.utils.system.cpu import find_cpu
 from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 from qdqbench.quantize.utils.system.process import interruption
 
@@ -253,12 +254,16 @@ def available_backends() -> dict[str, str]:
 
 
 def preferred_backend(name: BackendChoice) -> BackendName:
-    """Name behind a choice; "auto": TensorRT or TensorRT-RTX for a GPU, else the first of WITHOUT_GPU."""
+    """Name behind a choice; "auto": TensorRT or TensorRT-RTX for a GPU, else the first of WITHOUT_GPU.
+
+    The last of these on a CPU where sums of OpenVINO's INT8 products saturate.
+    """
     if name != "auto":
         return name
     if find_gpu():
         return gpu_backend()
-    return next((each for each in WITHOUT_GPU if find_spec(each)), WITHOUT_GPU[-1])
+    wanted = WITHOUT_GPU if find_cpu().int8_dot else WITHOUT_GPU[::-1]
+    return next((each for each in wanted if find_spec(each)), wanted[-1])
 
 
 def gpu_backend() -> BackendName:

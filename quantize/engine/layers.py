@@ -183,6 +183,10 @@ def is_attention(row: LayerRow) -> bool:
     return "_gemm_mha" in row.name or row.kind == ATTENTION
 
 
+# of ONNX Runtime: they take UINT8 weights too, which it makes where a CPU would saturate
+INTEGER_KERNELS = ("MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "QLinearMatMul", "QGemm")
+
+
 def is_int8(row: LayerRow) -> bool:
     """Return whether the kernel multiplies in INT8.
 
@@ -192,7 +196,8 @@ def is_int8(row: LayerRow) -> bool:
     """
     if is_attention(row):
         return row.inputs.count("Int8") >= 3
-    weights_int8 = len(row.inputs) > 1 or not row.constants or "Int8" in row.constants
+    weights = {"Int8", "UInt8"} if row.kernel in INTEGER_KERNELS else {"Int8"}
+    weights_int8 = len(row.inputs) > 1 or not row.constants or not weights.isdisjoint(row.constants)
     taken = {"Int8"} if row.kernel is None else {"Int8", "UInt8"}  # CPU runtimes may add 128 to codes
     codes = bool(row.inputs) and {*row.inputs} <= taken
     return row.kind == "gemm" and codes and weights_int8
@@ -423,7 +428,7 @@ def types_text(row: LayerRow) -> str:
         for side in (row.inputs, row.outputs)
     ]
     weights = row.constants if kernel_kind(row) == "gemm" else []
-    kinds = [name for name in ("Int8", "Half", "Float", "BFloat16") if name in weights]
+    kinds = [name for name in ("Int8", "UInt8", "Half", "Float", "BFloat16") if name in weights]
     if kinds and len(row.inputs) == 1:
         sides[0] += f"*{_ALIASES.get(kinds[0], kinds[0].upper())}"
     return " -> ".join(side for side in sides if side)

@@ -86,6 +86,6 @@ def cpu_hazards(cpu: Cpu) -> list[str]:
     """
     told = (
         f"{cpu.name} has no INT8 dot product ({', '.join(INT8_DOT)}): INT8 kernels take about as long as "
-        "FP32 ones here, and those that multiply UINT8 by INT8 saturate, which changes answers"
+        "FP32 ones here, and those of OpenVINO saturate, which changes answers; those of ONNX Runtime do not"
     )
     return [] if cpu.int8_dot else [told]
