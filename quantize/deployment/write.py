@@ -40,6 +40,7 @@ from qdqbench.quantize.utils.errors import QdqError, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.results import EngineResult, Results
+from qdqbench.quantize.utils.system.cpu import INT8_DOT
 
 DEPLOY = "deploy"  # folder of a run
 MODEL, GPU_MODEL, TOLD = "model.onnx", "model.gpu.onnx", "model.json"
@@ -166,7 +167,9 @@ def _describe_onnxruntime(optimized: artifacts.OptimizedRun | None, max_drop: fl
     scores = ", ".join(f"{name} {value:.4f}" for name, value in optimized.metrics.items())
     gemms = f"{optimized.int8_gemms} of {optimized.expected_int8_gemms} GEMMs in INT8"
     told = f"the graph with ONNX Runtime's optimizations, as the run evaluated it: {scores}; {gemms}"
-    return f"{told}. Set `ORT_DISABLE_ALL` in `model.json` on a CPU without INT8 dot products (VNNI)"
+    return (
+        f"{told}. On a CPU without INT8 dot products (VNNI) the script takes UINT8 weights: exact, but slow"
+    )
 
 
 def _describe_engine(home: Path, built: EngineResult, results: Results) -> Runtime:
@@ -281,6 +284,7 @@ def _collect(
         },
         "numpy": installed("numpy"),
         "tokenizers": installed("tokenizers"),
+        "int8_dot": INT8_DOT,
     }
     if gpu_graph is not None:
         content[context["gpu_model"]] = gpu_graph

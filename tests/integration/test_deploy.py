@@ -12,6 +12,7 @@ from qdqbench.eval.runs.report.report import hand_off, refresh
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.comparison import GateIssue
 from qdqbench.quantize.utils.results import Results
+from qdqbench.quantize.utils.system.cpu import find_cpu
 
 from ..support.deployed import answers, run_script
 from ..support.records import speedup
@@ -43,6 +44,8 @@ def test_scripts_answer_as_the_run_did(finished_run, tmp_path, blocked):
     known, texts = probabilities(finished_run, "onnxruntime")[:ROWS], texts_of(finished_run)
     for backend, most in (("onnxruntime", 1e-4), ("openvino", 2e-2)):
         pytest.importorskip(backend)
+        if backend == "openvino" and not find_cpu().int8_dot:
+            continue  # it saturates
         made = answers(tmp_path / "elsewhere" / f"run_{backend}.py", blocked, lines=texts)
         assert [[*each["scores"]] for each in made] == [["LABEL_0", "LABEL_1"]] * ROWS
         np.testing.assert_allclose([[*each["scores"].values()] for each in made], known, atol=most)

@@ -232,13 +232,13 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_help_is_quick() -> None:
-    """Best of three, in processor time, which a busy machine does not lengthen: the wall limit is 0.5 s."""
-    code = HELP.format(commands=[[]])
-    times = []
-    for _ in range(3):
+    """Best of three, in processor time: 0.5 s, or on a slow machine six times an import of NumPy."""
+    own, numpy = HELP.format(commands=[[]]), "import time, numpy; print(time.process_time())"
+    times: dict[str, list[float]] = {own: [], numpy: []}
+    for code, taken in [*times.items()] * 3:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        times.append(float(done.stdout.split()[-1]))
-    assert min(times) < 0.5
+        taken.append(float(done.stdout.split()[-1]))
+    assert min(times[own]) < max(0.5, 6 * min(times[numpy]))
 
 
 def test_importing_a_module_imports_no_heavy_library_needlessly() -> None:

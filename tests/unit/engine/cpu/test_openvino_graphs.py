@@ -11,6 +11,7 @@ from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
+from ....support.cpus import needs_int8_dot
 from ....support.draws import require_alike
 from ....support.families import SIZES, write_model
 from ....support.long import mark_long
@@ -25,6 +26,7 @@ def _installed():
 
 
 @pytest.mark.parametrize("family", mark_long(SIZES, LIKE_OTHERS))
+@needs_int8_dot
 @pytest.mark.parametrize("kind", mark_long(["int8-linears", "int8-attention"], ["int8-attention"]))
 def test_openvino_computes_what_the_file_says(family, kind, tmp_path):
     """A per-channel FakeQuantize gave 67 % of error on ALBERT; a mask as a dequantization, 3 % on MPNet."""
