@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -18,7 +17,7 @@ from qdqbench.eval.bench.measure import ReadySystem, random_sets, text_sets
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSettings, BenchSystem, Device, Precision
 from qdqbench.eval.bench.target import BatchedSplit, Target
 from qdqbench.eval.reporting.formats import label
-from qdqbench.quantize.engine.backend import choose_backend, gpu_backend
+from qdqbench.quantize.engine.backend import choose_backend, find_best, gpu_backend
 from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.pipeline.artifacts import engine_profiles
@@ -188,10 +187,8 @@ def describe_systems(target: Target, options: BenchPlan, backend: str) -> list[B
 
 
 def own_backend(choice: BackendChoice) -> BackendName:
-    """Return the CPU runtime of a bench's INT8 engine: the recipe's, else the first that is installed."""
-    if choice not in CPU_BACKENDS:
-        choice = next(name for name in CPU_BACKENDS if find_spec(name))  # ONNX Runtime is always there
-    return choose_backend(choice).name
+    """Return the CPU runtime of a bench's INT8 engine: the recipe's, else what `auto` takes on a CPU."""
+    return choose_backend(choice if choice in CPU_BACKENDS else find_best(CPU_BACKENDS)).name
 
 
 def why_absent(system: System) -> str | None:

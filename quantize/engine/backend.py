@@ -254,15 +254,17 @@ def available_backends() -> dict[str, str]:
 
 
 def preferred_backend(name: BackendChoice) -> BackendName:
-    """Name behind a choice; "auto": TensorRT or TensorRT-RTX for a GPU, else the first of WITHOUT_GPU.
-
-    The last of these on a CPU where sums of OpenVINO's INT8 products saturate.
-    """
+    """Name behind a choice; "auto": TensorRT or TensorRT-RTX for a GPU, else the best of WITHOUT_GPU."""
     if name != "auto":
         return name
     if find_gpu():
         return gpu_backend()
-    wanted = WITHOUT_GPU if find_cpu().int8_dot else WITHOUT_GPU[::-1]
+    return find_best(WITHOUT_GPU)
+
+
+def find_best(backends: Sequence[BackendName]) -> BackendName:
+    """Return the first that is installed; from the last on, where OpenVINO's INT8 saturates on this CPU."""
+    wanted = backends if find_cpu().int8_dot else backends[::-1]
     return next((each for each in wanted if find_spec(each)), wanted[-1])
 
 

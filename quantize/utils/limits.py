@@ -4,7 +4,7 @@ from typing import Literal
 
 BackendName = Literal["tensorrt", "tensorrt_rtx", "cuda", "openvino", "onnxruntime"]
 BackendChoice = Literal["auto", "tensorrt", "tensorrt_rtx", "cuda", "openvino", "onnxruntime"]
-CPU_BACKENDS: tuple[BackendName, ...] = ("openvino", "onnxruntime")  # the first that is installed is taken
+CPU_BACKENDS: tuple[BackendName, ...] = ("openvino", "onnxruntime")  # `find_best` takes one
 TENSORRT: tuple[BackendName, ...] = ("tensorrt", "tensorrt_rtx")
 INT8_RESIDUALS: tuple[BackendName, ...] = ("cuda", *TENSORRT)  # have kernels that read them
 

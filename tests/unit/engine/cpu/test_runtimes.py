@@ -10,6 +10,7 @@ import onnx
 import pytest
 
 from qdqbench.eval.metrics.runners import session_of
+from qdqbench.quantize.engine import backend as backend_module
 from qdqbench.quantize.engine import cpu_runtimes
 from qdqbench.quantize.engine.build import build, list_gemms
 from qdqbench.quantize.engine.cpu_runtimes import choose_compute, compile_model, name_products, warm_up
@@ -18,6 +19,7 @@ from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.export import FORMS, ExportSettings, finish_graph, trace
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
+from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.results import EngineResult, LayerRow
 from qdqbench.quantize.utils.system.cpu import Cpu
 
@@ -150,6 +152,16 @@ def test_a_profile_of_one_length_fixes_the_graph(graphs):
 )
 def test_half_precision_is_bf16_where_the_cpu_has_it(backend, features, precision, compute):
     assert choose_compute(backend, Cpu("a CPU", 2, features), precision) == compute
+
+
+@pytest.mark.parametrize(
+    ("features", "best"), [(("avx2",), "onnxruntime"), (("avx2", "avx_vnni"), "openvino"), ((), "openvino")]
+)
+def test_auto_takes_no_runtime_that_saturates(features, best, monkeypatch):
+    monkeypatch.setattr(backend_module, "find_cpu", lambda: Cpu("a CPU", 2, features))
+    assert backend_module.find_best(CPU_BACKENDS) == best
+    monkeypatch.setattr(backend_module, "find_spec", lambda name: None if name == best else name)
+    assert backend_module.find_best(CPU_BACKENDS) != best
 
 
 def test_weights_are_uint8_where_sums_would_saturate(graphs, monkeypatch):
