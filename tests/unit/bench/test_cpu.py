@@ -13,6 +13,7 @@ from qdqbench.eval.bench.measure import MAX_REL_ERROR
 from qdqbench.eval.bench.report import bench_report, clocks, hardware, headline_cells, ratio_rows
 from qdqbench.eval.bench.results import headline_of, row_of
 from qdqbench.eval.reporting.render import render_html, render_markdown, render_screen
+from qdqbench.quantize.engine import backend
 from qdqbench.quantize.utils.system.cpu import Cpu, find_cpu
 
 pytest.importorskip("openvino", reason="needs openvino: pip install 'qdqbench[openvino]'")
@@ -49,7 +50,8 @@ def measured(tiny_bert, tmp_path_factory):
         patch.setattr(systems, "_version", version)
         patch.setattr(systems.shutil, "which", lambda name: name)
         patch.setattr(peers, "compiled_forward", compiled_forward)
-        patch.setattr(api_bench, "find_cpu", lambda: Cpu("any", 2, ()))
+        for module in (api_bench, backend):
+            patch.setattr(module, "find_cpu", lambda: Cpu("any", 2, ()))
         folder = tmp_path_factory.mktemp("bench")
         found = api_bench.bench(
             model=str(tiny_bert), recipe="int8-linears", batch=[2], length=[16], rounds=1, iterations=2,

@@ -50,7 +50,7 @@ def test_a_backend_that_is_not_installed_is_a_missing_device_with_the_command(mo
 
 
 def test_a_recipe_for_a_gpu_takes_the_first_runtime_of_this_machine(monkeypatch):
-    monkeypatch.setattr(table, "find_spec", lambda name: name == "onnxruntime")
+    monkeypatch.setattr(engine_backend, "find_spec", lambda name: name == "onnxruntime")
     assert own_backend("tensorrt_rtx") == own_backend("auto") == "onnxruntime"
 
 
