@@ -15,6 +15,7 @@ import torch
 
 from qdqbench.quantize.deployment.write import ANSWERS, describe_texts, render
 from qdqbench.quantize.tasks.task import KINDS
+from qdqbench.quantize.utils.system.cpu import INT8_DOT
 
 from ...support import fake_gpu
 
@@ -46,6 +47,7 @@ def scripts(kind: str, gpu: bool = True, engines: bool = True) -> dict[str, str]
         "backend": "tensorrt_rtx",
         "title": "TensorRT-RTX",
         "version": "1-a",
+        "int8_dot": INT8_DOT,
     }
     return {name: render(name, context) for name in ("model.py", *MOST_LINES)}
 

@@ -22,6 +22,7 @@ from qdqbench.quantize.graph.index import prune, rename_tensors
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.names import install_command
 from qdqbench.quantize.utils.system import gpu
+from qdqbench.quantize.utils.system.cpu import Cpu
 from qdqbench.quantize.utils.system.gpu import Gpu
 from qdqbench.quantize.utils.system.process import interruption
 
@@ -335,6 +336,7 @@ def test_auto_takes_tensorrt_for_a_gpu_and_a_cpu_runtime_without(
 ):
     installed(**here)
     monkeypatch.setattr(trt, "find_gpu", lambda: Gpu("L4", "8.9", None) if device else None)
+    monkeypatch.setattr(trt, "find_cpu", lambda: Cpu("with VNNI", 2, ("avx512_vnni",)))
     assert (choose_backend("auto").name, choose_backend("auto").version) == (chosen, here[chosen])
     assert available_backends() == here | {"cuda": get_version()}
 
