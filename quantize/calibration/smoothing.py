@@ -564,10 +564,11 @@ def solve_shift(  # noqa: PLR0913, PLR0917
 
 
 def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing, ranges: Ranges) -> Smoothing:
-    """Give rows of q and k like ranges, or those of k equal ones; return all factors.
+    """Equalize rows of q and k, or of k alone, and then those of v; return all factors.
 
-    Rows of v get factors by what is larger, the weights or the values without their bias, each relative to
-    its amax: that of q and k where they share it, and v exceeds neither, and about v's own elsewhere.
+    The size of a row of v is the larger of two ratios to a range: its weights, and its values without bias.
+    Where q, k and v share their amax, both ranges are those of q and k, and no row of v exceeds them.
+    Elsewhere they are the mean ranges of v, and its rows get about equal sizes.
     """
     rows: dict[str, list[float]] = {}
     columns: dict[str, list[float]] = {}
@@ -576,7 +577,7 @@ def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing, ranges: Ran
         query, key, value, output = get_linears(plan, name, *ROLES, "output")
         linears = (query, key, value)
         of_query, of_key, of_value = (column_ranges(_weight(model, linear).T) for linear in linears)
-        queries, keys, values = (_measure_unbiased(model, linear, moved, ranges) for linear in linears)
+        queries, keys, values = (_remove_bias(model, linear, moved, ranges) for linear in linears)
         goal: Float64 | float = np.sqrt(of_query * of_key) if name in balanced else _mean(of_key)
         for_key = _towards(goal, of_key)
         if name in shared:
@@ -594,8 +595,8 @@ def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing, ranges: Ran
     )
 
 
-def _measure_unbiased(model: "PreTrainedModel", name: str, moved: Smoothing, ranges: Ranges) -> Float64:
-    """Return the largest magnitude of each output of a linear, without the bias that it has now."""
+def _remove_bias(model: "PreTrainedModel", name: str, moved: Smoothing, ranges: Ranges) -> Float64:
+    """Return the largest magnitude of each output of a linear, without the bias that it has now, [N]."""
     edges = ranges.outputs[name] * np.array(moved.rows.get(name, 1.0))
     bias = getattr(model.get_submodule(name), "bias", None)
     if bias is not None:

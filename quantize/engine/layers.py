@@ -183,7 +183,7 @@ def is_attention(row: LayerRow) -> bool:
     return "_gemm_mha" in row.name or row.kind == ATTENTION
 
 
-# of ONNX Runtime: they take UINT8 weights too, which it makes where a CPU would saturate
+# ONNX Runtime's kernels for integers. Their weights are UINT8 on CPUs that would saturate with INT8.
 INTEGER_KERNELS = ("MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "QLinearMatMul", "QGemm")
 
 

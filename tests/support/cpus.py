@@ -1,4 +1,4 @@
-"""CPUs whose INT8 kernels OpenVINO makes exact; on others sums of UINT8 x INT8 saturate."""
+"""Marks for tests of OpenVINO's INT8 kernels, whose sums saturate on CPUs without VNNI."""
 
 import pytest
 
