@@ -355,7 +355,7 @@ class BlockCheck(Strict):
     position_error: float | None
     """Relative error at the worst single position; null if it is not a number."""
     position_limit: float
-    """Limit of `position_error`: 0.05 or twice that of quantization itself, the larger."""
+    """Limit of `position_error`: 0.05 or four times that of quantization itself, the larger."""
     systematic_error: float | None
     """Part of `error` that an offset and a factor per channel explain; null if it is not a number."""
     systematic_limit: float

@@ -128,15 +128,15 @@ def test_one_wrong_position_of_many_fails() -> None:
 
 
 @pytest.mark.parametrize(("factor", "holds"), [(0.95, True), (1.05, False)])
-def test_a_position_may_be_twice_as_far_as_quantization_takes_the_worst_one(
+def test_a_position_may_be_four_times_as_far_as_quantization_takes_the_worst_one(
     factor: float, holds: bool
 ) -> None:
-    """Two roundings of one recipe, each at its worst there and on opposite sides of FP32."""
+    """A correct engine of BERT-base reached 2.2 times at one of 3,473 positions."""
     reference, plain, mask = hidden(shape=(64, 40, 24))
     cost = (plain - reference)[mask == 1]
     worst = np.argmax(np.linalg.norm(cost, axis=1) / np.linalg.norm(reference[mask == 1], axis=1))
     got = reference.copy()
-    got[tuple(np.argwhere(mask)[worst])] += 2 * factor * cost[worst]
+    got[tuple(np.argwhere(mask)[worst])] += checks.WORST_OF_TWO * factor * cost[worst]
     assert check(got, reference, plain, mask).holds is holds
 
 
