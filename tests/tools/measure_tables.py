@@ -9,7 +9,7 @@
 A chunk needs no other one. Its results go to OUT/NAME, as the folders of `docs/measured` are called; with
 --keep what is there already is not measured again. What does not end within the limit is left out and told.
 MODELS holds the fine-tuned `minilm-l6-TASK` and, for `qat`, the encoder `minilm-l6`: all-MiniLM-L6-v2 in
-FP16. For `lengths-real` it holds the runs of `real_size/measure.py`, and for `lengths-mpnet` its models.
+FP16. For `lengths-real` it holds the runs of `real_size/measure.py`.
 """
 
 import argparse
@@ -53,6 +53,7 @@ BENCH = [
 PADDED = [  # baselines that the unpadded encoder beats everywhere, at these sizes and lengths
     part for name in ("torch-fp16-eager", "compile-fp16-eager") for part in ("--exclude", name)
 ]
+BOTH = ["--dataset-batch", "128", "--dataset-batch", "256"]
 FUSED, TUNED = "int8-residual-fused", "tuned"
 WITHOUT_TENSORRT = [  # slower than the unpadded encoder, and built longest
     part for name in ("int8-tensorrt_rtx", "fp16") for part in ("--exclude", name)
@@ -60,6 +61,7 @@ WITHOUT_TENSORRT = [  # slower than the unpadded encoder, and built longest
 REAL = [  # model, task, recipe and backend: the recommended one on all tasks, the others on one
     *(("bert-base", task, FUSED, "cuda") for task in TASKS),
     *(("bert-base", "sst2", each, "cuda") for each in RECIPES[1:] if each != FUSED),
+    ("mpnet", "sst2", FUSED, "tensorrt_rtx"),
 ]
 SQUAD = "squad-lengths"
 SQUAD_ROWS, SQUAD_TOKENS = 1024, (30, 384)  # of a row, least and most
@@ -105,6 +107,14 @@ def name_run(model: str, task: str, recipe: str, backend: str) -> str:
     return f"{model}-{task}-{recipe}-{backend}"
 
 
+def choose_contestants(model: str, _task: str, recipe: str, _backend: str) -> list[str]:
+    """Return options of a bench of REAL: its batches, and the baselines that are not worth their time."""
+    if model == "mpnet":  # has no unpadded form, so that a compiled model is the fastest
+        return ["--dataset-batch", "256", "--compile-seconds", "300"]
+    slower = [*PADDED, "--exclude", "compile-fp16", *([] if recipe == FUSED else WITHOUT_TENSORRT)]
+    return [*BOTH, *slower]
+
+
 def write_squad_lengths(folder: Path, tokenizer: Path) -> Path:
     """Write made-up rows, as long in tokens as questions of SQuAD cut at 384: log-normal, mean 177.
 
@@ -129,7 +139,6 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
     attention, residual, exact = "bert-int8-attention", "bert-int8-residual", ["--engine-shapes", "exact"]
     fused, ffn, lean = f"bert-{FUSED}", "bert-int8-ffn", ["--exclude", "int8-exact"]
 
-    both = ["--dataset-batch", "128", "--dataset-batch", "256"]
     tokenizer = ["--tokenizer", str(models / "minilm-l6-sst2")]
 
     found = {
@@ -154,31 +163,18 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
             bench(f"{size}-bench", size, f"{size.split('-')[0]}-{FUSED}", *grid(32, 128), *exact, *PADDED)
             for size in ("roberta-base", "electra-base", "distilbert-base")
         ],
-        "lengths": [lengths(task, task, str(models / "minilm-l6-sst2"), data, *both) for task in TASKS],
+        "lengths": [lengths(task, task, str(models / "minilm-l6-sst2"), data, *BOTH) for task in TASKS],
         "lengths-base": [
             lengths(f"base-{task}", task, "bert-base", data, "--dataset-batch", "256", *tokenizer)
             for task in TASKS
-        ],
-        "lengths-mpnet": [
-            Step(
-                "mpnet-sst2-bench",
-                "bench.json",
-                [
-                    *("bench", "--model", str(models / TUNED / "mpnet-sst2"), "--recipe", f"mpnet-{FUSED}"),
-                    *("--dataset", "sst2", "--data", data, "--dataset-batch", "256", *grid(128), *exact),
-                    *(*BENCH, "--compile-seconds", "300"),
-                ],
-            )
         ],
         "lengths-real": [
             Step(
                 f"{name_run(*run)}-bench",
                 "bench.json",
                 [
-                    *("bench", str(models / name_run(*run))),
-                    *("--dataset", run[1], *both, *grid(128), *exact, "--exclude", "compile-fp16"),
-                    *(*BENCH, *(PADDED if run[0] == "bert-base" else [])),
-                    *(WITHOUT_TENSORRT if run[3] == "cuda" and run[2] != FUSED else []),
+                    *("bench", str(models / name_run(*run)), "--dataset", run[1], *grid(128), *exact),
+                    *(*BENCH, *choose_contestants(*run)),
                 ],
             )
             for run in REAL

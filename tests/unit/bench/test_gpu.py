@@ -1,7 +1,9 @@
 """Engines and peers of a cell on a GPU that is not there: what is built, loaded, kept and freed."""
 
 import json
+import os
 from contextlib import ExitStack
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -285,6 +287,18 @@ def forms_of(target):
     target.session.fake_quant_model = None
     target.session.config = SimpleNamespace(task=SimpleNamespace(kind=SimpleNamespace(outputs=())))
     return target
+
+
+def test_a_form_that_a_bench_left_is_written_again_only_after_its_graph(device, hopper, tmp_path):
+    def write() -> Path:
+        return forms_of(a_target(tmp_path)).int8_graph("cuda")
+
+    own, form = tmp_path / "model.int8.onnx", write()
+    own.touch()
+    for age, count in ((-1, 1), (1, 2)):
+        os.utime(own, (at := form.stat().st_mtime + age, at))
+        assert write() == form
+        assert len(hopper) == count
 
 
 def test_our_kernels_run_beside_an_engine_of_tensorrt(device, hopper, tmp_path):

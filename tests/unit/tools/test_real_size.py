@@ -94,6 +94,7 @@ def test_commands_and_options_exist(given):
     assert all(("--limit" in job.command) == ("qqp" in job.name) for job in ran)
     kept = {f"bert-base-{task}-int8-residual-fused-cuda" for task in ("mrpc", "stsb")}
     kept |= {f"bert-base-sst2-{recipe}-cuda" for recipe in measure.RECIPES}
+    kept.add("mpnet-sst2-int8-residual-fused-tensorrt_rtx")
     assert {job.name for job in ran if job.heavy is None} == kept
     given.seeds = 1
     assert [job.name for job in measure.runs(given)] == [job.name for job in ran if "-seed-" not in job.name]
