@@ -53,7 +53,6 @@ BENCH = [
 PADDED = [  # baselines that the unpadded encoder beats everywhere, at these sizes and lengths
     part for name in ("torch-fp16-eager", "compile-fp16-eager") for part in ("--exclude", name)
 ]
-BOTH = ["--dataset-batch", "128", "--dataset-batch", "256"]
 FUSED, TUNED = "int8-residual-fused", "tuned"
 WITHOUT_TENSORRT = [  # slower than the unpadded encoder, and built longest
     part for name in ("int8-tensorrt_rtx", "fp16") for part in ("--exclude", name)
@@ -139,6 +138,7 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
     attention, residual, exact = "bert-int8-attention", "bert-int8-residual", ["--engine-shapes", "exact"]
     fused, ffn, lean = f"bert-{FUSED}", "bert-int8-ffn", ["--exclude", "int8-exact"]
 
+    both = ["--dataset-batch", "128", "--dataset-batch", "256"]
     tokenizer = ["--tokenizer", str(models / "minilm-l6-sst2")]
 
     found = {
@@ -163,7 +163,7 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
             bench(f"{size}-bench", size, f"{size.split('-')[0]}-{FUSED}", *grid(32, 128), *exact, *PADDED)
             for size in ("roberta-base", "electra-base", "distilbert-base")
         ],
-        "lengths": [lengths(task, task, str(models / "minilm-l6-sst2"), data, *BOTH) for task in TASKS],
+        "lengths": [lengths(task, task, str(models / "minilm-l6-sst2"), data, *both) for task in TASKS],
         "lengths-base": [
             lengths(f"base-{task}", task, "bert-base", data, "--dataset-batch", "256", *tokenizer)
             for task in TASKS
