@@ -26,7 +26,7 @@ from qdqbench.quantize.utils.schema import Strict
 MIN_LIMIT = 0.01  # relative error that FP16 alone may have; measured 0.004 end to end
 BF16_LIMIT = 0.02  # that BF16 alone may have: what-is-proven.md has what healthy blocks reach
 POSITION_FACTOR = 5.0  # of these, at one position
-NOISE_FACTOR = 3.0  # standard errors of the systematic part; positions of one sentence go together
+NOISE_FACTOR = 3.0  # standard errors; positions of one sentence go together
 # Two roundings of one recipe are each as far from FP32 as quantization costs: from one another at most
 # sqrt(2) of it on average when independent, twice it at the worst.
 TWO_ROUNDINGS = 2.0
@@ -127,6 +127,7 @@ class QuantizationCost:
 
     mean: float
     worst: float
+    deviation: float  # standard deviation over the answers, of the mean over an answer's logits
 
     @classmethod
     def of(cls, reference: Floats, fp32: Floats, rounding: float = MIN_LIMIT) -> "QuantizationCost":
@@ -134,7 +135,9 @@ class QuantizationCost:
         difference = np.abs(reference.astype(np.float64) - fp32)
         floor = rounding * float(np.sqrt(np.mean(np.square(reference.astype(np.float64)))))
         return cls(
-            max(float(difference.mean()), floor), max(float(difference.max()), POSITION_FACTOR * floor)
+            max(float(difference.mean()), floor),
+            max(float(difference.max()), POSITION_FACTOR * floor),
+            float(difference.mean(axis=1).std()),
         )
 
 
@@ -151,14 +154,19 @@ def check_shape(got: Floats, reference: Floats, shape: tuple[int, int], what: st
 
 
 def check_padding(answers: Floats, cost: QuantizationCost) -> results.PaddingCheck:
-    """Compare the same samples in three settings: answers [3, answers, width] agree within noise."""
+    """Compare the same samples in three settings: answers [3, answers, width] agree within noise.
+
+    They are few, and quantization changes a rare answer much more than the others. One such answer among
+    them moves their mean, so that the limit has the error of such a mean on top.
+    """
+    expected = cost.mean + NOISE_FACTOR * cost.deviation / np.sqrt(max(answers.shape[1], 1))
     good = np.isfinite(answers).all(axis=(0, 2))
     spread = np.ptp(answers[:, good].astype(np.float64), axis=0)
     return results.PaddingCheck(
         n=answers.shape[1],
         nonfinite=int((~good).sum()),
         mean_abs_logit_diff=float(spread.mean()) if good.any() else None,
-        mean_limit=SPREAD_FACTOR * cost.mean,
+        mean_limit=float(SPREAD_FACTOR * expected),
         max_abs_logit_diff=float(spread.max()) if good.any() else None,
         max_limit=TWO_ROUNDINGS * cost.worst,
     )

@@ -292,6 +292,20 @@ def test_padding_noise_passes_and_a_changed_answer_does_not(size: float, seed: i
     assert (row.holds, row.nonfinite) == (False, 16)
 
 
+def test_a_rare_answer_that_rounding_changes_much_is_no_fault_of_padding() -> None:
+    """An MPNet on MRPC: 0.04 in the mean, 2.9 at worst; 1.4 for one of 16 was refused as a false alarm."""
+    fp32, rng = logits(), np.random.default_rng(2)
+    cost = 0.04 * rng.normal(size=fp32.shape)
+    cost[::64] *= 50
+    judged = QuantizationCost.of((fp32 + cost).astype(np.float32), fp32)
+    assert judged.mean < 0.1
+    settings_of = np.stack([logits(16)] * 3)
+    settings_of[2, 3] += 1.4
+    assert check_padding(settings_of, judged).holds
+    settings_of[2] += 1.4
+    assert not check_padding(settings_of, judged).holds
+
+
 def test_the_cost_has_a_floor_where_nothing_is_quantized() -> None:
     same = logits()
     cost = QuantizationCost.of(same, same)
