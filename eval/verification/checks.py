@@ -31,8 +31,8 @@ NOISE_FACTOR = 3.0  # standard errors; positions of one sentence go together
 # sqrt(2) of it on average when independent, twice it at the worst.
 TWO_ROUNDINGS = 2.0
 # The worst of thousands of positions is another one in each rounding, and none bounds the other. Of 2,138
-# blocks of correct engines the worst position of one reached 2.2 of quantization's own, of the next 1.9;
-# a fault at one position is about as large as the values there.
+# blocks of correct engines one reached 2.2 of quantization's own worst position, and the next 1.9. A fault
+# at one position is about as large as the values there.
 WORST_OF_TWO = 4.0
 # The spread of three roundings is larger than that of two: 1.693 and 1.128 standard deviations on average
 SPREAD_FACTOR = TWO_ROUNDINGS * 1.693 / 1.128

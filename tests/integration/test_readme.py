@@ -15,6 +15,7 @@ import yaml
 
 from qdqbench.cli.app import app
 from qdqbench.eval.bench.results import read_bench
+from qdqbench.eval.reporting.formats import label
 from qdqbench.quantize.models.families import known
 from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.recipe.shipped import choose_start as start_by_device
@@ -140,9 +141,9 @@ def ratios(backend, folder, **asked):
 
 def test_the_speed_ups_of_the_readme_are_measured_against_the_unpadded_encoder():
     fixed = ["measured/base-unpadded", "measured/base-384-unpadded"]
-    models = "bert-base-second-sst2", "bert-base-first-mrpc", "bert-base-first-stsb"
-    real = [f"measured-real/{model}-int8-residual-fused-cuda-bench" for model in models]
-    real += [f"measured-lengths/{task}-bench" for task in ("sst2", "mrpc", "stsb")]
+    tasks = "sst2", "mrpc", "stsb"
+    real = [f"measured-real/bert-base-second-{task}-int8-residual-fused-cuda-bench" for task in tasks]
+    real += [f"measured-lengths/{task}-bench" for task in tasks]
     assert not any(read_bench(ROOT / "docs" / name / "bench.json").target.random_weights for name in real)
     tables = ("speed", fixed, {"kind": "fixed"}), ("lengths", real, {"kind": "dataset", "batch": 256})
     for table, folders, asked in tables:
@@ -167,7 +168,7 @@ def test_the_speed_up_of_the_readme_on_a_cpu_is_measured():
 
 
 def test_the_real_model_of_the_readme_is_measured():
-    folder = ROOT / "docs/measured-real/bert-base-sst2-int8-residual-fused-cuda"
+    folder = ROOT / "docs/measured-real/bert-base-second-sst2-int8-residual-fused-cuda"
     run = json.loads((folder / "summary.json").read_text())
     scores = {stage: run["stages"][stage]["metrics"]["accuracy"] for stage in ("fp32", "engine")}
     versus, engine = run["stages"]["engine"]["vs_fp32"], run["engine"]
@@ -197,13 +198,14 @@ def test_the_losses_of_the_readme_are_those_of_the_recipe_to_start_with():
     loss = f"{-figure.worst.points:.2f} ± {figure.worst.stderr:.2f} points"
     assert figures_between("loss").startswith(loss)
     assert f"n = {figure.worst.n}" in figures_between("loss")
-    (sure,) = (each for each in figure.accuracy if each.stderr and each.points < -2 * each.stderr)
-    assert figures_between("beyond") == (
-        f"one loses more than two standard errors: {-sure.points:.2f} ± {sure.stderr:.2f} points on "
-        f"{sure.task.upper()} (n = {sure.n})"
-    )
+    sure = [each for each in figure.accuracy if each.stderr and each.points < -2 * each.stderr]
+    losses = [f"{-each.points:.2f} ± {each.stderr:.2f} {label(each.task)}" for each in sure]
+    assert re.findall(r"(\d\.\d\d ± \d\.\d\d)(?: points)? \(([^)]+)\)", figures_between("beyond")) == [
+        tuple(loss.rsplit(" ", 1)) for loss in losses
+    ]
+    assert ["TensorRT-RTX" in each.where for each in sure] == [False, True, True]
     assert f"Of {figure.mean.measurements} measurements" in text
-    assert (figure.mean.tasks, figure.worst.task) == (7, "mrpc")
+    assert (figure.mean.tasks, figure.worst.task) == (7, "rte")
     assert "Over seven tasks" in text
     assert figures_between("mean") == f"{-figure.mean.points:.2f} ± {figure.mean.stderr:.2f} points"
     free = start_by_device()

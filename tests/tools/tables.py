@@ -491,8 +491,8 @@ def _mean_tables(model: str, runs: Sequence[Record], notes: Notes) -> Iterator[s
 
 
 def _mean(runs: Sequence[Record], stage: str) -> str:
-    values = [run.stages[stage].metrics.get(_metric(run)) for run in runs if stage in run.stages]
-    if not values or None in values:
+    values = [run.stages[stage].metrics.get(_metric(run)) if stage in run.stages else None for run in runs]
+    if None in values:
         return "not measured"
     return f"{100 * sum(values) / len(values):.2f}"
 

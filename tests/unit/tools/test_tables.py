@@ -213,6 +213,17 @@ def test_the_mean_is_over_recipes_that_have_every_task():
     assert ": mean over" not in markdown(runs[:1])
 
 
+def test_a_stage_that_ran_on_some_tasks_has_no_mean():
+    _, _, *both = golden()
+
+    def row():
+        return markdown(both).partition(": mean over")[2].partition("`int8-linears`")[2].partition("\n")[0]
+
+    assert "not measured" not in row()
+    del both[1]["stages"]["onnxruntime"]
+    assert row().count("not measured") == 1
+
+
 def test_each_model_has_a_mean_of_its_own_without_the_check_of_noise():
     _, _, *both = golden()
     others = copy.deepcopy(both)
