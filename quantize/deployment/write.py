@@ -283,6 +283,7 @@ def _collect(
         "numpy": installed("numpy"),
         "tokenizers": installed("tokenizers"),
         "int8_dot": INT8_DOT,
+        "shared_layers": session.plan.family.shared_layers,
     }
     if gpu_graph is not None:
         content[context["gpu_model"]] = gpu_graph

@@ -141,9 +141,11 @@ def _session(
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
     if optimized:
         options.optimized_model_filepath = str(optimized)
-        if not find_cpu().int8_dot:  # its kernels for UINT8 x INT8 would saturate: weights become UINT8
-            options.add_session_config_entry("session.x64quantprecision", "1")
+    saturates = optimized and not find_cpu().int8_dot  # in UINT8 x INT8, so that weights become UINT8
+    if saturates:
+        options.add_session_config_entry("session.x64quantprecision", "1")
     try:
+        data = _unshare_weights(data) if saturates else data
         return ort.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except Exception as error:
         who, why = f"ONNX Runtime {ort.__version__}", _first_words(error)
@@ -170,6 +172,25 @@ def _optimized(data: bytes) -> bytes:
     _trace(onnx.load_from_string(data).graph, model.graph)
     optimized: bytes = model.SerializeToString()
     return optimized
+
+
+def _unshare_weights(data: bytes) -> bytes:
+    """Return a graph in which each DequantizeLinear has INT8 initializers of its own.
+
+    Layers of ALBERT share theirs. ONNX Runtime 1.31 makes a weight UINT8 once for each node, and fails with
+    "Attempt to replace the existing tensor" at the second.
+    """
+    model = onnx.load_from_string(data)
+    known = {each.name: each for each in model.graph.initializer if each.data_type == onnx.TensorProto.INT8}
+    taken = set()
+    for node in model.graph.node:
+        for place, name in enumerate(node.input if node.op_type == "DequantizeLinear" else ()):
+            if name in known and name in taken:
+                copied = onnx.TensorProto.FromString(known[name].SerializeToString())
+                copied.name = node.input[place] = f"{name} of {node.name}"
+                model.graph.initializer.append(copied)
+            taken.add(name)
+    return model.SerializeToString()
 
 
 def _trace(before: onnx.GraphProto, after: onnx.GraphProto) -> None:

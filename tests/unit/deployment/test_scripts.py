@@ -48,6 +48,7 @@ def scripts(kind: str, gpu: bool = True, engines: bool = True) -> dict[str, str]
         "title": "TensorRT-RTX",
         "version": "1-a",
         "int8_dot": INT8_DOT,
+        "shared_layers": not gpu,
     }
     return {name: render(name, context) for name in ("model.py", *MOST_LINES)}
 

@@ -8,6 +8,7 @@ import onnx
 import pytest
 
 from qdqbench.eval.metrics.parity import compare_layers
+from qdqbench.eval.metrics.runners import session_of
 from qdqbench.eval.selection.search.workspace import count_multiply_adds, int8_share, make_space
 from qdqbench.eval.verification.bisect import run_onnxruntime
 from qdqbench.eval.verification.blocks import reference_blocks, stitch
@@ -15,6 +16,7 @@ from qdqbench.eval.verification.checks import BlockSums
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.calibration.record import CalibrationRecord
+from qdqbench.quantize.engine import cpu_runtimes
 from qdqbench.quantize.engine.layers import block_of_node, kernel_operator, shorten_node
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.check.check import check_model
@@ -24,6 +26,7 @@ from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+from qdqbench.quantize.utils.system.cpu import Cpu
 
 from ....support.families import INTERMEDIATE, LAYERS, write_model
 from ....support.tiny_bert import calibration_batches, padded_batch, watched
@@ -80,6 +83,18 @@ def test_weights_are_stored_once(made: Made) -> None:
     twin = export.finish_graph(export.trace(load_model(made.folder), 20), Plan(family=ALBERT), settings)
     wide = [i for i in twin.graph.initializer if sorted(i.dims) == [32, INTERMEDIATE]]
     assert len(wide) == 2 * GROUPS
+
+
+def test_onnx_runtime_takes_shared_weights_where_its_sums_would_saturate(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_runtimes, "find_cpu", lambda: Cpu("old", 2, ("avx2",)))
+    settings = export.ExportSettings.of(made.recipe, "onnxruntime")
+    graph = export.finish_graph(export.trace(made.model, 20), made.plan, settings).SerializeToString()
+    engine = cpu_runtimes.compile_model("onnxruntime", graph, blob=False, compute="fp32")
+    exact = session_of(graph, "graph").run(None, {name: BATCHES[0][name] for name in engine.inputs})[0]
+    answer = engine.run({name: BATCHES[0][name] for name in engine.inputs})["logits"]
+    assert np.abs(answer - exact).max() < 0.05 * np.abs(exact).max()  # a code may be its neighbor
 
 
 def test_one_amax_is_that_of_all_runs(made: Made) -> None:
