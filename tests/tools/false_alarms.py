@@ -282,7 +282,7 @@ def catches(run: Path, name: str) -> bool | None:
         return not verify_engine(session).passed
 
 
-def whole_runs(count: int, families: list[str], faults: int) -> bool:
+def whole_runs(count: int, families: list[str], backends: list[str], faults: int) -> bool:
     """Run the main job on tiny models and engines for CPUs, and plant faults into the first runs."""
     from tests.integration.tiny import entries, write_data
 
@@ -294,7 +294,7 @@ def whole_runs(count: int, families: list[str], faults: int) -> bool:
     cases = [
         (family, recipe, backend, seed)
         for seed in range(count)
-        for backend in ("openvino", "onnxruntime")
+        for backend in backends
         for family in families
         for recipe in recipes_of(family)[seed % 2 :: 2]
         if "residual" not in recipe.name
@@ -359,11 +359,13 @@ def main() -> None:
     asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     asked.add_argument("--seeds", type=int, default=2)
     asked.add_argument("--families", default=",".join(SIZES))
+    asked.add_argument("--backends", default="openvino,onnxruntime", help="of --runs")
     asked.add_argument("--runs", type=int, default=0)
     asked.add_argument("--faults", type=int, default=20)
     options = asked.parse_args()
     if options.runs:
-        sys.exit(not whole_runs(options.runs, options.families.split(","), options.faults))
+        families, backends = options.families.split(","), options.backends.split(",")
+        sys.exit(not whole_runs(options.runs, families, backends, options.faults))
     healthy: list[bool] = []
     caught: dict[str, list[bool]] = {name: [] for name in FAULTS}
     worst, start = 0.0, time.monotonic()

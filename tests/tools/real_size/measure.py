@@ -16,7 +16,8 @@ times stay there too.
 Without CUDA MPS, processes take turns on a GPU. Beside MPS no process may use the GPU without it, or some are
 refused. To use some GPUs of a machine, give CUDA_VISIBLE_DEVICES to the daemon and to this program alike. A
 worker needs a core: 33 workers on 32 CPUs took 70 to 85 s for a run of BERT-base by `cuda`, and 56 on 64 took
-117 to 230 s.
+117 to 230 s. A run takes 6 GB of memory; one in TensorRT-RTX takes 11 GB, and 430 to 550 s. Healing waits
+until a GPU is free of other jobs. Benches that --build-only has prepared take 37 to 72 s each.
 """
 
 import argparse
