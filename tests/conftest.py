@@ -1,5 +1,6 @@
 """Fixtures that are dear enough to make once; property tests without deadlines and without luck."""
 
+import functools
 import gc
 import os
 import shutil
@@ -44,6 +45,19 @@ def _nothing_old_is_searched() -> Generator[None, None, None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_command_line() -> Generator[None, None, None]:
+    """Typer makes all commands anew for each call; they are always the same."""
+    import typer.main
+    import typer.testing
+
+    once = functools.cache(typer.main.get_command)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", once)
+        patch.setattr(typer.testing, "_get_command", once)
+        yield
 
 
 @pytest.fixture(scope="session")
