@@ -1,6 +1,7 @@
 """Tensors of an exported graph at the boundaries of kernels, and what one kernel makes of the graph's own."""
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,9 +58,12 @@ def packed_tensors(graph: onnx.ModelProto, plan: Plan, batch: Arrays, tokens: To
 def run_outputs(graph: onnx.ModelProto, batch: Arrays) -> dict[str, Any]:
     """The answers of a graph by ONNX Runtime, without optimizations."""
     names = [value.name for value in graph.graph.output]
-    return dict(
-        zip(names, session_of(graph.SerializeToString(), "the graph").run(None, dict(batch)), strict=True)
-    )
+    return dict(zip(names, _open(graph.SerializeToString()).run(None, dict(batch)), strict=True))
+
+
+@lru_cache(maxsize=1)
+def _open(graph: bytes) -> Any:
+    return session_of(graph, "the graph")
 
 
 def _kind_read(operation: Any, plan: Plan) -> str:
