@@ -17,7 +17,7 @@ from ..support.families import HIDDEN, write_model
 from ..support.tiny_embedder import MEAN, write_modules
 from ..support.triton_stub import BINDINGS, Repository
 from .served import Asked
-from .tiny import entries, results, sentences, write_data
+from .tiny import entries, one_profile, results, sentences, write_data
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,8 @@ def folder(embedder, lines, tmp_path_factory):
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
     folder = tmp_path_factory.mktemp("texts") / "run"
     given = ["--model", embedder, "--task", "embed", "--data", lines, "--prompt", "query", "--out", folder]
-    done = CliRunner().invoke(app, ["run", "int8-attention", *map(str, given)])
+    with one_profile():
+        done = CliRunner().invoke(app, ["run", "int8-attention", *map(str, given)])
     assert done.exit_code == 0, done.output
     return folder
 
