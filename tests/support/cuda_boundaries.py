@@ -29,20 +29,21 @@ class Boundary(NamedTuple):
 
 
 def run_tensors(graph: onnx.ModelProto, names: list[str], batch: Arrays) -> dict[str, Any]:
-    """Tensors of a graph by ONNX Runtime, without optimizations."""
+    """Tensors of a graph and its answers by ONNX Runtime, without optimizations."""
     seen = onnx.ModelProto()
     seen.CopyFrom(graph)
-    del seen.graph.output[:]
+    answers = [value.name for value in graph.graph.output]
+    names = [name for name in dict.fromkeys(names) if name not in answers]
     kinds = {name: node.op_type for node in graph.graph.node for name in node.output}
     for name in names:
         kind = TensorProto.INT8 if kinds[name] == "QuantizeLinear" else TensorProto.FLOAT
         seen.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
     session = session_of(seen.SerializeToString(), "the test's graph")
-    return dict(zip(names, session.run(None, dict(batch)), strict=True))
+    return dict(zip([*answers, *names], session.run(None, dict(batch)), strict=True))
 
 
 def packed_tensors(graph: onnx.ModelProto, plan: Plan, batch: Arrays, tokens: Tokens) -> dict[str, Any]:
-    """Every tensor of a plan [T, width], as the graph has it."""
+    """Every tensor of a plan [T, width], as the graph has it, and its answers."""
     merged = {each.output: each.parts for each in plan.operations if isinstance(each, Linear) and each.parts}
     parts = {name: merged.get(name, (name,)) for name in plan.tensors}
     found = run_tensors(graph, [part for each in parts.values() for part in each], batch)
@@ -52,7 +53,11 @@ def packed_tensors(graph: onnx.ModelProto, plan: Plan, batch: Arrays, tokens: To
         return rows.reshape(*rows.shape[:2], -1)[tokens.kept]
 
     whole = {name: np.concatenate([pack(found[part]) for part in each], 1) for name, each in parts.items()}
-    return {name: x if x.dtype == np.int8 else x.astype(check.HALF) for name, x in whole.items()}
+    answers = {value.name: found[value.name] for value in graph.graph.output}
+    by_token = plan.head.pooling == "tokens"
+    return {name: x if x.dtype == np.int8 else x.astype(check.HALF) for name, x in whole.items()} | {
+        name: array[tokens.kept] if by_token else array for name, array in answers.items()
+    }
 
 
 def run_outputs(graph: onnx.ModelProto, batch: Arrays) -> dict[str, Any]:
@@ -78,9 +83,6 @@ def compare_boundaries(
     """Feed every kernel with the graph's own tensors."""
     tokens = pack_tokens(plan, arrays, batch)
     given = packed_tensors(graph, plan, batch, tokens)
-    answers = run_outputs(graph, batch)
-    by_token = plan.head.pooling == "tokens"
-    given |= {name: array[tokens.kept] if by_token else array for name, array in answers.items()}
     for operation in plan.operations:
         for name, made in compute(operation, plan, arrays, given, tokens).items():
             assert (made.shape, made.dtype) == (given[name].shape, given[name].dtype), name
