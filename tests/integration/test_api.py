@@ -91,11 +91,14 @@ def test_the_import_is_instant_and_every_name_is_there():
         "heavy = {'torch', 'pydantic', 'numpy', 'pandas', 'onnx', 'typer', 'yaml'} & {*sys.modules}\n"
         "assert not heavy, heavy\n"
         "assert dir(qdqbench) == sorted(qdqbench.__all__)\n"
-        "for name in 2 * qdqbench.__all__: assert callable(getattr(qdqbench, name)), name\n"
+        "names = ('load_recipe', 'quantize', 'Results', 'UserError')\n"  # the others load more
+        "for name in 2 * names: assert callable(getattr(qdqbench, name)), name\n"
         "import qdqbench.cli.app\n"
         "assert callable(qdqbench.quantize) and qdqbench.cli.app.program\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+    for name in 2 * qdqbench.__all__:
+        assert callable(getattr(qdqbench, name)), name
     with pytest.raises(AttributeError, match="'qdqbench' has no attribute 'quantise'"):
         _ = qdqbench.quantise
 
