@@ -22,7 +22,7 @@ from qdqbench.quantize.utils.system.quiet import quiet
 from .tiny import MAIN, Outcome, call_alone, environment, listing
 
 pytestmark = pytest.mark.slow
-TRIALS = 10
+TRIALS = 7
 
 
 @pytest.fixture(scope="module", autouse=True)
