@@ -1,6 +1,7 @@
 """Fake quantization for training: the same codes as ModelOpt, a clipped gradient, and scales that learn."""
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -51,6 +52,12 @@ def fake_quant(tiny_bert: Path, request: Any) -> bert.Quantized:
 
 
 def fresh(folder: Path, name: str) -> bert.Quantized:
+    return copy.deepcopy(calibrated(folder, name))
+
+
+@functools.cache
+def calibrated(folder: Path, name: str) -> bert.Quantized:
+    """Of all tests, which get copies."""
     return bert.calibrate(folder, bert.recipe_with(**{"name": "bert-int8-linears", **RECIPES[name]}))
 
 
