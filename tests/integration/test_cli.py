@@ -89,6 +89,7 @@ def test_a_list_of_recipes_imports_nothing_heavy():
 
 
 def test_a_shell_completes_commands_and_recipes(qdqbench, monkeypatch):
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))  # CI has none
     assert "_QDQBENCH_COMPLETE=complete_" in fine(qdqbench("--show-completion", "bash")).out
     monkeypatch.setenv("_QDQBENCH_COMPLETE", "complete_bash")
     for typed, expected in {"exp": "export export-triton", "run int8-lin": "int8-linears"}.items():

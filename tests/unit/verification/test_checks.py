@@ -460,17 +460,28 @@ def onnx_engine(model: onnx.ModelProto, sidecar: Any, gemms: Any = ()) -> Any:
     yield run, SimpleNamespace(int8_gemms=len(gemms))
 
 
+SAMPLES = [
+    padded_batch((int(n),), seed) for seed, n in enumerate(np.random.default_rng(0).integers(3, 30, 80))
+]
+
+
+@pytest.fixture(scope="module")
+def logits_of(tiny_bert: Path) -> dict[str, Any]:
+    """The answers of the tiny model to all samples, in FP32 and fake-quantized."""
+    models = {"fp32": load_model(str(tiny_bert)), "fake_quant": quantized(tiny_bert).model}
+    return {
+        name: np.concatenate([forward(model, batch).numpy() for batch in SAMPLES])
+        for name, model in models.items()
+    }
+
+
 @pytest.fixture
-def session(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def session(
+    tiny_bert: Path, logits_of: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Any:
     """A run of the tiny model whose engine is ONNX Runtime."""
     task, made = get_task("mnli"), quantized(tiny_bert)
     fp32 = load_model(str(tiny_bert))
-    lengths = np.random.default_rng(0).integers(3, 30, 80)
-    samples = [padded_batch((int(n),), seed) for seed, n in enumerate(lengths)]
-    logits_of = {
-        name: np.concatenate([forward(model, batch).numpy() for batch in samples])
-        for name, model in (("fp32", fp32), ("fake_quant", made.model))
-    }
     labels = logits_of["fp32"].argmax(1)
     (tmp_path / "logits").mkdir()
     for name, values in logits_of.items():
@@ -484,7 +495,7 @@ def session(tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("qdqbench.eval.verification.engine.check_sidecar", lambda *_: sidecar)
     monkeypatch.setattr("qdqbench.eval.verification.engine.open_runner", OnnxRunner)
     monkeypatch.setattr("qdqbench.eval.verification.engine.engine_of", onnx_engine)
-    tokens = [(b["input_ids"][0], b["token_type_ids"][0]) for b in samples]
+    tokens = [(b["input_ids"][0], b["token_type_ids"][0]) for b in SAMPLES]
     encoded_split = Encoded([t[0] for t in tokens], [t[1] for t in tokens], labels, 0)
     return SimpleNamespace(
         folder=tmp_path,
