@@ -190,7 +190,8 @@ def _unshare_weights(data: bytes) -> bytes:
                 copied.name = node.input[place] = f"{name} of {node.name}"
                 model.graph.initializer.append(copied)
             taken.add(name)
-    return model.SerializeToString()
+    own: bytes = model.SerializeToString()
+    return own
 
 
 def _trace(before: onnx.GraphProto, after: onnx.GraphProto) -> None:
