@@ -15,7 +15,7 @@ import yaml
 
 from qdqbench.cli.app import app
 from qdqbench.eval.bench.results import read_bench
-from qdqbench.eval.reporting.formats import label
+from qdqbench.eval.reporting.formats import in_points, label
 from qdqbench.quantize.models.families import known
 from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.recipe.shipped import choose_start as start_by_device
@@ -189,6 +189,33 @@ def test_the_published_model_of_the_readme_is_measured():
         f"Spearman {engine['metrics']['spearman']:.4f} on STS-B against {fp32['metrics']['spearman']:.4f} in "
         f"FP32 (n = {engine['n']}), INT8 in {gemms} GEMMs"
     )
+
+
+def test_the_rows_of_bert_base_are_measured():
+    page = (ROOT / "docs/results/real-size.md").read_text()
+    rows = re.findall(r"^\| (SST-2|MRPC|STS-B|RTE|MNLI|QQP)([^|]*), n = \d+ \|(.*)\|$", page, re.MULTILINE)
+    assert len(rows) == 7
+    for task, what, told in rows:
+        run = f"{task.lower().replace('-', '')}-int8-residual-fused-cuda"
+        second, first = (
+            ROOT / f"docs/measured-real/{model}-{run}" for model in ("bert-base-second", "bert-base")
+        )
+        stages, others = (
+            json.loads((each / "summary.json").read_text())["stages"] for each in (second, first)
+        )
+        metric = "f1" if "F1" in what else "pearson" if "Pearson" in what else "accuracy"
+        metric += "_mm" * ("mismatched" in what)
+        known = ("fp32", "fake_quant", "onnxruntime", "engine")
+        expected = [f"{stages[each]['metrics'][metric]:.4f}" if each in stages else "" for each in known]
+        losses = [
+            in_points(versus["delta"][metric], versus["delta_stderr"][metric], "+")
+            for versus in (stages["engine"]["vs_fp32"], others["engine"]["vs_fp32"])
+        ]
+        speeds = ["", ""]
+        if (path := second.with_name(f"{second.name}-bench") / "bench.json").is_file():
+            best = [speed_up_of("int8", config) for config in read_bench(path).configs[::-1]]
+            speeds = [f"**{each.value:.2f}x** [{each.ci95_low:.2f}, {each.ci95_high:.2f}]" for each in best]
+        assert [cell.strip() for cell in told.split("|")] == [*expected, losses[0], *speeds, losses[1]]
 
 
 def test_the_losses_of_the_readme_are_those_of_the_recipe_to_start_with():
