@@ -24,15 +24,14 @@ from qdqbench.quantize.utils.arrays import Array, Floats, Int64
 from qdqbench.quantize.utils.schema import Strict
 
 MIN_LIMIT = 0.01  # relative error that FP16 alone may have; measured 0.004 end to end
-BF16_LIMIT = 0.02  # that BF16 alone may have: what-is-proven.md has what healthy blocks reach
+BF16_LIMIT = 0.02  # that BF16 alone may have
 POSITION_FACTOR = 5.0  # of these, at one position
 NOISE_FACTOR = 3.0  # standard errors; positions of one sentence go together
 # Two roundings of one recipe are each as far from FP32 as quantization costs: from one another at most
 # sqrt(2) of it on average when independent, twice it at the worst.
 TWO_ROUNDINGS = 2.0
-# The worst of thousands of positions is another one in each rounding, and none bounds the other. Of 2,138
-# blocks of correct engines one reached 2.2 of quantization's own worst position, and the next 1.9. A fault
-# at one position is about as large as the values there.
+# Each rounding has another worst position, and none bounds the other. A correct engine of BERT-base reached
+# 2.2 of quantization's own (real-size.md). A fault at one position is about as large as the values there.
 WORST_OF_TWO = 4.0
 # The spread of three roundings is larger than that of two: 1.693 and 1.128 standard deviations on average
 SPREAD_FACTOR = TWO_ROUNDINGS * 1.693 / 1.128
@@ -127,7 +126,7 @@ class QuantizationCost:
 
     mean: float
     worst: float
-    deviation: float  # standard deviation over the answers, of the mean over an answer's logits
+    deviation: float  # of an answer's mean, over the answers
 
     @classmethod
     def of(cls, reference: Floats, fp32: Floats, rounding: float = MIN_LIMIT) -> "QuantizationCost":
@@ -156,8 +155,8 @@ def check_shape(got: Floats, reference: Floats, shape: tuple[int, int], what: st
 def check_padding(answers: Floats, cost: QuantizationCost) -> results.PaddingCheck:
     """Compare the same samples in three settings: answers [3, answers, width] agree within noise.
 
-    They are few, and quantization changes a rare answer much more than the others. One such answer among
-    them moves their mean, so that the limit has the error of such a mean on top.
+    The samples are few, and quantization changes some answers much more than most. One of those moves the
+    mean, so the limit allows for NOISE_FACTOR standard errors of a mean over so few.
     """
     expected = cost.mean + NOISE_FACTOR * cost.deviation / np.sqrt(max(answers.shape[1], 1))
     good = np.isfinite(answers).all(axis=(0, 2))

@@ -167,7 +167,7 @@ def _describe_onnxruntime(optimized: artifacts.OptimizedRun | None, max_drop: fl
     scores = ", ".join(f"{name} {value:.4f}" for name, value in optimized.metrics.items())
     gemms = f"{optimized.int8_gemms} of {optimized.expected_int8_gemms} GEMMs in INT8"
     told = f"the graph with ONNX Runtime's optimizations, as the run evaluated it: {scores}; {gemms}"
-    return f"{told}. On a CPU without INT8 dot products (VNNI) the script stays exact with UINT8 weights"
+    return f"{told}. On a CPU without INT8 dot products (VNNI) the script is slower and stays exact"
 
 
 def _describe_engine(home: Path, built: EngineResult, results: Results) -> Runtime:

@@ -263,7 +263,7 @@ def preferred_backend(name: BackendChoice) -> BackendName:
 
 
 def find_best(backends: Sequence[BackendName]) -> BackendName:
-    """Return the first that is installed; from the last on, where OpenVINO's INT8 saturates on this CPU."""
+    """Return the first installed backend, or the last where OpenVINO's INT8 saturates on this CPU."""
     wanted = backends if find_cpu().int8_dot else backends[::-1]
     return next((each for each in wanted if find_spec(each)), wanted[-1])
 

@@ -141,7 +141,7 @@ def _session(
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
     if optimized:
         options.optimized_model_filepath = str(optimized)
-    saturates = optimized and not find_cpu().int8_dot  # in UINT8 x INT8, so that weights become UINT8
+    saturates = optimized and not find_cpu().int8_dot  # UINT8 x INT8; UINT8 weights do not
     if saturates:
         options.add_session_config_entry("session.x64quantprecision", "1")
     try:

@@ -397,8 +397,8 @@ class PaddingCheck(Strict):
     mean_abs_logit_diff: float | None
     """Mean spread of a logit over the settings; null without a finite sample."""
     mean_limit: float
-    """Limit of the mean: three times what fake-quant differs from FP32 in the mean, at least 3% of the
-    logits' root mean square, with three standard errors of such a mean over `n` samples."""
+    """Limit of the mean: three times a sum. It adds the mean logit difference of fake-quant and FP32, at
+    least 1% of the logits' root mean square, and three standard errors of such a mean over `n` samples."""
     max_abs_logit_diff: float | None
     """Largest spread of a logit over the settings; null without a finite sample."""
     max_limit: float
@@ -434,8 +434,8 @@ class PredictionsCheck(Strict):
     quantization_mean_abs_logit_diff: float
     """Mean absolute logit difference of the reference from FP32, over all samples drawn."""
     mean_limit: float
-    """Limit of `mean_abs_logit_diff`: twice what fake-quant differs from FP32 in the mean, at least 2% of the
-    logits' root mean square."""
+    """Limit of `mean_abs_logit_diff`: twice the mean logit difference of fake-quant and FP32, at least 2% of
+    the logits' root mean square."""
     ks_statistic: float | None
     """Two-sample Kolmogorov-Smirnov statistic of the logits of the label with the smallest p; else null."""
     ks_p: float | None

@@ -67,6 +67,12 @@ def test_every_kind_of_task_has_an_answer():
     assert {*ANSWERS} == {*KINDS}
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_weights_that_layers_share_are_not_made_uint8(shared):
+    script = scripts("classification", gpu=not shared)["run_onnxruntime.py"]
+    assert ("x64quantprecision" in script, "ORT_DISABLE_ALL" in script) == (not shared, shared)
+
+
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_scripts_are_small_and_lint_clean(kind, tmp_path):
     for gpu, engines in ((True, True), (False, True), (False, False)):
