@@ -41,8 +41,10 @@ def save_data(value: Any) -> Any:
 class PoolingOptions(Options):
     """A plain encoder as an embedding model."""
 
-    pooling: Literal["mean", "cls", "last"] | None = field("Pooling that turns an encoder into an embedder.")
-    normalize: bool = field("With --pooling: scale embeddings to length 1.", False)
+    pooling: Literal["mean", "cls", "last"] | None = field(
+        "Pooling that turns an encoder into an embedder.", default=None
+    )
+    normalize: bool = field("With --pooling: scale embeddings to length 1.", default=False)
 
     def find_pooling(self) -> "Pooling | None":
         """Return the pooling that is asked for; normalization alone is a `UserError`."""
@@ -56,18 +58,26 @@ class PoolingOptions(Options):
 class TaskOptions(Options):
     """The model, and the task with its data."""
 
-    model: str | None = field("Model folder or hub id (default: the embedded default).")
+    model: str | None = field("Model folder or hub id (default: the embedded default).", default=None)
     task: str | None = field(
-        "GLUE task, embed, tokens, qa, squad, squad_v2, or any name (default: that of your own --data)."
+        "GLUE task, embed, tokens, qa, squad, squad_v2, or any name (default: that of your own --data).",
+        default=None,
     )
     data: str = field(
-        "hub or hub:OWNER/NAME, with :CONFIG and @REVISION; a folder; or a file with all samples.", "hub"
+        "hub or hub:OWNER/NAME, with :CONFIG and @REVISION; a folder; or a file with all samples.",
+        default="hub",
     )
-    revision: str | None = field(REVISION)
-    text_column: list[str] | None = field("Text column of your own data (default: text); two for pairs.")
-    label_column: str | None = field("Label column of your own data (default: label).")
-    num_labels: int | None = field("Classes of your own data (default: counted); 1 is regression.", ge=1)
-    metric: list[str] | None = field("Metric of your own data; repeatable, the first is primary.")
+    revision: str | None = field(REVISION, default=None)
+    text_column: list[str] | None = field(
+        "Text column of your own data (default: text); two for pairs.", default=None
+    )
+    label_column: str | None = field("Label column of your own data (default: label).", default=None)
+    num_labels: int | None = field(
+        "Classes of your own data (default: counted); 1 is regression.", default=None, ge=1
+    )
+    metric: list[str] | None = field(
+        "Metric of your own data; repeatable, the first is primary.", default=None
+    )
 
     _save_data = field_validator("data", mode="before")(save_data)
 
@@ -116,14 +126,18 @@ class TaskOptions(Options):
 class FolderOptions(Options):
     """The folder that is written."""
 
-    out: Path | None = field("Output folder (default: in runs/, named by command, model, recipe and task).")
-    overwrite: bool = field("Start over in a used --out; what it holds moves to OUT.old.", False)
+    out: Path | None = field(
+        "Output folder (default: in runs/, named by command, model, recipe and task).", default=None
+    )
+    overwrite: bool = field("Start over in a used --out; what it holds moves to OUT.old.", default=False)
 
 
 class SetOptions(Options):
     """Fields of recipes."""
 
-    set: dict[str, Any] | None = field("Recipe field by path, like calibration.samples=256; repeatable.")
+    set: dict[str, Any] | None = field(
+        "Recipe field by path, like calibration.samples=256; repeatable.", default=None
+    )
 
     @field_validator("set", mode="before")
     @classmethod
@@ -150,14 +164,17 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
     """A recipe on a model and task."""
 
     max_length: int | None = field(
-        "Maximum sequence length in tokens; optimization profiles follow (default: the recipe's).", ge=8
+        "Maximum sequence length in tokens; optimization profiles follow (default: the recipe's).",
+        default=None,
+        ge=8,
     )
-    backend: BackendChoice | None = field("Runtime of the engine (default: the recipe's).")
+    backend: BackendChoice | None = field("Runtime of the engine (default: the recipe's).", default=None)
     prompt: list[str] | None = field(
-        "Prompt before each text of an embedder: a name that the model knows, or a text; twice for pairs."
+        "Prompt before each text of an embedder: a name that the model knows, or a text; twice for pairs.",
+        default=None,
     )
-    batch_size: int = field("Batch size of evaluations.", 32, ge=1)
-    seed: int = field("Seed of everything random: samples, bootstrap, embedded default.", 0, ge=0)
+    batch_size: int = field("Batch size of evaluations.", default=32, ge=1)
+    seed: int = field("Seed of everything random: samples, bootstrap, embedded default.", default=0, ge=0)
 
     def find_recipe(self, name: str) -> "Recipe":
         """Return the recipe for the model; errors are those of `recipe.schema.find_recipe` and `adapt`."""
@@ -205,25 +222,31 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
 class EvaluationOptions(RecipeOptions):
     """A recipe that is evaluated."""
 
-    limit: int | None = field("Evaluate on this many samples; the report warns.", ge=1)
+    limit: int | None = field("Evaluate on this many samples; the report warns.", default=None, ge=1)
 
 
 class TrackerOptions(Options):
     """An experiment tracker."""
 
-    report_to: TrackerName | None = field("Experiment tracker for the training log and the results.")
+    report_to: TrackerName | None = field(
+        "Experiment tracker for the training log and the results.", default=None
+    )
 
 
 class QatOptions(TrackerOptions, EvaluationOptions):
     """Options of `qat`."""
 
-    shapes: Literal["auto"] | None = field("auto: profiles for the data's lengths (default: the recipe's).")
+    shapes: Literal["auto"] | None = field(
+        "auto: profiles for the data's lengths (default: the recipe's).", default=None
+    )
 
 
 class RunOptions(QatOptions):
     """Options of `run`."""
 
-    until: str | None = field("Last stage, or evaluate for all evaluations; a later run resumes.")
+    until: str | None = field(
+        "Last stage, or evaluate for all evaluations; a later run resumes.", default=None
+    )
 
 
 class AutoOptions(EvaluationOptions):
@@ -232,21 +255,26 @@ class AutoOptions(EvaluationOptions):
     recipe: list[str] | None = field(
         "Recipes to start with (default: int8-linears; for a GPU int8-attention first, and for speed "
         "int8-residual-fused).",
+        default=None,
         json_schema_extra=POSITIONAL,
     )
     budget: Duration = field(
         "Time for all steps, such as 90s, 30m or 2h; those that do not fit are left out.",
-        "30m",
+        default="30m",
         validate_default=True,
     )
     max_drop: float = field(
-        "Largest drop of the metric to accept beyond noise; 0.005 is half a point.", 0.005, ge=0, le=1
+        "Largest drop of the metric to accept beyond noise; 0.005 is half a point.", default=0.005, ge=0, le=1
     )
-    min_speedup: float | None = field("Smallest speed-up over the same backend's engine without INT8.", gt=0)
-    samples: int = field("Train rows to choose proposals on; none is used to calibrate.", 512, ge=32)
-    trials: int = field("Largest number of recipes that the search tries.", 24, ge=8)
-    batch: int = field("Batch size at which latency is measured.", 32, ge=1)
-    length: int | None = field("Sequence length for latency, in tokens (default: 128 or the recipe's).", ge=1)
+    min_speedup: float | None = field(
+        "Smallest speed-up over the same backend's engine without INT8.", default=None, gt=0
+    )
+    samples: int = field("Train rows to choose proposals on; none is used to calibrate.", default=512, ge=32)
+    trials: int = field("Largest number of recipes that the search tries.", default=24, ge=8)
+    batch: int = field("Batch size at which latency is measured.", default=32, ge=1)
+    length: int | None = field(
+        "Sequence length for latency, in tokens (default: 128 or the recipe's).", default=None, ge=1
+    )
 
 
 class SearchCommandOptions(RecipeOptions, SearchOptions):
@@ -256,23 +284,27 @@ class SearchCommandOptions(RecipeOptions, SearchOptions):
 class SensitivityOptions(RecipeOptions):
     """Options of `sensitivity`."""
 
-    samples: int = field("Train rows to measure on.", 512, ge=2)
+    samples: int = field("Train rows to measure on.", default=512, ge=2)
 
 
 class CalibrationOptions(EvaluationOptions):
     """Options of `compare-calibration`."""
 
-    method: list[str] | None = field("max, percentile/P, mse or entropy; repeatable (default: all of them).")
-    smoothing: list[str] | None = field("none, gain or an alpha; repeatable (default: none and 0.65).")
-    samples: int = field("Train rows to compare on.", 1024, ge=2)
+    method: list[str] | None = field(
+        "max, percentile/P, mse or entropy; repeatable (default: all of them).", default=None
+    )
+    smoothing: list[str] | None = field(
+        "none, gain or an alpha; repeatable (default: none and 0.65).", default=None
+    )
+    samples: int = field("Train rows to compare on.", default=1024, ge=2)
 
 
 class TrainingOptions(FolderOptions, TaskOptions, Training):
     """Fine-tunings over seeds."""
 
-    patience: int = field("Evaluations without gain that end the training; 0: never.", 5, ge=0)
-    seeds: int = field("Number of runs; their seeds are --seed, --seed + 1 and so on.", 1, ge=1)
-    limit: int | None = field("Number of train rows; the report warns.", ge=MIN_ROWS)
+    patience: int = field("Evaluations without gain that end the training; 0: never.", default=5, ge=0)
+    seeds: int = field("Number of runs; their seeds are --seed, --seed + 1 and so on.", default=1, ge=1)
+    limit: int | None = field("Number of train rows; the report warns.", default=None, ge=MIN_ROWS)
 
     @property
     def training(self) -> Training:
@@ -284,103 +316,144 @@ class TrainingOptions(FolderOptions, TaskOptions, Training):
 class FinetuneOptions(TrackerOptions, TrainingOptions):
     """Options of `finetune`."""
 
-    max_length: int = field("Maximum sequence length in tokens.", 128, ge=8)
-    keep_head: bool = field("Start from the model's own classifier.", False)
+    max_length: int = field("Maximum sequence length in tokens.", default=128, ge=8)
+    keep_head: bool = field("Start from the model's own classifier.", default=False)
 
 
 class StudyOptions(SetOptions, TrainingOptions):
     """Options of `study`."""
 
-    seeds: int = field("Number of fine-tunings, each with PTQ and QAT.", 3, ge=1)
+    seeds: int = field("Number of fine-tunings, each with PTQ and QAT.", default=3, ge=1)
 
 
 class CheckOptions(Options):
     """Options of `check`."""
 
-    recipe: str | None = field("Recipe that says which layers must be in INT8 (default: the run's).")
-    allow: list[str] | None = field("Code of findings to leave out, such as quantized-residual; repeatable.")
+    recipe: str | None = field(
+        "Recipe that says which layers must be in INT8 (default: the run's).", default=None
+    )
+    allow: list[str] | None = field(
+        "Code of findings to leave out, such as quantized-residual; repeatable.", default=None
+    )
 
 
 class InspectOptions(Options):
     """Options of `inspect`."""
 
-    onnx: Path | None = field("ONNX file that the engine was built from.")
-    recipe: str | None = field("Recipe to check the engine against (default: the run's).")
-    profile: str | None = field("Kernel times: saved JSON (name, ms), or gpu or cpu to measure here.")
-    batch: int | None = field("With --profile gpu or cpu: batch size (default: the optimum).", ge=1)
-    length: int | None = field("With --profile gpu or cpu: tokens (default: the optimum).", ge=1)
-    all: bool = field("List every kernel; equal kernels are one row otherwise.", False)
-    bisect: bool = field("Find the first tensor that goes wrong.", False)
+    onnx: Path | None = field("ONNX file that the engine was built from.", default=None)
+    recipe: str | None = field("Recipe to check the engine against (default: the run's).", default=None)
+    profile: str | None = field(
+        "Kernel times: saved JSON (name, ms), or gpu or cpu to measure here.", default=None
+    )
+    batch: int | None = field(
+        "With --profile gpu or cpu: batch size (default: the optimum).", default=None, ge=1
+    )
+    length: int | None = field(
+        "With --profile gpu or cpu: tokens (default: the optimum).", default=None, ge=1
+    )
+    all: bool = field("List every kernel; equal kernels are one row otherwise.", default=False)
+    bisect: bool = field("Find the first tensor that goes wrong.", default=False)
 
 
 class DoctorOptions(Options):
     """Options of `doctor`."""
 
-    backend: BackendChoice | None = field("Exit with status 3 if this backend cannot run.")
-    offline: bool = field("Do not check whether the hub is reachable.", False)
-    report: bool = field("Print Markdown for a bug report, without names of users or folders.", False)
+    backend: BackendChoice | None = field("Exit with status 3 if this backend cannot run.", default=None)
+    offline: bool = field("Do not check whether the hub is reachable.", default=False)
+    report: bool = field("Print Markdown for a bug report, without names of users or folders.", default=False)
 
 
 class NewRecipeOptions(Options):
     """Options of `recipes new`."""
 
-    model: str = field("Folder or hub id; its configuration is read, no weights.", ...)
-    revision: str | None = field(REVISION)
-    out: Path | None = field("Recipe file (default: NAME.yaml here).")
+    model: str = field("Folder or hub id; its configuration is read, no weights.")
+    revision: str | None = field(REVISION, default=None)
+    out: Path | None = field("Recipe file (default: NAME.yaml here).", default=None)
 
 
 class CacheRecipeOptions(NewRecipeOptions):
     """Options of `recipes from-cache`."""
 
-    onnx: Path | None = field("ONNX file that was calibrated (default: export the model to get names).")
+    onnx: Path | None = field(
+        "ONNX file that was calibrated (default: export the model to get names).", default=None
+    )
 
 
 class FixCommandOptions(TaskOptions):
     """Options of `fix`."""
 
-    out: Path = field("File to write.", ...)
-    compute: Literal["fp16", "keep"] = field("Precision of what is not INT8, if the file is FP32.", "fp16")
-    weights: Literal["channel", "factored"] = field(
-        "Form of weight scales; factored is faster in TensorRT-RTX.", "channel"
+    out: Path = field("File to write.")
+    compute: Literal["fp16", "keep"] = field(
+        "Precision of what is not INT8, if the file is FP32.", default="fp16"
     )
-    inputs: Path | None = field("Samples to compare on and to calibrate with (.npz, one array per input).")
-    samples: int = field("Rows of the train split, with --model and --task.", 128, ge=1)
-    seed: int = field("Seed of random inputs, or of the drawn samples.", 0, ge=0)
-    max_error: float = field("Largest relative error of outputs against the file without Q/DQ.", 0.1, ge=0)
-    no_engine: bool = field("Do not build engines of both files to compare them.", False)
+    weights: Literal["channel", "factored"] = field(
+        "Form of weight scales; factored is faster in TensorRT-RTX.", default="channel"
+    )
+    inputs: Path | None = field(
+        "Samples to compare on and to calibrate with (.npz, one array per input).", default=None
+    )
+    samples: int = field("Rows of the train split, with --model and --task.", default=128, ge=1)
+    seed: int = field("Seed of random inputs, or of the drawn samples.", default=0, ge=0)
+    max_error: float = field(
+        "Largest relative error of outputs against the file without Q/DQ.", default=0.1, ge=0
+    )
+    no_engine: bool = field("Do not build engines of both files to compare them.", default=False)
 
 
 class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
     """Options of `bench`."""
 
-    model: str | None = field("Model folder, or a published size with random weights, such as bert-base.")
-    set: dict[str, Any] | None = field(
-        "With --model: recipe field by path, like export.gelu=tanh; repeatable. Runs keep their recipe."
+    model: str | None = field(
+        "Model folder, or a published size with random weights, such as bert-base.", default=None
     )
-    recipe: str | None = field(f"With --model: name or YAML file (default: {DEFAULT_RECIPE}).")
-    extra_recipe: list[str] | None = field("With --model on a GPU: also measure this recipe; repeatable.")
-    batch: list[PositiveInt] | None = field("Batch size; repeatable (default: 1, 8, 32, 128; on a CPU 1, 8).")
-    length: list[PositiveInt] | None = field("Tokens per sequence; repeatable (default: 128).")
-    dataset: str | None = field("Task whose evaluation split is timed; --length adds fixed shapes.")
-    dataset_batch: list[PositiveInt] | None = field("Batch size of --dataset; repeatable (default: 32).")
-    data: str | None = field("Data of --dataset (default: the run's).")
-    tokenizer: str | None = field("Tokenizer for --dataset, if --model is a published size.")
-    streams: list[PositiveInt] | None = field("Concurrent inferences; repeatable (default: 1 and 2).")
-    threads: int | None = field("Threads of a system on a CPU, over all streams (default: its cores).", ge=1)
-    rounds: int | None = field("Interleaved rounds (default: 12, on a CPU 6).", ge=1)
-    duration: float = field("Seconds of latency per system and shape, over all rounds.", 1.0, gt=0)
-    iterations: int | None = field("Inferences per round, instead of --duration.", ge=1)
-    baselines: bool = field("Also measure PyTorch, torch.compile, unpadded FP16 and other quantizers.", True)
-    fp32: bool = field("Also measure the FP32 engine.", True)
+    set: dict[str, Any] | None = field(
+        "With --model: recipe field by path, like export.gelu=tanh; repeatable. Runs keep their recipe.",
+        default=None,
+    )
+    recipe: str | None = field(f"With --model: name or YAML file (default: {DEFAULT_RECIPE}).", default=None)
+    extra_recipe: list[str] | None = field(
+        "With --model on a GPU: also measure this recipe; repeatable.", default=None
+    )
+    batch: list[PositiveInt] | None = field(
+        "Batch size; repeatable (default: 1, 8, 32, 128; on a CPU 1, 8).", default=None
+    )
+    length: list[PositiveInt] | None = field("Tokens per sequence; repeatable (default: 128).", default=None)
+    dataset: str | None = field(
+        "Task whose evaluation split is timed; --length adds fixed shapes.", default=None
+    )
+    dataset_batch: list[PositiveInt] | None = field(
+        "Batch size of --dataset; repeatable (default: 32).", default=None
+    )
+    data: str | None = field("Data of --dataset (default: the run's).", default=None)
+    tokenizer: str | None = field("Tokenizer for --dataset, if --model is a published size.", default=None)
+    streams: list[PositiveInt] | None = field(
+        "Concurrent inferences; repeatable (default: 1 and 2).", default=None
+    )
+    threads: int | None = field(
+        "Threads of a system on a CPU, over all streams (default: its cores).", default=None, ge=1
+    )
+    rounds: int | None = field("Interleaved rounds (default: 12, on a CPU 6).", default=None, ge=1)
+    duration: float = field("Seconds of latency per system and shape, over all rounds.", default=1.0, gt=0)
+    iterations: int | None = field("Inferences per round, instead of --duration.", default=None, ge=1)
+    baselines: bool = field(
+        "Also measure PyTorch, torch.compile, unpadded FP16 and other quantizers.", default=True
+    )
+    fp32: bool = field("Also measure the FP32 engine.", default=True)
     compile_seconds: float = field(
-        "Limit of each torch.compile in seconds; slower ones are left out.", 90.0, gt=0
+        "Limit of each torch.compile in seconds; slower ones are left out.", default=90.0, gt=0
     )
     engine_shapes: Literal["both", "exact", "recipe"] = field(
-        "Shapes of engines on a GPU: the recipe's, exactly each shape, or both.", "both"
+        "Shapes of engines on a GPU: the recipe's, exactly each shape, or both.", default="both"
     )
-    cpu: bool = field("Measure on the CPU, even if there is a GPU.", False)
-    keep_engines: bool = field("Leave the engines in the work folder, for inspect or the next bench.", False)
-    build_only: bool = field("Only export, build and compile, for a bench that follows; on a GPU.", False)
-    exclude: list[str] | None = field("System to leave out, by its name in bench.json; repeatable.")
-    seed: int = field("Seed of weights, inputs and bootstrap.", 0, ge=0)
+    cpu: bool = field("Measure on the CPU, even if there is a GPU.", default=False)
+    keep_engines: bool = field(
+        "Leave the engines in the work folder, for inspect or the next bench.", default=False
+    )
+    build_only: bool = field(
+        "Only export, build and compile, for a bench that follows; on a GPU.", default=False
+    )
+    exclude: list[str] | None = field(
+        "System to leave out, by its name in bench.json; repeatable.", default=None
+    )
+    seed: int = field("Seed of weights, inputs and bootstrap.", default=0, ge=0)
     _save_data = field_validator("data", mode="before")(save_data)

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
 
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.limits import TENSORRT
-from qdqbench.quantize.utils.schema import Strict, Tabular, read
+from qdqbench.quantize.utils.schema import Strict, Tabular, field, read
 from qdqbench.quantize.utils.speedup import Speedup
 
 BENCH_FILE = "bench.json"
@@ -25,142 +24,139 @@ EngineShapes = Literal["both", "exact", "recipe"]
 class BenchTarget(Strict):
     """The model that was measured."""
 
-    kind: Literal["run", "model", "shape"]
-    """Run directory, model folder, or built-in shape."""
-    name: str
-    """Name of the model."""
-    random_weights: bool
-    """True for a built-in shape, whose accuracy means nothing."""
-    calibration: str
-    """Data that set the INT8 scales."""
-    shape: dict[str, int]
-    """Layers, hidden, heads, intermediate, vocabulary, positions, parameters."""
-    files: dict[str, str]
-    """SHA-256 of each ONNX file."""
+    kind: Literal["run", "model", "shape"] = field("Run directory, model folder, or built-in shape.")
+    name: str = field("Name of the model.")
+    random_weights: bool = field("True for a built-in shape, whose accuracy means nothing.")
+    calibration: str = field("Data that set the INT8 scales.")
+    shape: dict[str, int] = field("Layers, hidden, heads, intermediate, vocabulary, positions, parameters.")
+    files: dict[str, str] = field("SHA-256 of each ONNX file.")
 
 
 class BenchSettings(Strict):
     """Settings of the measurement."""
 
-    batches: list[int]
-    """Batch sizes in sequences."""
-    lengths: list[int]
-    """Sequence lengths in tokens."""
-    dataset: str | None
-    """Task whose evaluation split was timed too; null without one."""
-    streams: list[int]
-    """Numbers of concurrent inferences; on a CPU they share the threads."""
-    rounds: int
-    """Number of interleaved rounds."""
-    duration_s: float
-    """Time of latency inferences per system and config in seconds, over all rounds."""
-    iterations: int | None
-    """Inferences per round; null: as many as `duration_s` takes."""
-    input_sets: int
-    """Number of inputs of a fixed shape that each system rotates through."""
-    inputs: str | None = None
-    """What they are: texts of the split that a run calibrates on, or random token ids; null without one."""
-    engine_shapes: EngineShapes
-    """Shapes of the engines: those of the recipe, the exact one of each config, or both."""
-    seed: int
-    """Seed of random weights, inputs and bootstrap."""
-    threads: int | None = None
-    """Threads of each system on a CPU; null on a GPU."""
-    quick: bool = False
-    """True for the bench that ends a run: its own engine and one twin at one shape."""
+    batches: list[int] = field("Batch sizes in sequences.")
+    lengths: list[int] = field("Sequence lengths in tokens.")
+    dataset: str | None = field("Task whose evaluation split was timed too; null without one.")
+    streams: list[int] = field("Numbers of concurrent inferences; on a CPU they share the threads.")
+    rounds: int = field("Number of interleaved rounds.")
+    duration_s: float = field("Time of latency inferences per system and config in seconds, over all rounds.")
+    iterations: int | None = field("Inferences per round; null: as many as `duration_s` takes.")
+    input_sets: int = field("Number of inputs of a fixed shape that each system rotates through.")
+    inputs: str | None = field(
+        "What they are: texts of the split that a run calibrates on, or random token ids; null without one.",
+        default=None,
+    )
+    engine_shapes: EngineShapes = field(
+        "Shapes of the engines: those of the recipe, the exact one of each config, or both."
+    )
+    seed: int = field("Seed of random weights, inputs and bootstrap.")
+    threads: int | None = field("Threads of each system on a CPU; null on a GPU.", default=None)
+    quick: bool = field(
+        "True for the bench that ends a run: its own engine and one twin at one shape.", default=False
+    )
 
 
 class BenchSystem(Strict):
     """Something that was measured: an engine, PyTorch, another quantizer."""
 
-    name: str
-    """Unique short name, such as `int8`, `fp16`, `torch`."""
-    label: str
-    """Name in reports."""
-    precision: Precision
-    """Compute precision."""
-    backend: str
-    """Library and version."""
-    recipe: dict[str, Any] | None = None
-    """Recipe of `--extra-recipe`; null for the bench's own."""
+    name: str = field("Unique short name, such as `int8`, `fp16`, `torch`.")
+    label: str = field("Name in reports.")
+    precision: Precision = field("Compute precision.")
+    backend: str = field("Library and version.")
+    recipe: dict[str, Any] | None = field(
+        "Recipe of `--extra-recipe`; null for the bench's own.", default=None
+    )
 
 
 class BenchThroughput(Strict):
     """Sequences per second with several inferences at once."""
 
-    streams: int
-    """Concurrent inferences: on a GPU each with its own buffers and CUDA stream, on a CPU each called by a
-    thread of its own."""
-    sequences_per_s: float
-    """Sequences per second of wall time, median over rounds."""
-    low: float
-    """Sequences per second of the slowest round."""
-    high: float
-    """Sequences per second of the fastest round."""
+    streams: int = field(
+        "Concurrent inferences: on a GPU each with its own buffers and CUDA stream, on a CPU each called by "
+        "a thread of its own."
+    )
+    sequences_per_s: float = field("Sequences per second of wall time, median over rounds.")
+    low: float = field("Sequences per second of the slowest round.")
+    high: float = field("Sequences per second of the fastest round.")
 
 
 class BenchKernels(Strict):
     """Kernels that one inference of PyTorch or of backend cuda ran, by torch.profiler."""
 
-    names: dict[str, int]
-    """Launches of each kernel, most frequent first, names cut at 160 characters."""
-    fused_attention: int
-    """Launches of kernels that compute a whole attention, by their names (flash-attention, CUTLASS
-    memory-efficient, cuDNN, Inductor's flex attention, those of backend cuda)."""
-    fp32_gemms: int
-    """Launches of matrix products of cuBLAS and CUTLASS that name neither FP16, BF16 nor INT8."""
+    names: dict[str, int] = field(
+        "Launches of each kernel, most frequent first, names cut at 160 characters."
+    )
+    fused_attention: int = field(
+        "Launches of kernels that compute a whole attention, by their names (flash-attention, CUTLASS "
+        "memory-efficient, cuDNN, Inductor's flex attention, those of backend cuda)."
+    )
+    fp32_gemms: int = field(
+        "Launches of matrix products of cuBLAS and CUTLASS that name neither FP16, BF16 nor INT8."
+    )
 
 
 class BenchRow(Strict):
     """One system in one config."""
 
-    system: str
-    """Name of the system."""
-    status: Literal["done", "error", "skipped"]
-    """`done`; `error` or `skipped`, without numbers."""
-    reason: str | None = None
-    """Reason of an error or skip; null if done."""
-    detail: str | None = None
-    """Execution mode: CUDA graph, compile mode, attention mask, profile; null if it did not run."""
-    launches: int = 0
-    """Timed inferences over all rounds."""
-    median_ms: float | None = None
-    """Latency in ms: median over rounds of the rounds' medians; null unless done."""
-    p50_ms: float | None = None
-    """Median latency of all inferences in ms; null unless done."""
-    p90_ms: float | None = None
-    """90th percentile of the latency in ms; null unless done."""
-    p99_ms: float | None = None
-    """99th percentile of the latency in ms; null below 100 inferences."""
-    round_ms: list[float] = Field(default_factory=list)
-    """Median latency of each round in ms."""
-    cpu_ms: float | None = None
-    """CPU time of all threads per inference in ms, median over rounds; null on a GPU."""
-    sequences_per_s: float | None = None
-    """Sequences per second of consecutive inferences (sequences / `median_ms`); null unless done."""
-    throughput: list[BenchThroughput] = Field(default_factory=list)
-    """Throughput by number of concurrent inferences; empty for dataset sequence lengths."""
-    clock_mhz: float | None = None
-    """Median SM clock in MHz while this system ran; null if not read."""
-    power_w: float | None = None
-    """Median power draw in W while this system ran; null if not read."""
-    temperature_c: float | None = None
-    """Median GPU temperature in degrees Celsius while this system ran; null if not read."""
-    rel_error: float | None = None
-    """Relative error of its logits against the reference (norm of the difference / norm of the reference);
-    null for the reference."""
-    int8_gemms: int | None = None
-    """MatMul and Gemm nodes in INT8 by the layer table of an INT8 engine; null for other systems."""
-    expected_int8_gemms: int | None = None
-    """MatMul and Gemm nodes that the recipe puts in INT8; null for other systems."""
-    not_int8: list[str] = Field(default_factory=list)
-    """Nodes that the recipe puts in INT8 and the engine runs in another precision."""
-    engine_bytes: int | None = None
-    """Size of the engine in bytes; null without one."""
-    activation_bytes: int | None = None
-    """Device memory of one execution context in bytes; null if not known."""
-    kernels: BenchKernels | None = None
-    """Kernels of PyTorch or backend cuda on a GPU; null if not read."""
+    system: str = field("Name of the system.")
+    status: Literal["done", "error", "skipped"] = field("`done`; `error` or `skipped`, without numbers.")
+    reason: str | None = field("Reason of an error or skip; null if done.", default=None)
+    detail: str | None = field(
+        "Execution mode: CUDA graph, compile mode, attention mask, profile; null if it did not run.",
+        default=None,
+    )
+    launches: int = field("Timed inferences over all rounds.", default=0)
+    median_ms: float | None = field(
+        "Latency in ms: median over rounds of the rounds' medians; null unless done.", default=None
+    )
+    p50_ms: float | None = field("Median latency of all inferences in ms; null unless done.", default=None)
+    p90_ms: float | None = field("90th percentile of the latency in ms; null unless done.", default=None)
+    p99_ms: float | None = field(
+        "99th percentile of the latency in ms; null below 100 inferences.", default=None
+    )
+    round_ms: list[float] = field("Median latency of each round in ms.", default=[])
+    cpu_ms: float | None = field(
+        "CPU time of all threads per inference in ms, median over rounds; null on a GPU.", default=None
+    )
+    sequences_per_s: float | None = field(
+        "Sequences per second of consecutive inferences (sequences / `median_ms`); null unless done.",
+        default=None,
+    )
+    throughput: list[BenchThroughput] = field(
+        "Throughput by number of concurrent inferences; empty for dataset sequence lengths.", default=[]
+    )
+    clock_mhz: float | None = field(
+        "Median SM clock in MHz while this system ran; null if not read.", default=None
+    )
+    power_w: float | None = field(
+        "Median power draw in W while this system ran; null if not read.", default=None
+    )
+    temperature_c: float | None = field(
+        "Median GPU temperature in degrees Celsius while this system ran; null if not read.", default=None
+    )
+    rel_error: float | None = field(
+        "Relative error of its logits against the reference (norm of the difference / norm of the "
+        "reference); null for the reference.",
+        default=None,
+    )
+    int8_gemms: int | None = field(
+        "MatMul and Gemm nodes in INT8 by the layer table of an INT8 engine; null for other systems.",
+        default=None,
+    )
+    expected_int8_gemms: int | None = field(
+        "MatMul and Gemm nodes that the recipe puts in INT8; null for other systems.", default=None
+    )
+    not_int8: list[str] = field(
+        "Nodes that the recipe puts in INT8 and the engine runs in another precision.", default=[]
+    )
+    engine_bytes: int | None = field("Size of the engine in bytes; null without one.", default=None)
+    activation_bytes: int | None = field(
+        "Device memory of one execution context in bytes; null if not known.", default=None
+    )
+    kernels: BenchKernels | None = field(
+        "Kernels of PyTorch or backend cuda on a GPU; null if not read.", default=None
+    )
 
     @property
     def in_best_form(self) -> bool:
@@ -173,88 +169,70 @@ class BenchRow(Strict):
 class BenchConfig(Strict):
     """One shape, or one task's evaluation split at one batch size."""
 
-    kind: Literal["fixed", "dataset"]
-    """One shape, or the evaluation split of a task."""
-    batch: int
-    """Batch size in sequences."""
-    length: int | None
-    """Sequence length in tokens; null for a dataset."""
-    sequences: int
-    """Sequences per inference: the batch, or the whole split."""
-    shapes: int
-    """Number of different shapes (batch, length) per inference."""
-    padded_to: list[int] = []
-    """Padded length in tokens of each batch of a dataset."""
-    real_tokens: int
-    """Tokens without padding."""
-    padded_tokens: int
-    """Tokens with padding."""
-    reference: str | None
-    """System whose logits the others are checked against; null without one."""
-    rows: list[BenchRow]
-    """Measurements by system."""
-    speedups: list[Speedup]
-    """Speed-ups between systems."""
-    headline: Speedup | None = None
-    """Fastest INT8 engine over the fastest system without INT8; null without either."""
-    slow_reasons: list[str] = []
-    """Reasons from the layer tables why INT8 is slower than its FP16 engine; empty where it is not."""
-    elapsed_s: float | None = None
-    """Wall time of preparing and measuring this config in seconds; null if not known."""
+    kind: Literal["fixed", "dataset"] = field("One shape, or the evaluation split of a task.")
+    batch: int = field("Batch size in sequences.")
+    length: int | None = field("Sequence length in tokens; null for a dataset.")
+    sequences: int = field("Sequences per inference: the batch, or the whole split.")
+    shapes: int = field("Number of different shapes (batch, length) per inference.")
+    padded_to: list[int] = field("Padded length in tokens of each batch of a dataset.", default=[])
+    real_tokens: int = field("Tokens without padding.")
+    padded_tokens: int = field("Tokens with padding.")
+    reference: str | None = field("System whose logits the others are checked against; null without one.")
+    rows: list[BenchRow] = field("Measurements by system.")
+    speedups: list[Speedup] = field("Speed-ups between systems.")
+    headline: Speedup | None = field(
+        "Fastest INT8 engine over the fastest system without INT8; null without either.", default=None
+    )
+    slow_reasons: list[str] = field(
+        "Reasons from the layer tables why INT8 is slower than its FP16 engine; empty where it is not.",
+        default=[],
+    )
+    elapsed_s: float | None = field(
+        "Wall time of preparing and measuring this config in seconds; null if not known.", default=None
+    )
 
 
 class BenchCpu(Strict):
     """The CPU of a bench on one."""
 
-    name: str
-    """Name of the CPU."""
-    cores: int
-    """Cores that the process may use."""
-    features: list[str]
-    """Instruction sets for INT8 and BF16, as Linux names them; empty if not known."""
-    load_before: float | None
-    """Load average of the last minute before the first config; null if not known."""
-    load_after: float | None
-    """Load average of the last minute after the last config, the bench itself included; null if not known."""
+    name: str = field("Name of the CPU.")
+    cores: int = field("Cores that the process may use.")
+    features: list[str] = field(
+        "Instruction sets for INT8 and BF16, as Linux names them; empty if not known."
+    )
+    load_before: float | None = field(
+        "Load average of the last minute before the first config; null if not known."
+    )
+    load_after: float | None = field(
+        "Load average of the last minute after the last config, the bench itself included; null if not known."
+    )
 
 
 class Bench(Tabular):
     """Every number of one bench."""
 
-    schema_version: Literal[2] = 2
-    """Version of this schema."""
-    created: str
-    """Time of the end, ISO 8601, UTC."""
-    command: str
-    """Command line."""
-    complete: bool
-    """False if it was interrupted; the configs in the file are finished."""
-    device: Device
-    """Device of the measurement."""
-    compute_capability: str | None
-    """Compute capability of the GPU; null on a CPU."""
-    cpu: BenchCpu | None = None
-    """CPU of the measurement; null on a GPU."""
-    target: BenchTarget
-    """Model that was measured."""
-    recipe: dict[str, Any]
-    """Recipe with every default filled in."""
-    settings: BenchSettings
-    """Settings of the measurement."""
-    systems: list[BenchSystem]
-    """Systems that were measured."""
-    configs: list[BenchConfig]
-    """Measurements by config."""
-    notes: list[str]
-    """Notes on all figures: random weights, a GPU without official support, known hazards of the version."""
-    warnings: list[str]
-    """Missing figures: baselines that did not run, clocks that were not read."""
-    errors: list[str]
-    """Systems that failed or were wrong; they make the exit status 2."""
-    environment: dict[str, Any]
-    """Versions of the libraries, hardware, driver, git hash."""
-    prepare_s: float | None = None
-    """Wall time of builds and compilations before the first config in seconds; null if not known."""
+    schema_version: Literal[2] = field("Version of this schema.", default=2)
+    created: str = field("Time of the end, ISO 8601, UTC.")
+    command: str = field("Command line.")
+    complete: bool = field("False if it was interrupted; the configs in the file are finished.")
+    device: Device = field("Device of the measurement.")
+    compute_capability: str | None = field("Compute capability of the GPU; null on a CPU.")
+    cpu: BenchCpu | None = field("CPU of the measurement; null on a GPU.", default=None)
+    target: BenchTarget = field("Model that was measured.")
+    recipe: dict[str, Any] = field("Recipe with every default filled in.")
+    settings: BenchSettings = field("Settings of the measurement.")
+    systems: list[BenchSystem] = field("Systems that were measured.")
+    configs: list[BenchConfig] = field("Measurements by config.")
+    notes: list[str] = field(
+        "Notes on all figures: random weights, a GPU without official support, known hazards of the version."
+    )
+    warnings: list[str] = field("Missing figures: baselines that did not run, clocks that were not read.")
+    errors: list[str] = field("Systems that failed or were wrong; they make the exit status 2.")
+    environment: dict[str, Any] = field("Versions of the libraries, hardware, driver, git hash.")
+    prepare_s: float | None = field(
+        "Wall time of builds and compilations before the first config in seconds; null if not known.",
+        default=None,
+    )
 
     def facts(self) -> dict[str, Any]:
         """Return what a notebook shows of it."""

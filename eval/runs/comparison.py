@@ -28,7 +28,7 @@ from qdqbench.quantize.utils.comparison import Comparison, GateCode, GateState
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import without_formula
 from qdqbench.quantize.utils.results import RESULTS_FILE, Results, read_results
-from qdqbench.quantize.utils.schema import Strict, Tabular
+from qdqbench.quantize.utils.schema import Strict, Tabular, field
 from qdqbench.quantize.utils.speedup import Speedup
 from qdqbench.quantize.utils.system.environment import now
 
@@ -36,139 +36,100 @@ from qdqbench.quantize.utils.system.environment import now
 class RunLatency(Strict):
     """The INT8 of a run in one config of its bench."""
 
-    config: str
-    """Config of the bench, such as `b32 s128`."""
-    system: str
-    """Name of the fastest INT8 engine."""
-    median_ms: float
-    """Latency in ms: median over rounds of the rounds' medians."""
-    speedup: Speedup | None
-    """Speed-up over the fastest system without INT8, or null."""
+    config: str = field("Config of the bench, such as `b32 s128`.")
+    system: str = field("Name of the fastest INT8 engine.")
+    median_ms: float = field("Latency in ms: median over rounds of the rounds' medians.")
+    speedup: Speedup | None = field("Speed-up over the fastest system without INT8, or null.")
 
 
 class ComparedRun(Strict):
     """One run, as its own results have it."""
 
-    name: str
-    """Last parts of its path that make the name unique."""
-    folder: str
-    """Path of the run directory as given."""
-    model: str
-    """Name of the model."""
-    recipe: str
-    """Name of the recipe."""
-    task: str
-    """Name of the task."""
-    stage: str
-    """Scored stage nearest to deployment, whose predictions are compared."""
-    n: int
-    """Number of samples that it scored."""
-    metrics: dict[str, float]
-    """Metrics of that stage, the primary one first."""
-    stderr: dict[str, float]
-    """Standard errors of the metrics, where known."""
-    fp32: dict[str, float]
-    """Metrics of the run's own FP32."""
-    vs_fp32: Comparison | None
-    """Comparison with the run's own FP32; null without."""
-    backend: str | None
-    """Backend of the engine; null if none was built."""
-    int8: int | None
-    """Matrix products that the engine runs in INT8; null without one."""
-    expected_int8: int | None
-    """Matrix products that should be in INT8; null without one."""
-    planned_int8: int
-    """Linear layers that the recipe puts in INT8."""
-    onnx_bytes: int | None
-    """Size in bytes of the quantized ONNX file, or of the FP16 graph if nothing is quantized; null without
-    a file."""
-    engine_bytes: int | None
-    """Size of the engine in bytes; null without one."""
-    gate: GateState
-    """State of the gate."""
-    failures: list[GateCode]
-    """Codes of the gate's failed checks."""
-    warnings: list[str]
-    """Warnings of its `results.json`."""
-    device: str | None
-    """Device of its bench; null without one, or if files changed since."""
-    latency: list[RunLatency]
-    """Latency by config of its bench."""
+    name: str = field("Last parts of its path that make the name unique.")
+    folder: str = field("Path of the run directory as given.")
+    model: str = field("Name of the model.")
+    recipe: str = field("Name of the recipe.")
+    task: str = field("Name of the task.")
+    stage: str = field("Scored stage nearest to deployment, whose predictions are compared.")
+    n: int = field("Number of samples that it scored.")
+    metrics: dict[str, float] = field("Metrics of that stage, the primary one first.")
+    stderr: dict[str, float] = field("Standard errors of the metrics, where known.")
+    fp32: dict[str, float] = field("Metrics of the run's own FP32.")
+    vs_fp32: Comparison | None = field("Comparison with the run's own FP32; null without.")
+    backend: str | None = field("Backend of the engine; null if none was built.")
+    int8: int | None = field("Matrix products that the engine runs in INT8; null without one.")
+    expected_int8: int | None = field("Matrix products that should be in INT8; null without one.")
+    planned_int8: int = field("Linear layers that the recipe puts in INT8.")
+    onnx_bytes: int | None = field(
+        "Size in bytes of the quantized ONNX file, or of the FP16 graph if nothing is quantized; null "
+        "without a file."
+    )
+    engine_bytes: int | None = field("Size of the engine in bytes; null without one.")
+    gate: GateState = field("State of the gate.")
+    failures: list[GateCode] = field("Codes of the gate's failed checks.")
+    warnings: list[str] = field("Warnings of its `results.json`.")
+    device: str | None = field("Device of its bench; null without one, or if files changed since.")
+    latency: list[RunLatency] = field("Latency by config of its bench.")
 
 
 class ComparedPair(Strict):
     """Two runs on the same samples: the second against the first."""
 
-    first: str
-    """Name of the run that is the baseline."""
-    second: str
-    """Name of the run that is compared with it."""
-    not_paired: str | None = None
-    """Reason why they cannot be paired: another task, other samples; null if they are."""
-    comparison: Comparison | None = None
-    """Second run minus the first on the same samples; null if they are not paired."""
+    first: str = field("Name of the run that is the baseline.")
+    second: str = field("Name of the run that is compared with it.")
+    not_paired: str | None = field(
+        "Reason why they cannot be paired: another task, other samples; null if they are.", default=None
+    )
+    comparison: Comparison | None = field(
+        "Second run minus the first on the same samples; null if they are not paired.", default=None
+    )
 
 
 class SamplePrediction(Strict):
     """Prediction of one model for a sample."""
 
-    prediction: str
-    """Class, score or text."""
-    margin: float | None
-    """Probability of the class minus the next; null without classes."""
-    right: bool | None
-    """True if it is right, false if wrong; null if neither."""
+    prediction: str = field("Class, score or text.")
+    margin: float | None = field("Probability of the class minus the next; null without classes.")
+    right: bool | None = field("True if it is right, false if wrong; null if neither.")
 
 
 class ComparedSample(Strict):
     """A sample with different answers, or scores that differ most."""
 
-    task: str
-    """Name of the task."""
-    sample: int
-    """Row of the evaluation split; number of the sample if it has several."""
-    text: str | None
-    """Text of the sample; null if the data were not found."""
-    label: str | None
-    """Label in words; null for a task without labels."""
-    predictions: dict[str, SamplePrediction]
-    """Predictions by run; those of FP32 as `FP32`, or `FP32 of NAME` if the runs have different models."""
-    distance: float
-    """Divergence of the two predictions that differ most."""
+    task: str = field("Name of the task.")
+    sample: int = field("Row of the evaluation split; number of the sample if it has several.")
+    text: str | None = field("Text of the sample; null if the data were not found.")
+    label: str | None = field("Label in words; null for a task without labels.")
+    predictions: dict[str, SamplePrediction] = field(
+        "Predictions by run; those of FP32 as `FP32`, or `FP32 of NAME` if the runs have different models."
+    )
+    distance: float = field("Divergence of the two predictions that differ most.")
 
 
 class ComparedLayer(Strict):
     """Quantizer, linear layer or block side by side in several runs."""
 
-    what: Literal["amax", "output error", "block error"]
-    """Quantity: amax of a quantizer, output error of a linear layer, output error of a block."""
-    name: str
-    """Name of the quantizer, linear layer or block."""
-    values: dict[str, float | None]
-    """Values by run; null if not known or not a number. Errors are relative (by norm), an amax is not."""
+    what: Literal["amax", "output error", "block error"] = field(
+        "Quantity: amax of a quantizer, output error of a linear layer, output error of a block."
+    )
+    name: str = field("Name of the quantizer, linear layer or block.")
+    values: dict[str, float | None] = field(
+        "Values by run; null if not known or not a number. Errors are relative (by norm), an amax is not."
+    )
 
 
 class RunComparison(Tabular):
     """A whole comparison."""
 
-    schema_version: Literal[2] = 2
-    """Version of this schema."""
-    created: str
-    """Time of the end, ISO 8601, UTC."""
-    command: str
-    """Command line."""
-    runs: list[ComparedRun]
-    """Runs, in the order given."""
-    pairs: list[ComparedPair]
-    """Each pair of runs."""
-    samples: list[ComparedSample]
-    """Samples with different predictions or scores."""
-    sample_count: int
-    """Number of such samples before the list was cut."""
-    layers: list[ComparedLayer]
-    """Quantizers, linear layers and blocks of several runs."""
-    notes: list[str]
-    """Parts that could not be compared, with the reason."""
+    schema_version: Literal[2] = field("Version of this schema.", default=2)
+    created: str = field("Time of the end, ISO 8601, UTC.")
+    command: str = field("Command line.")
+    runs: list[ComparedRun] = field("Runs, in the order given.")
+    pairs: list[ComparedPair] = field("Each pair of runs.")
+    samples: list[ComparedSample] = field("Samples with different predictions or scores.")
+    sample_count: int = field("Number of such samples before the list was cut.")
+    layers: list[ComparedLayer] = field("Quantizers, linear layers and blocks of several runs.")
+    notes: list[str] = field("Parts that could not be compared, with the reason.")
 
     def rows(self) -> Iterator[dict[str, Any]]:
         for run in self.runs:

@@ -16,7 +16,7 @@ from qdqbench.quantize.training.qat import get_settings
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.results import Spread, TrainingRun, training_line
-from qdqbench.quantize.utils.schema import Strict
+from qdqbench.quantize.utils.schema import Strict, field
 from qdqbench.quantize.utils.system.environment import now
 
 if TYPE_CHECKING:
@@ -29,74 +29,47 @@ STUDY_STAGES = ("baseline", "ptq", "fake_quant")
 class StudyRow(Strict):
     """One recipe on the FP32 model of one seed."""
 
-    seed: int
-    """Seed of fine-tuning, PTQ and QAT."""
-    recipe: str
-    """Name of the recipe."""
-    status: Literal["done", "failed"]
-    """`done`, or `failed` without figures."""
-    reason: str | None = None
-    """Reason of the failure; null if done."""
-    fp32: dict[str, float] = {}
-    """Metrics of the fine-tuned model."""
-    ptq: dict[str, float] = {}
-    """Metrics of the fake-quant model before QAT."""
-    qat: dict[str, float] = {}
-    """Metrics of the fake-quant model after QAT."""
-    steps: int = 0
-    """Optimizer steps of the QAT."""
-    best_step: int = 0
-    """Step whose weights were kept; 0: before training."""
-    samples_per_s: float | None = None
-    """Samples per second; null without a step."""
+    seed: int = field("Seed of fine-tuning, PTQ and QAT.")
+    recipe: str = field("Name of the recipe.")
+    status: Literal["done", "failed"] = field("`done`, or `failed` without figures.")
+    reason: str | None = field("Reason of the failure; null if done.", default=None)
+    fp32: dict[str, float] = field("Metrics of the fine-tuned model.", default={})
+    ptq: dict[str, float] = field("Metrics of the fake-quant model before QAT.", default={})
+    qat: dict[str, float] = field("Metrics of the fake-quant model after QAT.", default={})
+    steps: int = field("Optimizer steps of the QAT.", default=0)
+    best_step: int = field("Step whose weights were kept; 0: before training.", default=0)
+    samples_per_s: float | None = field("Samples per second; null without a step.", default=None)
 
 
 class StudySummary(Strict):
     """One recipe over the seeds that are done, of the primary metric."""
 
-    fp32: Spread
-    """Primary metric of the fine-tuned models."""
-    ptq: Spread
-    """Primary metric before QAT."""
-    qat: Spread
-    """Primary metric after QAT."""
-    ptq_minus_fp32: Spread
-    """PTQ minus FP32, paired by seed."""
-    qat_minus_fp32: Spread
-    """QAT minus FP32, paired by seed."""
+    fp32: Spread = field("Primary metric of the fine-tuned models.")
+    ptq: Spread = field("Primary metric before QAT.")
+    qat: Spread = field("Primary metric after QAT.")
+    ptq_minus_fp32: Spread = field("PTQ minus FP32, paired by seed.")
+    qat_minus_fp32: Spread = field("QAT minus FP32, paired by seed.")
 
 
 class Study(Strict):
     """`study.json`."""
 
-    schema_version: Literal[2] = 2
-    """Version of this schema."""
-    created: str
-    """Time of the end, ISO 8601, UTC."""
-    command: str
-    """Command line."""
-    base: dict[str, Any]
-    """Name, sha256 and `revision` (commit, null for a folder) of the encoder at the start of fine-tuning."""
-    task: dict[str, Any]
-    """Name, metrics (the primary one first), label names."""
-    data: str
-    """Fingerprint of the train split."""
-    n: int
-    """Number of samples that each seed is evaluated on."""
-    finetune: dict[str, Any]
-    """Settings of the FP32 models."""
-    recipes: dict[str, Any]
-    """Recipes by name, with every default filled in."""
-    seeds: list[int]
-    """Seeds of the fine-tuned models."""
-    rows: list[StudyRow]
-    """Recipes and seeds, failed ones too."""
-    summary: dict[str, StudySummary]
-    """Statistics by recipe with a seed that is done."""
-    warnings: list[str]
-    """Warnings of the fine-tunings, and failures."""
-    environment: dict[str, Any]
-    """Versions of the libraries, hardware, git hash."""
+    schema_version: Literal[2] = field("Version of this schema.", default=2)
+    created: str = field("Time of the end, ISO 8601, UTC.")
+    command: str = field("Command line.")
+    base: dict[str, Any] = field(
+        "Name, sha256 and `revision` (commit, null for a folder) of the encoder at the start of fine-tuning."
+    )
+    task: dict[str, Any] = field("Name, metrics (the primary one first), label names.")
+    data: str = field("Fingerprint of the train split.")
+    n: int = field("Number of samples that each seed is evaluated on.")
+    finetune: dict[str, Any] = field("Settings of the FP32 models.")
+    recipes: dict[str, Any] = field("Recipes by name, with every default filled in.")
+    seeds: list[int] = field("Seeds of the fine-tuned models.")
+    rows: list[StudyRow] = field("Recipes and seeds, failed ones too.")
+    summary: dict[str, StudySummary] = field("Statistics by recipe with a seed that is done.")
+    warnings: list[str] = field("Warnings of the fine-tunings, and failures.")
+    environment: dict[str, Any] = field("Versions of the libraries, hardware, git hash.")
 
 
 def study(

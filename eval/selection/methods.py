@@ -1,8 +1,8 @@
 """Calibration methods side by side: `qdqbench compare-calibration` (docs/how-to/compare-calibration.md)."""
 
+import dataclasses
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.metrics import NOISE
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.progress import Progress
-from qdqbench.quantize.utils.schema import Strict
+from qdqbench.quantize.utils.schema import Strict, field
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,16 +55,15 @@ EXTRA = 64  # channels for copies where the recipe does not split
 class MethodRow(Strict):
     """One calibration section."""
 
-    trial: Trial
-    """Recipe with another calibration section."""
-    best: bool = False
-    """True for the lowest divergence on the draw."""
-    above_best: float | None = None
-    """Divergence minus that of the best row, paired by sample; null if it failed."""
-    above_best_stderr: float | None = None
-    """Standard error of `above_best`, paired by sample; null if it failed."""
-    ties: bool = False
-    """True if `above_best` is at most two standard errors."""
+    trial: Trial = field("Recipe with another calibration section.")
+    best: bool = field("True for the lowest divergence on the draw.", default=False)
+    above_best: float | None = field(
+        "Divergence minus that of the best row, paired by sample; null if it failed.", default=None
+    )
+    above_best_stderr: float | None = field(
+        "Standard error of `above_best`, paired by sample; null if it failed.", default=None
+    )
+    ties: bool = field("True if `above_best` is at most two standard errors.", default=False)
 
     @property
     def section(self) -> Calibration:
@@ -89,12 +88,9 @@ class MethodRow(Strict):
 class Methods(DrawRecord):
     """Everything that `qdqbench compare-calibration` measured."""
 
-    fp32: dict[str, Scores]
-    """Metrics of FP32 by evaluation split."""
-    rows: list[MethodRow]
-    """Calibration sections, the recipe's own first."""
-    timings: dict[str, float]
-    """`total_s`: time of the whole comparison in seconds."""
+    fp32: dict[str, Scores] = field("Metrics of FP32 by evaluation split.")
+    rows: list[MethodRow] = field("Calibration sections, the recipe's own first.")
+    timings: dict[str, float] = field("`total_s`: time of the whole comparison in seconds.")
 
     @property
     def best(self) -> MethodRow:
@@ -159,7 +155,7 @@ def require_quantized(recipe: Recipe) -> None:
         )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class MethodCase:
     recipe: Recipe
     plan: Plan
@@ -196,7 +192,7 @@ def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str])
     return list(cases.values())
 
 
-@dataclass
+@dataclasses.dataclass
 class MethodComparison:
     session: Session
     samples: int
@@ -204,8 +200,8 @@ class MethodComparison:
     smooths: Sequence[str] = ()
     progress: Progress = lambda done, total, text: None
     evaluates: bool = True  # False: evaluation data are not read
-    _done: float = field(default=0.0, init=False)  # samples that went through a model
-    _total: float = field(default=1.0, init=False)
+    _done: float = dataclasses.field(default=0.0, init=False)  # samples that went through a model
+    _total: float = dataclasses.field(default=1.0, init=False)
 
     @cached_property
     def trials(self) -> Trials:

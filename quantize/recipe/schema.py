@@ -27,27 +27,31 @@ LONGEST = 200  # characters of a key or of what is wrong with it, in an error
 class Recipe(Frozen):
     """A whole recipe, validated without loading a model."""
 
-    version: Literal[1] = field("Version of this format.", ...)
-    name: str = field("Names run folders, files and rows of tables.", ..., pattern=r"^[a-z0-9][a-z0-9._-]*$")
-    description: str = field("One line for `qdqbench recipes list`.", "")
-    model: sections.ModelSection = field("Which models the recipe is for.", sections.ModelSection())
+    version: Literal[1] = field("Version of this format.")
+    name: str = field("Names run folders, files and rows of tables.", pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    description: str = field("One line for `qdqbench recipes list`.", default="")
+    model: sections.ModelSection = field("Which models the recipe is for.", default=sections.ModelSection())
     precision: sections.Precision = field(
-        "Compute precision, and what stays out of INT8.", sections.Precision()
+        "Compute precision, and what stays out of INT8.", default=sections.Precision()
     )
-    rules: tuple[sections.Rule, ...] = field("What becomes INT8, and exceptions; the later one wins.", ())
+    rules: tuple[sections.Rule, ...] = field(
+        "What becomes INT8, and exceptions; the later one wins.", default=()
+    )
     attention: Literal["fp16", "int8"] = field(
-        "q, k, v, softmax and output of attentions that no rule matches.", "fp16"
+        "q, k, v, softmax and output of attentions that no rule matches.", default="fp16"
     )
     residual: Literal["fp16", "int8"] = field(
-        "What LayerNorms of the encoder add to a linear's output, where no rule matches.", "fp16"
+        "What LayerNorms of the encoder add to a linear's output, where no rule matches.", default="fp16"
     )
-    calibration: sections.Calibration = field("Data and method that set each amax.", sections.Calibration())
-    export: sections.Export = field("Form of the ONNX file.", sections.Export())
+    calibration: sections.Calibration = field(
+        "Data and method that set each amax.", default=sections.Calibration()
+    )
+    export: sections.Export = field("Form of the ONNX file.", default=sections.Export())
     engine: sections.EngineSettings = field(
-        "Where the ONNX file is built, and for which shapes.", sections.EngineSettings()
+        "Where the ONNX file is built, and for which shapes.", default=sections.EngineSettings()
     )
-    qat: sections.Qat | None = field("Training after PTQ, with its Q/DQ in place; null: none.")
-    gate: sections.GateSettings = field("What must hold for exit status 0.", sections.GateSettings())
+    qat: sections.Qat | None = field("Training after PTQ, with its Q/DQ in place; null: none.", default=None)
+    gate: sections.GateSettings = field("What must hold for exit status 0.", default=sections.GateSettings())
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":

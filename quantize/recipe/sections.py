@@ -18,8 +18,8 @@ FORMS = ("mapping", "list", "word")
 class Shapes(Frozen):
     """Minimum, optimum and maximum of the optimization profile."""
 
-    batch: Range = field("Samples: [min, opt, max] in rising order.", (1, 32, 128))
-    length: Range = field("Tokens of a sample: [min, opt, max] in rising order.", (16, 128, 128))
+    batch: Range = field("Samples: [min, opt, max] in rising order.", default=(1, 32, 128))
+    length: Range = field("Tokens of a sample: [min, opt, max] in rising order.", default=(16, 128, 128))
 
     @model_validator(mode="after")
     def _ordered(self) -> "Shapes":
@@ -44,25 +44,32 @@ ShapesForm = Annotated[
 class FamilyLayout(Frozen):
     """Layout of the models of a family; `qdqbench recipes new` writes it. Paths are inside a layer."""
 
-    layers: str = field("Path of the layers inside the base model; `*` stands for a number.", ...)
-    linears: dict[str, Role] = field("Role of every linear of a layer; `other`: not recognized.", ...)
-    outside: dict[str, Role] = field("Roles of linears in no layer, by the ends of their names.", ...)
-    attention: str | None = field("Module with transformers' AttentionInterface; null: none can be INT8.")
-    head_size: str = field("Attribute of the attention.", "head_dim")
-    residuals: dict[str, tuple[Role, ...]] = field(
-        "Modules that add a residual, the attention's first, and linears that read the same tensor.", {}
+    layers: str = field("Path of the layers inside the base model; `*` stands for a number.")
+    linears: dict[str, Role] = field("Role of every linear of a layer; `other`: not recognized.")
+    outside: dict[str, Role] = field("Roles of linears in no layer, by the ends of their names.")
+    attention: str | None = field(
+        "Module with transformers' AttentionInterface; null: none can be INT8.", default=None
     )
-    norms: dict[str, Norm] = field("Tensor that each LayerNorm of a layer normalizes.", ...)
-    embeddings: str = field("In the base model.", ...)
-    embeddings_norm: str = field("In the base model; empty: none.", "")
-    embeddings_linear: str | None = field("In the base model, where one stands before the layers.")
-    layers_return_tuples: bool = field("Whether a layer returns more than one tensor.", False)
-    pooler: str | None = field("In the base model.")
-    dropouts: tuple[str, ...] = field("Fields of the configuration.", ())
-    activation: str = field("Field of the configuration: that of the feed-forward.", ...)
-    intermediate: str = field("Field of the configuration: width of the feed-forward.", ...)
-    inputs: tuple[str, ...] = field("Of the model, in the order of the graph's.", ..., min_length=1)
-    positions_follow_padding: bool = field("Whether the first token has position `pad_token_id` + 1.", False)
+    head_size: str = field("Attribute of the attention.", default="head_dim")
+    residuals: dict[str, tuple[Role, ...]] = field(
+        "Modules that add a residual, the attention's first, and linears that read the same tensor.",
+        default={},
+    )
+    norms: dict[str, Norm] = field("Tensor that each LayerNorm of a layer normalizes.")
+    embeddings: str = field("In the base model.")
+    embeddings_norm: str = field("In the base model; empty: none.", default="")
+    embeddings_linear: str | None = field(
+        "In the base model, where one stands before the layers.", default=None
+    )
+    layers_return_tuples: bool = field("Whether a layer returns more than one tensor.", default=False)
+    pooler: str | None = field("In the base model.", default=None)
+    dropouts: tuple[str, ...] = field("Fields of the configuration.", default=())
+    activation: str = field("Field of the configuration: that of the feed-forward.")
+    intermediate: str = field("Field of the configuration: width of the feed-forward.")
+    inputs: tuple[str, ...] = field("Of the model, in the order of the graph's.", min_length=1)
+    positions_follow_padding: bool = field(
+        "Whether the first token has position `pad_token_id` + 1.", default=False
+    )
 
     def family(self, name: str) -> Family:
         added = tuple(Residual(*each) for each in self.residuals.items())
@@ -109,10 +116,12 @@ class ModelSection(Frozen):
 
     family: str = field(
         "Encoder family, as `qdqbench recipes list` has it; with `layout` the model type.",
-        "bert",
+        default="bert",
         json_schema_extra={"examples": [family.name for family in FAMILIES]},
     )
-    layout: FamilyLayout | None = field("Layout that `qdqbench recipes new` writes; null: a known family.")
+    layout: FamilyLayout | None = field(
+        "Layout that `qdqbench recipes new` writes; null: a known family.", default=None
+    )
 
     @model_validator(mode="after")
     def _known(self) -> "ModelSection":
@@ -136,12 +145,12 @@ class Precision(Frozen):
     """Compute precision, and what a recipe promises to leave without Q/DQ."""
 
     compute: Literal["fp16", "fp32"] = field(
-        "Datatype of what is not in INT8; Q/DQ scales stay FP32.", "fp16"
+        "Datatype of what is not in INT8; Q/DQ scales stay FP32.", default="fp16"
     )
     never_quantize: tuple[Literal["layernorm", "softmax"], ...] = field(
-        "Operators that must never be quantized: a constraint, not a setting; recipes that violate it are"
-        " rejected. Must include `layernorm`; leave `softmax` out to allow INT8 attention.",
-        ("layernorm", "softmax"),
+        "Operators that must never be quantized: a constraint, not a setting; recipes that violate it are "
+        "rejected. Must include `layernorm`; leave `softmax` out to allow INT8 attention.",
+        default=("layernorm", "softmax"),
     )
 
 
@@ -149,27 +158,31 @@ class Rule(Frozen):
     """Quantize the matched linears, keep the matched modules in FP16 or FP32, or change their calibration."""
 
     match: str = field(
-        "Glob on the module's name, with or without the base model's; `*` crosses dots. A rule that "
-        "matches nothing is an error.",
-        ...,
+        "Glob on the module's name, with or without the base model's; `*` crosses dots. A rule that matches "
+        "nothing is an error.",
         min_length=1,
     )
     type: Literal["Linear", "LayerNorm", "Embedding", "Softmax", "Attention", "Residual"] | None = field(
-        "Only modules of this class; null: of any."
+        "Only modules of this class; null: of any.", default=None
     )
     weights: Literal["int8/per-channel", "int8/per-tensor"] | None = field(
-        "INT8 weights with a scale per output channel, or one in all; with `input`."
+        "INT8 weights with a scale per output channel, or one in all; with `input`.", default=None
     )
-    input: Literal["int8/per-tensor"] | None = field("INT8 input with one scale; with `weights`.")
+    input: Literal["int8/per-tensor"] | None = field(
+        "INT8 input with one scale; with `weights`.", default=None
+    )
     precision: Literal["int8", "fp16", "fp32"] | None = field(
-        "fp16 or fp32: the matched modules stay out of INT8; int8: an Attention or a Residual."
+        "fp16 or fp32: the matched modules stay out of INT8; int8: an Attention or a Residual.", default=None
     )
-    method: Method | None = field("`calibration.method` for activations of these modules; null: as there.")
+    method: Method | None = field(
+        "`calibration.method` for activations of these modules; null: as there.", default=None
+    )
     weights_method: WeightMethod | None = field(
-        "`calibration.weights_method` of these linears; null: as there."
+        "`calibration.weights_method` of these linears; null: as there.", default=None
     )
     smoothing: Smooth | None = field(
-        "As `calibration.smoothing`; of attention outputs too (factors go into v); null: as there."
+        "As `calibration.smoothing`; of attention outputs too (factors go into v); null: as there.",
+        default=None,
     )
 
     @model_validator(mode="after")
@@ -209,33 +222,39 @@ class Rule(Frozen):
 class Calibration(Frozen):
     """Data and method that set each amax."""
 
-    split: str = field("Split that the samples are drawn from.", "train")
-    samples: Positive = field("Samples, drawn without replacement.", 512)
-    batch_size: Positive = field("Samples of a batch at most; all of one length, so that none is padded.", 32)
-    method: Method = field(
-        "Amax of an activation from calibration: max, mse, entropy or percentile/P (50 < P <= 100).", "max"
+    split: str = field("Split that the samples are drawn from.", default="train")
+    samples: Positive = field("Samples, drawn without replacement.", default=512)
+    batch_size: Positive = field(
+        "Samples of a batch at most; all of one length, so that none is padded.", default=32
     )
-    weights_method: WeightMethod = field("Amax of weights: max, or mse (least squared error).", "max")
+    method: Method = field(
+        "Amax of an activation from calibration: max, mse, entropy or percentile/P (50 < P <= 100).",
+        default="max",
+    )
+    weights_method: WeightMethod = field("Amax of weights: max, or mse (least squared error).", default="max")
     smoothing: Smooth = field(
-        "SmoothQuant with this alpha (0 to 1), gain (that of the LayerNorm before moves into the linear) "
-        "or none. It is for linears that read a LayerNorm, and for q against k in an INT8 attention. "
-        "Factors are powers of two.",
-        "none",
+        "SmoothQuant with this alpha (0 to 1), gain (that of the LayerNorm before moves into the linear) or "
+        "none. It is for linears that read a LayerNorm, and for q against k in an INT8 attention. Factors "
+        "are powers of two.",
+        default="none",
     )
     outlier_channel_splitting: Annotated[int, Field(ge=0, le=1024, multiple_of=32)] = field(
-        "Channels of each feed-forward for copies of its outlier channels; by 32, which kernels need.", 0
+        "Channels of each feed-forward for copies of its outlier channels; by 32, which kernels need.",
+        default=0,
     )
-    bias_correction: bool = field("Add mean errors of INT8 linears to their biases where it helps.", False)
+    bias_correction: bool = field(
+        "Add mean errors of INT8 linears to their biases where it helps.", default=False
+    )
     softmax_scale: Literal["auto", "fixed", "min-error"] = field(
         "Scale of the INT8 softmax: fixed (1/127), min-error or auto. min-error: mean-centered V, and the "
         "amax per layer with the least error of the attention output. auto: min-error if calibration saw a "
         "sample of more than 128 tokens, else fixed.",
-        "auto",
+        default="auto",
     )
     amax: dict[str, Annotated[float, Field(gt=0, le=FP16_MAX)]] = field(
-        "Amax that are given, by quantizer (MODULE.input_quantizer); the others follow from data.", {}
+        "Amax that are given, by quantizer (MODULE.input_quantizer); the others follow from data.", default={}
     )
-    seed: Annotated[int, Field(ge=0)] = field("Seed of the draw.", 0)
+    seed: Annotated[int, Field(ge=0)] = field("Seed of the draw.", default=0)
 
     @model_validator(mode="after")
     def _given_as_it_is(self) -> "Calibration":
@@ -250,24 +269,25 @@ class Calibration(Frozen):
 class Export(Frozen):
     """Form of the ONNX file."""
 
-    opset: Annotated[int, Field(ge=20, le=22)] = field("ONNX opset.", 20)
+    opset: Annotated[int, Field(ge=20, le=22)] = field("ONNX opset.", default=20)
     max_length: Annotated[int, Field(ge=8, le=8192)] = field(
-        "Tokens of a sample, special tokens included; longer ones are cut in every stage.", 128
+        "Tokens of a sample, special tokens included; longer ones are cut in every stage.", default=128
     )
     weight_scales: Literal["auto", "channel", "factored"] = field(
         "Form of per-channel weights. channel: a DQ with one scale per output channel. factored: a DQ with "
         "one scale and a Mul after the MatMul; the codes are the same. auto: factored for TensorRT-RTX, "
         "channel for TensorRT.",
-        "auto",
+        default="auto",
     )
     qkv_scales: Literal["shared", "separate"] = field(
-        "Scale factors of q, k and v with factored weights. shared: one factor, so the engine can fuse "
-        "the GEMMs; separate: one each. With per-tensor q, k, v in an INT8 attention, shared also shares "
-        "weight and output scales.",
-        "shared",
+        "Scale factors of q, k and v with factored weights. shared: one factor, so the engine can fuse the "
+        "GEMMs; separate: one each. With per-tensor q, k, v in an INT8 attention, shared also shares weight "
+        "and output scales.",
+        default="shared",
     )
     gelu: Literal["exact", "tanh"] = field(
-        "GELU of the INT8 graph: the model's own, or its faster tanh form, off by 5e-4 at most.", "exact"
+        "GELU of the INT8 graph: the model's own, or its faster tanh form, off by 5e-4 at most.",
+        default="exact",
     )
 
 
@@ -278,14 +298,16 @@ class EngineSettings(Frozen):
         "Library that builds and runs the engine. auto, with a GPU: TensorRT, or TensorRT-RTX if that is "
         "not installed. auto, without a GPU: OpenVINO, or ONNX Runtime if that is not installed; "
         "TensorRT-RTX builds ahead of time as well, as a proof for a GPU.",
-        "auto",
+        default="auto",
     )
     shapes: ShapesForm = field(
         "Shapes of one optimization profile, a list of several, or auto: a profile for each of a few "
         "lengths that pad the run's evaluation data least (docs/how-to/real-lengths.md).",
-        Shapes(),
+        default=Shapes(),
     )
-    compute_capability: str | None = field('Target of an ahead-of-time build, as "8.9"; null: the GPU here.')
+    compute_capability: str | None = field(
+        'Target of an ahead-of-time build, as "8.9"; null: the GPU here.', default=None
+    )
 
     @model_validator(mode="after")
     def _some(self) -> "EngineSettings":
@@ -304,12 +326,16 @@ class GateSettings(Frozen):
     """Conditions for exit status 0."""
 
     max_drop: Annotated[float, Field(ge=0, le=1)] = field(
-        "Largest drop of the primary metric, absolute (0.01: one point), plus two standard errors.", 0.01
+        "Largest drop of the primary metric, absolute (0.01: one point), plus two standard errors.",
+        default=0.01,
     )
-    require_int8: bool = field("Fail where the engine runs a layer in another precision than asked.", True)
+    require_int8: bool = field(
+        "Fail where the engine runs a layer in another precision than asked.", default=True
+    )
     min_speedup: Annotated[float, Field(gt=0)] | None = field(
         "Least speed-up over the fastest contestant without INT8, a factor, in every cell of the run's "
-        "bench; not judged before `bench`. `search` judges it over the twin."
+        "bench; not judged before `bench`. `search` judges it over the twin.",
+        default=None,
     )
 
 
@@ -321,34 +347,56 @@ Rate = Annotated[float, Field(gt=0, lt=1)]
 class Training(Frozen):
     """Optimization by AdamW, and what it is judged on while it runs; the settings of `finetune`."""
 
-    epochs: Annotated[float, Field(gt=0, le=1000)] = field("Passes over the training rows.", 4)
-    max_steps: Positive | None = field("Steps after which training ends early; null: no limit.")
-    learning_rate: Rate = field("Learning rate of AdamW, after warm-up.", 5e-5)
-    batch_size: Positive = field("Samples of one optimizer step, over all GPUs and accumulated parts.", 32)
-    gradient_accumulation_steps: Positive = field("Parts that a GPU's share of the batch is split into.", 1)
-    warmup_ratio: Fraction = field("Share of the steps in which the learning rate rises.", 0.1)
-    lr_scheduler_type: Literal["linear", "cosine", "constant"] = field("Learning rate schedule.", "linear")
-    weight_decay: Weight = field("AdamW weight decay (weight matrices only).", 0.01)
-    max_grad_norm: Annotated[float, Field(gt=0)] = field("Norm that gradients are clipped to.", 1.0)
-    dropout: Fraction | None = field("Dropout of hidden states and attention; null: the model's own.")
-    precision: Literal["auto", "bf16", "tf32", "fp32"] = field(
-        "Arithmetic: bf16 (autocast), tf32 (where the GPU has it, else fp32), fp32, or auto (bf16 where "
-        "the GPU has it). bf16 rounds as coarsely as INT8.",
-        "auto",
+    epochs: Annotated[float, Field(gt=0, le=1000)] = field("Passes over the training rows.", default=4)
+    max_steps: Positive | None = field("Steps after which training ends early; null: no limit.", default=None)
+    learning_rate: Rate = field("Learning rate of AdamW, after warm-up.", default=5e-5)
+    batch_size: Positive = field(
+        "Samples of one optimizer step, over all GPUs and accumulated parts.", default=32
     )
-    num_evals: Positive = field("Evaluations on the held-out rows over the run, each with a checkpoint.", 10)
-    patience: Positive | None = field("Evaluations without gain that end the run; null: none do.")
-    holdout: float = field("Share of the train split to evaluate on, at most 1,000 rows.", 0.1, gt=0, le=0.5)
-    seed: Annotated[int, Field(ge=0)] = field("Seed of the head, held-out rows, order and dropout.", 0)
+    gradient_accumulation_steps: Positive = field(
+        "Parts that a GPU's share of the batch is split into.", default=1
+    )
+    warmup_ratio: Fraction = field("Share of the steps in which the learning rate rises.", default=0.1)
+    lr_scheduler_type: Literal["linear", "cosine", "constant"] = field(
+        "Learning rate schedule.", default="linear"
+    )
+    weight_decay: Weight = field("AdamW weight decay (weight matrices only).", default=0.01)
+    max_grad_norm: Annotated[float, Field(gt=0)] = field("Norm that gradients are clipped to.", default=1.0)
+    dropout: Fraction | None = field(
+        "Dropout of hidden states and attention; null: the model's own.", default=None
+    )
+    precision: Literal["auto", "bf16", "tf32", "fp32"] = field(
+        "Arithmetic: bf16 (autocast), tf32 (where the GPU has it, else fp32), fp32, or auto (bf16 where the "
+        "GPU has it). bf16 rounds as coarsely as INT8.",
+        default="auto",
+    )
+    num_evals: Positive = field(
+        "Evaluations on the held-out rows over the run, each with a checkpoint.", default=10
+    )
+    patience: Positive | None = field(
+        "Evaluations without gain that end the run; null: none do.", default=None
+    )
+    holdout: float = field(
+        "Share of the train split to evaluate on, at most 1,000 rows.", default=0.1, gt=0, le=0.5
+    )
+    seed: Annotated[int, Field(ge=0)] = field(
+        "Seed of the head, held-out rows, order and dropout.", default=0
+    )
 
 
 class Distill(Frozen):
     """Weights of the parts of the loss, which compare with the FP32 model, and with the labels."""
 
-    logits: Weight = field("Weight of the KL divergence of the answers; squared error for regression.", 1.0)
-    hidden: Weight = field("Weight of the squared error of every layer's output, relative to its power.", 0.0)
-    labels: Weight = field("Weight of the cross entropy with the labels; squared error for regression.", 0.0)
-    temperature: Annotated[float, Field(gt=0)] = field("Divides the logits.", 1.0)
+    logits: Weight = field(
+        "Weight of the KL divergence of the answers; squared error for regression.", default=1.0
+    )
+    hidden: Weight = field(
+        "Weight of the squared error of every layer's output, relative to its power.", default=0.0
+    )
+    labels: Weight = field(
+        "Weight of the cross entropy with the labels; squared error for regression.", default=0.0
+    )
+    temperature: Annotated[float, Field(gt=0)] = field("Divides the logits.", default=1.0)
 
     @model_validator(mode="after")
     def _some(self) -> "Distill":
@@ -360,18 +408,19 @@ class Distill(Frozen):
 class Qat(Training):
     """Quantization-aware training after PTQ, with its placement; the `qat` section of a recipe."""
 
-    epochs: Annotated[float, Field(gt=0, le=1000)] = field("Passes over the training rows.", 3)
-    learning_rate: Rate = field("Learning rate of AdamW, after warm-up.", 1e-6)
+    epochs: Annotated[float, Field(gt=0, le=1000)] = field("Passes over the training rows.", default=3)
+    learning_rate: Rate = field("Learning rate of AdamW, after warm-up.", default=1e-6)
     precision: Literal["auto", "bf16", "tf32", "fp32"] = field(
-        "Arithmetic: tf32 (where the GPU has it, else fp32), fp32, bf16 (autocast), or auto (bf16 where "
-        "the GPU has it). bf16 rounds as coarsely as INT8.",
-        "tf32",
+        "Arithmetic: tf32 (where the GPU has it, else fp32), fp32, bf16 (autocast), or auto (bf16 where the "
+        "GPU has it). bf16 rounds as coarsely as INT8.",
+        default="tf32",
     )
     dropout: Fraction | None = field(
-        "Dropout; null: the model's own. 0 by default: the student is nearly its teacher.", 0.0
+        "Dropout; null: the model's own. 0 by default: the student is nearly its teacher.", default=0.0
     )
     amax: Literal["frozen", "learned"] = field(
-        "frozen: calibrated scales; learned: their ratio is trained (LSQ, arXiv 1902.08153).", "frozen"
+        "frozen: calibrated scales; learned: their ratio is trained (LSQ, arXiv 1902.08153).",
+        default="frozen",
     )
-    amax_learning_rate: Rate = field("Of learned amax, relative to its value.", 1e-3)
-    distill: Distill = field("Parts of the loss.", Distill())
+    amax_learning_rate: Rate = field("Of learned amax, relative to its value.", default=1e-3)
+    distill: Distill = field("Parts of the loss.", default=Distill())

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, dataclass_transform
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -17,10 +17,12 @@ Schema = TypeVar("Schema", bound=BaseModel)
 Positive = Annotated[int, Field(gt=0)]
 
 
-def field(text: str, default: Any = None, **constraints: Any) -> Any:
+def field(text: str, *, default: Any = ..., **constraints: Any) -> Any:
+    """Describe a field of a record; without a default it is required."""
     return Field(default, description=text, **constraints)
 
 
+@dataclass_transform(kw_only_default=True, field_specifiers=(Field, field))
 class Strict(BaseModel):
     """A record without unknown fields."""
 

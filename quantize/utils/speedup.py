@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from qdqbench.quantize.utils.schema import Strict
+from qdqbench.quantize.utils.schema import Strict, field
 
 SpeedVerdict = Literal["faster", "slower", "inconclusive"]
 
@@ -10,24 +10,19 @@ SpeedVerdict = Literal["faster", "slower", "inconclusive"]
 class Speedup(Strict):
     """Speed-up of a system over its baseline, timed interleaved in the same rounds."""
 
-    system: str
-    """Name of the system."""
-    baseline: str
-    """Name of the baseline."""
-    config: str
-    """Config that both ran, such as `b32 s128`."""
-    value: float
-    """`baseline_ms` / `system_ms`; below 1: slower."""
-    ci95_low: float | None
-    """Lower end of the 95% confidence interval, by bootstrap over rounds; null with fewer than three."""
-    ci95_high: float | None
-    """Upper end of the 95% confidence interval; null with fewer than three rounds."""
-    system_ms: float
-    """Latency of the system in ms: median over rounds of the rounds' medians."""
-    baseline_ms: float
-    """Latency of the baseline in ms, likewise."""
-    quick: bool = False
-    """True in results of a run whose bench is the quick one."""
+    system: str = field("Name of the system.")
+    baseline: str = field("Name of the baseline.")
+    config: str = field("Config that both ran, such as `b32 s128`.")
+    value: float = field("`baseline_ms` / `system_ms`; below 1: slower.")
+    ci95_low: float | None = field(
+        "Lower end of the 95% confidence interval, by bootstrap over rounds; null with fewer than three."
+    )
+    ci95_high: float | None = field(
+        "Upper end of the 95% confidence interval; null with fewer than three rounds."
+    )
+    system_ms: float = field("Latency of the system in ms: median over rounds of the rounds' medians.")
+    baseline_ms: float = field("Latency of the baseline in ms, likewise.")
+    quick: bool = field("True in results of a run whose bench is the quick one.", default=False)
 
     @property
     def interval(self) -> str:

@@ -3,18 +3,15 @@
     python tests/tools/pages.py             write them
     python tests/tools/pages.py --check     change nothing; exit status 2 where something would change
 
-The meaning of a field is its `description`, or the docstring below it, which is read from the source, so that
-schemas stay quick to import. The cause of a finding is the text that its rule raises it with.
+The meaning of a field is its `description`. The cause of a finding is the text that its rule raises it with.
 """
 
-import ast
 import importlib
 import inspect
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -97,24 +94,9 @@ def reached(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
     return models
 
 
-@cache
 def meanings(model: type[BaseModel]) -> dict[str, str]:
     """Return the meaning of each field of a schema."""
-    if model is BaseModel or not issubclass(model, BaseModel):
-        return {}
-    tree = ast.parse(Path(inspect.getsourcefile(model)).read_text(encoding="utf-8"))
-    (body,) = (
-        node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node.name == model.__name__
-    )
-    meaning: dict[str, str] = {}
-    for base in model.__bases__:
-        meaning |= meanings(base)
-    for node, after in zip(body, [*body[1:], None], strict=True):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            documented = isinstance(after, ast.Expr) and isinstance(getattr(after.value, "value", None), str)
-            text = model.model_fields[node.target.id].description or (after.value.value if documented else "")
-            meaning[node.target.id] = " ".join(text.split())
-    return meaning
+    return {name: known.description or "" for name, known in model.model_fields.items()}
 
 
 def values(field: Schema, anchors: Mapping[str, str]) -> str:

@@ -7,7 +7,7 @@ from qdqbench.eval.selection.search.results import Source
 from qdqbench.eval.selection.trials.results import ChoiceRecord, Failure, Trial
 from qdqbench.quantize.tasks.metrics import NOISE
 from qdqbench.quantize.utils.comparison import Comparison, GateCode, GateIssue
-from qdqbench.quantize.utils.schema import Strict, Tabular
+from qdqbench.quantize.utils.schema import Strict, Tabular, field
 
 AUTO_FILE = "auto.json"
 BEST_RECIPE = "best.yaml"
@@ -18,96 +18,76 @@ SkipReason = Literal["holds", "no_base", "no_remedy", "only_speed", "budget", "m
 class Criteria(Strict):
     """The gate: what was asked for."""
 
-    max_drop: float
-    """Largest drop of the primary metric that passes, absolute."""
-    min_speedup: float | None = None
-    """Lowest speed-up over the engine without INT8 that passes; null if not required."""
+    max_drop: float = field("Largest drop of the primary metric that passes, absolute.")
+    min_speedup: float | None = field(
+        "Lowest speed-up over the engine without INT8 that passes; null if not required.", default=None
+    )
 
 
 class NestedFolds(Strict):
     """A recipe that holds, each sample scored with the step that is chosen without it."""
 
-    folds: int
-    """Number of folds of the samples."""
-    scores: dict[str, Comparison]
-    """Comparisons with FP32 by evaluation split."""
-    others: float
-    """Share of the samples whose fold chooses another step."""
-    unmet: list[GateIssue]
-    """Issues of accuracy; empty if it passes."""
+    folds: int = field("Number of folds of the samples.")
+    scores: dict[str, Comparison] = field("Comparisons with FP32 by evaluation split.")
+    others: float = field("Share of the samples whose fold chooses another step.")
+    unmet: list[GateIssue] = field("Issues of accuracy; empty if it passes.")
 
 
 class Proposal(Strict):
     """Source of a step's recipe."""
 
-    base: str
-    """Name of the recipe that it changes."""
-    samples: int | None = None
-    """Train rows that it was chosen on; null without."""
-    share: float | None = None
-    """Share of the base's divergence that is left; null if not measured."""
-    method: str = ""
-    """Calibration section in words."""
-    linears: list[str] = []
-    """Linear layers that are kept out of INT8."""
-    trial: int | None = None
-    """Number of the trial of the search; null without."""
-    trials: int | None = None
-    """Number of trials of the search; null without one."""
-    speedup: float | None = None
-    """Speed-up of the trial; null if not measured."""
+    base: str = field("Name of the recipe that it changes.")
+    samples: int | None = field("Train rows that it was chosen on; null without.", default=None)
+    share: float | None = field(
+        "Share of the base's divergence that is left; null if not measured.", default=None
+    )
+    method: str = field("Calibration section in words.", default="")
+    linears: list[str] = field("Linear layers that are kept out of INT8.", default=[])
+    trial: int | None = field("Number of the trial of the search; null without.", default=None)
+    trials: int | None = field("Number of trials of the search; null without one.", default=None)
+    speedup: float | None = field("Speed-up of the trial; null if not measured.", default=None)
 
 
 class StepRun(Strict):
     """A recipe through a whole run."""
 
-    folder: str
-    """Run directory, relative to the folder of `auto`."""
-    engine: str | None
-    """Engine, relative to the folder of `auto`; null if none was built."""
-    int8_linears: int
-    """Linear layers in INT8."""
-    int8_attention: int
-    """Attention layers in INT8."""
-    stage: str
-    """Last stage that was measured, whose scores these are."""
-    previous: str | None
-    """Name of the last measured step before it; null for the first."""
-    vs_previous: dict[str, Comparison]
-    """Comparisons with that step by evaluation split."""
-    source: Source | None
-    """Device and baseline of the speed-up; null without one."""
-    not_timed: Failure | None
-    """Reason why a required speed-up is missing; else null."""
-    issues: list[GateIssue]
-    """Issues that keep it from passing."""
-    open: list[GateIssue] = []
-    """Issues of its gate that are inconclusive or not evaluated: the samples are too few, the engine did not
-    run."""
-    nested: NestedFolds | None = None
-    """Nested evaluation of a step that passes after others were tried; null if nothing was chosen by
-    evaluation data."""
+    folder: str = field("Run directory, relative to the folder of `auto`.")
+    engine: str | None = field("Engine, relative to the folder of `auto`; null if none was built.")
+    int8_linears: int = field("Linear layers in INT8.")
+    int8_attention: int = field("Attention layers in INT8.")
+    stage: str = field("Last stage that was measured, whose scores these are.")
+    previous: str | None = field("Name of the last measured step before it; null for the first.")
+    vs_previous: dict[str, Comparison] = field("Comparisons with that step by evaluation split.")
+    source: Source | None = field("Device and baseline of the speed-up; null without one.")
+    not_timed: Failure | None = field("Reason why a required speed-up is missing; else null.")
+    issues: list[GateIssue] = field("Issues that keep it from passing.")
+    open: list[GateIssue] = field(
+        "Issues of its gate that are inconclusive or not evaluated: the samples are too few, the engine did "
+        "not run.",
+        default=[],
+    )
+    nested: NestedFolds | None = field(
+        "Nested evaluation of a step that passes after others were tried; null if nothing was chosen by "
+        "evaluation data.",
+        default=None,
+    )
 
 
 class AutoStep(Trial):
     """One step: a recipe that was proposed, run and checked against the gate, or why it was not."""
 
-    name: str
-    """Name of the shipped recipe, else the kind."""
-    kind: StepKind
-    """Kind of step."""
-    status: Literal["done", "skipped", "failed"]
-    """`done`, `skipped` or `failed`."""
-    skipped: SkipReason | None = None
-    """Reason of the skip: an earlier step `holds`; `no_base`: no shipped recipe finished; `no_remedy`: it
-    changes nothing about what is unmet; `only_speed`: only speed is unmet; `budget`: its estimate exceeds
-    what is left; `misfit`: its recipe does not fit the model. Else null."""
-    proposal: Proposal | None = None
-    """Origin of the recipe; null if there is none."""
-    estimate_s: float | None = None
-    """Estimated time in seconds; null if not known."""
-    run: StepRun | None = None
-    """Run of the recipe; null unless done."""
+    name: str = field("Name of the shipped recipe, else the kind.")
+    kind: StepKind = field("Kind of step.")
+    status: Literal["done", "skipped", "failed"] = field("`done`, `skipped` or `failed`.")
+    skipped: SkipReason | None = field(
+        "Reason of the skip: an earlier step `holds`; `no_base`: no shipped recipe finished; `no_remedy`: "
+        "it changes nothing about what is unmet; `only_speed`: only speed is unmet; `budget`: its estimate "
+        "exceeds what is left; `misfit`: its recipe does not fit the model. Else null.",
+        default=None,
+    )
+    proposal: Proposal | None = field("Origin of the recipe; null if there is none.", default=None)
+    estimate_s: float | None = field("Estimated time in seconds; null if not known.", default=None)
+    run: StepRun | None = field("Run of the recipe; null unless done.", default=None)
 
     @property
     def unmet(self) -> list[GateIssue]:
@@ -140,46 +120,31 @@ class AutoStep(Trial):
 class AutoChoice(Strict):
     """Recommendation to deploy, and its verdict."""
 
-    passed: bool
-    """True if a recipe passes."""
-    step: str | None
-    """Name of the chosen step; null if none finished."""
-    recipe: str | None = None
-    """Path of the chosen recipe; null with `step`."""
-    engine: str | None = None
-    """Path of its engine; null if none was built."""
-    run: str | None = None
-    """Path of its run directory; null with `step`."""
-    command: str | None = None
-    """Command that repeats its run; null with `step`."""
+    passed: bool = field("True if a recipe passes.")
+    step: str | None = field("Name of the chosen step; null if none finished.")
+    recipe: str | None = field("Path of the chosen recipe; null with `step`.", default=None)
+    engine: str | None = field("Path of its engine; null if none was built.", default=None)
+    run: str | None = field("Path of its run directory; null with `step`.", default=None)
+    command: str | None = field("Command that repeats its run; null with `step`.", default=None)
 
 
 class Auto(ChoiceRecord, Tabular):
     """Everything that `qdqbench auto` tried."""
 
-    folder: str
-    """Folder that the paths of the steps are relative to."""
-    model: dict[str, Any]
-    """Name and SHA-256 of its files."""
-    task: dict[str, Any]
-    """Name, columns, metrics, label names."""
-    data: dict[str, Any]
-    """Source, `evaluation`: samples by split, `proposals`: train rows that proposals are chosen on,
-    `limit`."""
-    seed: int
-    """Seed of bootstrap, search and folds."""
-    gate: Criteria
-    """Criteria."""
-    fp32: dict[str, float]
-    """Metrics of FP32."""
-    budget_s: float
-    """Time budget in seconds."""
-    elapsed_s: float
-    """Time of finished steps in seconds, interrupted calls included."""
-    steps: list[AutoStep]
-    """Steps, in their order."""
-    choice: AutoChoice
-    """Recipe to deploy."""
+    folder: str = field("Folder that the paths of the steps are relative to.")
+    model: dict[str, Any] = field("Name and SHA-256 of its files.")
+    task: dict[str, Any] = field("Name, columns, metrics, label names.")
+    data: dict[str, Any] = field(
+        "Source, `evaluation`: samples by split, `proposals`: train rows that proposals are chosen on, "
+        "`limit`."
+    )
+    seed: int = field("Seed of bootstrap, search and folds.")
+    gate: Criteria = field("Criteria.")
+    fp32: dict[str, float] = field("Metrics of FP32.")
+    budget_s: float = field("Time budget in seconds.")
+    elapsed_s: float = field("Time of finished steps in seconds, interrupted calls included.")
+    steps: list[AutoStep] = field("Steps, in their order.")
+    choice: AutoChoice = field("Recipe to deploy.")
 
     def facts(self) -> dict[str, Any]:
         """Return what a notebook shows of it."""

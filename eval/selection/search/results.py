@@ -8,7 +8,7 @@ from qdqbench.eval.selection.search.options import Objective
 from qdqbench.eval.selection.trials.results import DRAW, ChoiceRecord, Scores, Trial
 from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.utils.comparison import Comparison, GateIssue
-from qdqbench.quantize.utils.schema import Strict, read
+from qdqbench.quantize.utils.schema import Strict, field, read
 
 SEARCH_FILE = "search.json"
 EQUAL = 1.01  # engines within 1% of each other count as equally fast: rounds differ by as much
@@ -17,8 +17,7 @@ EQUAL = 1.01  # engines within 1% of each other count as equally fast: rounds di
 class PlacedTrial(Trial):
     """A recipe with both objectives of a search."""
 
-    int8_share: float = 0.0
-    """INT8 share of the encoder's multiply-adds, 0 to 1."""
+    int8_share: float = field("INT8 share of the encoder's multiply-adds, 0 to 1.", default=0.0)
 
     @property
     def gain(self) -> float:
@@ -29,22 +28,17 @@ class PlacedTrial(Trial):
 class SearchTrial(PlacedTrial):
     """One point of the search space; its scores are those on the draw."""
 
-    number: int
-    """Number in the study."""
-    params: dict[str, Any] = {}
-    """Parameters in the search space."""
-    shipped: str = ""
-    """Shipped recipe that it is derived from, or empty."""
-    int8_linears: int = 0
-    """Linear layers in INT8."""
-    int8_attention: int = 0
-    """Attention layers in INT8."""
-    duplicate_of: int | None = None
-    """Number of an earlier trial with the same recipe, whose values it has; null for a new one."""
-    holds: bool = False
-    """True if it satisfies the gate, also within noise."""
-    on_front: bool = False
-    """True if it is on the Pareto front."""
+    number: int = field("Number in the study.")
+    params: dict[str, Any] = field("Parameters in the search space.", default={})
+    shipped: str = field("Shipped recipe that it is derived from, or empty.", default="")
+    int8_linears: int = field("Linear layers in INT8.", default=0)
+    int8_attention: int = field("Attention layers in INT8.", default=0)
+    duplicate_of: int | None = field(
+        "Number of an earlier trial with the same recipe, whose values it has; null for a new one.",
+        default=None,
+    )
+    holds: bool = field("True if it satisfies the gate, also within noise.", default=False)
+    on_front: bool = field("True if it is on the Pareto front.", default=False)
 
     @property
     def is_scored(self) -> bool:
@@ -64,12 +58,14 @@ class SearchTrial(PlacedTrial):
 class ConfirmedRecipe(PlacedTrial):
     """A recipe on evaluation data, which no trial has seen; its scores are those of fake-quant by split."""
 
-    name: str
-    """Name of the recipe."""
-    engine: dict[str, Comparison] = {}
-    """Comparisons of the chosen recipe's engine with FP32 by split; empty if none ran."""
-    dominates: bool = False
-    """True for a shipped recipe as accurate and as fast as the chosen one, and better in one of both."""
+    name: str = field("Name of the recipe.")
+    engine: dict[str, Comparison] = field(
+        "Comparisons of the chosen recipe's engine with FP32 by split; empty if none ran.", default={}
+    )
+    dominates: bool = field(
+        "True for a shipped recipe as accurate and as fast as the chosen one, and better in one of both.",
+        default=False,
+    )
 
     @property
     def score(self) -> Comparison | None:
@@ -79,37 +75,29 @@ class ConfirmedRecipe(PlacedTrial):
 class DropAgreement(Strict):
     """The chosen recipe's drop where it was searched, and where it was confirmed."""
 
-    searched: float
-    """Drop of the chosen recipe on the search rows."""
-    searched_stderr: float
-    """Paired standard error of `searched`."""
-    confirmed: float
-    """Drop of the chosen recipe on the evaluation split."""
-    confirmed_stderr: float
-    """Paired standard error of `confirmed`."""
-    within_noise: bool
-    """True if they differ by at most two standard errors."""
+    searched: float = field("Drop of the chosen recipe on the search rows.")
+    searched_stderr: float = field("Paired standard error of `searched`.")
+    confirmed: float = field("Drop of the chosen recipe on the evaluation split.")
+    confirmed_stderr: float = field("Paired standard error of `confirmed`.")
+    within_noise: bool = field("True if they differ by at most two standard errors.")
 
 
 class Source(Strict):
     """The second objective of a search, and the device that engines are timed on."""
 
-    mode: Literal["latency", "int8-share"]
-    """Second objective: latency measured here, or the INT8 share of multiply-adds."""
-    gpu: str | None = None
-    """Name of the GPU; null without one."""
-    cpu: str | None = None
-    """Name of the CPU if engines run on it; else null."""
-    baseline_precision: str = "FP16"
-    """Precision of the baseline engine, and of the layers that are not in INT8: `FP16`, `BF16` or `FP32`."""
-    backend: str = ""
-    """Backend of the engines."""
-    version: str = ""
-    """Version of the backend."""
-    batch: int
-    """Batch size in sequences."""
-    length: int
-    """Sequence length in tokens."""
+    mode: Literal["latency", "int8-share"] = field(
+        "Second objective: latency measured here, or the INT8 share of multiply-adds."
+    )
+    gpu: str | None = field("Name of the GPU; null without one.", default=None)
+    cpu: str | None = field("Name of the CPU if engines run on it; else null.", default=None)
+    baseline_precision: str = field(
+        "Precision of the baseline engine, and of the layers that are not in INT8: `FP16`, `BF16` or `FP32`.",
+        default="FP16",
+    )
+    backend: str = field("Backend of the engines.", default="")
+    version: str = field("Version of the backend.", default="")
+    batch: int = field("Batch size in sequences.")
+    length: int = field("Sequence length in tokens.")
 
     @property
     def label(self) -> str:
@@ -121,62 +109,43 @@ class Source(Strict):
 class Ranking(Strict):
     """The order in which units and attentions leave INT8, the worst in INT8 first."""
 
-    units: list[tuple[int, str]]
-    """Units (layer and kind) in the order in which they leave INT8, the most costly first."""
-    attention: list[int]
-    """Attention layers by number, the most costly in INT8 first."""
-    file: str | None = None
-    """File of the sensitivity; null for one of its own."""
-    samples: int | None = None
-    """Train rows of its own sensitivity; else null."""
+    units: list[tuple[int, str]] = field(
+        "Units (layer and kind) in the order in which they leave INT8, the most costly first."
+    )
+    attention: list[int] = field("Attention layers by number, the most costly in INT8 first.")
+    file: str | None = field("File of the sensitivity; null for one of its own.", default=None)
+    samples: int | None = field("Train rows of its own sensitivity; else null.", default=None)
 
 
 class SearchOutcome(Strict):
     """The trial that the gate asks for, and whether it holds on evaluation data."""
 
-    passed: bool = False
-    """True if the chosen trial passes on evaluation data."""
-    chosen: int | None = None
-    """Number of the chosen trial; null if none holds."""
-    best: int | None = None
-    """Trial nearest to the gate if none holds; else null."""
-    holding: int = 0
-    """Number of trials that satisfy the gate."""
-    equal: int = 1
-    """Number of these that are within 1% of the fastest."""
-    issues: list[GateIssue] = []
-    """Issues of the gate on evaluation data."""
+    passed: bool = field("True if the chosen trial passes on evaluation data.", default=False)
+    chosen: int | None = field("Number of the chosen trial; null if none holds.", default=None)
+    best: int | None = field("Trial nearest to the gate if none holds; else null.", default=None)
+    holding: int = field("Number of trials that satisfy the gate.", default=0)
+    equal: int = field("Number of these that are within 1% of the fastest.", default=1)
+    issues: list[GateIssue] = field("Issues of the gate on evaluation data.", default=[])
 
 
 class Search(ChoiceRecord):
     """Every number of one search."""
 
-    recipe: dict[str, Any]
-    """Base recipe with every default filled in."""
-    model: str
-    """Folder or hub id."""
-    task: str
-    """Name of the task."""
-    settings: dict[str, Any]
-    """Settings that all workers of the study share."""
-    study: str
-    """Name of the study."""
-    objective: Objective
-    """First objective."""
-    ranking: Ranking
-    """Order in which units and attention layers leave INT8."""
-    source: Source
-    """Second objective and its device."""
-    fp32: dict[str, Scores]
-    """Metrics of FP32 by evaluation split."""
-    trials: list[SearchTrial]
-    """Finished trials."""
-    outcome: SearchOutcome
-    """Chosen trial, and whether it passes."""
-    confirmed: list[ConfirmedRecipe]
-    """Recipes on evaluation data: the chosen one first, then the given and the shipped ones."""
-    agreement: DropAgreement | None
-    """Both drops of the chosen recipe; null without one."""
+    recipe: dict[str, Any] = field("Base recipe with every default filled in.")
+    model: str = field("Folder or hub id.")
+    task: str = field("Name of the task.")
+    settings: dict[str, Any] = field("Settings that all workers of the study share.")
+    study: str = field("Name of the study.")
+    objective: Objective = field("First objective.")
+    ranking: Ranking = field("Order in which units and attention layers leave INT8.")
+    source: Source = field("Second objective and its device.")
+    fp32: dict[str, Scores] = field("Metrics of FP32 by evaluation split.")
+    trials: list[SearchTrial] = field("Finished trials.")
+    outcome: SearchOutcome = field("Chosen trial, and whether it passes.")
+    confirmed: list[ConfirmedRecipe] = field(
+        "Recipes on evaluation data: the chosen one first, then the given and the shipped ones."
+    )
+    agreement: DropAgreement | None = field("Both drops of the chosen recipe; null without one.")
 
     @property
     def chosen(self) -> SearchTrial | None:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from qdqbench.eval.selection.trials.results import DrawRecord, Scores
 from qdqbench.quantize.utils.comparison import Comparison
-from qdqbench.quantize.utils.schema import Strict, read
+from qdqbench.quantize.utils.schema import Strict, field, read
 
 SENSITIVITY_FILE = "sensitivity.json"
 Group = Literal["linear", "attention", "block", "kind"]
@@ -14,67 +14,49 @@ Group = Literal["linear", "attention", "block", "kind"]
 class CandidateRow(Strict):
     """One candidate: a linear, the attention of a layer, a layer, or one kind of tensor in all layers."""
 
-    name: str
-    """Name as in recipes, without that of the base model; or of the kind."""
-    group: Group
-    """`linear`, `attention`, `block` or `kind`."""
-    kind: str
-    """`qkv`, `output`, `ffn-in`, `ffn-out`, `attention`, `pooler`, `classifier`, `LayerNorm input`,
-    `embeddings`, or `block`."""
-    layer: int | None
-    """Number of the encoder layer; null outside and for kinds."""
-    modules: list[str]
-    """Full names of the modules that are switched."""
-    diagnostic: bool
-    """True if no recipe can put it in INT8."""
-    only: Comparison
-    """This alone in INT8."""
-    all_but: Comparison | None
-    """All but this in INT8; null if not part of all."""
+    name: str = field("Name as in recipes, without that of the base model; or of the kind.")
+    group: Group = field("`linear`, `attention`, `block` or `kind`.")
+    kind: str = field(
+        "`qkv`, `output`, `ffn-in`, `ffn-out`, `attention`, `pooler`, `classifier`, `LayerNorm input`, "
+        "`embeddings`, or `block`."
+    )
+    layer: int | None = field("Number of the encoder layer; null outside and for kinds.")
+    modules: list[str] = field("Full names of the modules that are switched.")
+    diagnostic: bool = field("True if no recipe can put it in INT8.")
+    only: Comparison = field("This alone in INT8.")
+    all_but: Comparison | None = field("All but this in INT8; null if not part of all.")
 
 
 class CurvePoint(Strict):
     """The linears that cost the most kept out of INT8, everything else in INT8."""
 
-    kept: int
-    """Number of linear layers kept out of INT8."""
-    linears: list[str]
-    """Full names of these layers, in the order of the ranking."""
-    attention: list[str]
-    """Attention modules that leave INT8 with their output linear."""
-    comparison: Comparison
-    """All other layers in INT8."""
+    kept: int = field("Number of linear layers kept out of INT8.")
+    linears: list[str] = field("Full names of these layers, in the order of the ranking.")
+    attention: list[str] = field("Attention modules that leave INT8 with their output linear.")
+    comparison: Comparison = field("All other layers in INT8.")
 
 
 class SensitivityChoice(Strict):
     """The recipe that was written."""
 
-    kept: int
-    """Number of linear layers out of INT8; 0 if the full drop is within noise."""
-    reached: bool
-    """True if drop and divergence hold; else it is the best point found."""
-    file: str
-    """File of the recipe."""
+    kept: int = field("Number of linear layers out of INT8; 0 if the full drop is within noise.")
+    reached: bool = field("True if drop and divergence hold; else it is the best point found.")
+    file: str = field("File of the recipe.")
 
 
 class Sensitivity(DrawRecord):
     """Everything that `qdqbench sensitivity` measured."""
 
-    fp32: Scores
-    """Metrics of the model without quantizers on the draw."""
-    full: Comparison
-    """Everything in INT8."""
-    int8: list[str]
-    """Full names of the linear layers and attention modules in `everything`."""
-    rows: list[CandidateRow]
-    """Candidates, in the order of the model."""
-    curve: list[CurvePoint]
-    """Points by rising number of linear layers kept out of INT8."""
-    choice: SensitivityChoice
-    """Recipe that was written."""
-    timings: dict[str, float]
-    """Times in seconds: `candidates_s` of all measurements, those of interrupted runs included;
-    `this_run_s`."""
+    fp32: Scores = field("Metrics of the model without quantizers on the draw.")
+    full: Comparison = field("Everything in INT8.")
+    int8: list[str] = field("Full names of the linear layers and attention modules in `everything`.")
+    rows: list[CandidateRow] = field("Candidates, in the order of the model.")
+    curve: list[CurvePoint] = field("Points by rising number of linear layers kept out of INT8.")
+    choice: SensitivityChoice = field("Recipe that was written.")
+    timings: dict[str, float] = field(
+        "Times in seconds: `candidates_s` of all measurements, those of interrupted runs included; "
+        "`this_run_s`."
+    )
 
     @property
     def chosen(self) -> CurvePoint:

@@ -10,7 +10,7 @@ from qdqbench.quantize.tasks.types.kind import Divergence
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, Unwritable, UserError
-from qdqbench.quantize.utils.schema import Strict
+from qdqbench.quantize.utils.schema import Strict, field
 from qdqbench.quantize.utils.speedup import Speedup
 
 DRAW = "draw"  # in `Trial.scores`: train rows that do not calibrate
@@ -21,10 +21,8 @@ FailureCode = Literal["input", "check", "device", "error"]
 class Failure(Strict):
     """Why a recipe could not be tried."""
 
-    code: FailureCode
-    """Kind of failure; `input` and `device` are tried again."""
-    text: str
-    """Message in one line."""
+    code: FailureCode = field("Kind of failure; `input` and `device` are tried again.")
+    text: str = field("Message in one line.")
 
     @property
     def is_retryable(self) -> bool:
@@ -45,49 +43,43 @@ def failure_of(error: Exception) -> Failure:
 class Scores(Strict):
     """Metrics of FP32 on one split."""
 
-    metrics: dict[str, float]
-    """Metrics of the task, the primary one first."""
-    stderr: dict[str, float]
-    """Standard error of each metric."""
-    n: int
-    """Number of samples."""
+    metrics: dict[str, float] = field("Metrics of the task, the primary one first.")
+    stderr: dict[str, float] = field("Standard error of each metric.")
+    n: int = field("Number of samples.")
 
 
 class CalibrationCost(Strict):
     """Cost of a calibration, and the widest activation that it found."""
 
-    seconds: float
-    """Time of the passes over the data and of extra steps, in seconds."""
-    amax_over_rms: float | None
-    """Largest outlier measure of an activation (amax / root mean square); null if no activation is
-    quantized."""
-    amax_over_rms_at: str | None
-    """Quantizer of that activation; null if there is none."""
-    notes: list[str] = []
-    """Changes of the model by calibration."""
+    seconds: float = field("Time of the passes over the data and of extra steps, in seconds.")
+    amax_over_rms: float | None = field(
+        "Largest outlier measure of an activation (amax / root mean square); null if no activation is "
+        "quantized."
+    )
+    amax_over_rms_at: str | None = field("Quantizer of that activation; null if there is none.")
+    notes: list[str] = field("Changes of the model by calibration.", default=[])
 
 
 class Trial(Strict):
     """One recipe that was tried."""
 
-    recipe: Recipe | None
-    """Recipe; null for a candidate of a sensitivity."""
-    origin: Origin
-    """Origin of the recipe: `given` by the user, `shipped`, `unquantized` (nothing in INT8), `calibration`
-    (another calibration section), `candidate` (one group of tensors, of `sensitivity`), `ranking` (by
-    sensitivity), `tpe` (sampler of a search), `qat`."""
-    scores: dict[str, Comparison] = {}
-    """Comparisons with FP32 by split; `draw` (train rows that do not calibrate) has a divergence."""
-    calibration: CalibrationCost | None = None
-    """Cost of the calibration; null if not calibrated here."""
-    speedup: Speedup | None = None
-    """Speed-up over an engine without INT8, or null."""
-    failure: Failure | None = None
-    """Reason why it has no scores; null if it has."""
-    seconds: float = 0.0
-    """Time of the trial in seconds."""
-    divergences: list[float] = []
-    """Divergences by sample, in the store only."""
+    recipe: Recipe | None = field("Recipe; null for a candidate of a sensitivity.")
+    origin: Origin = field(
+        "Origin of the recipe: `given` by the user, `shipped`, `unquantized` (nothing in INT8), `qat`. "
+        "`calibration`: another calibration section; `candidate`: one group of tensors, of `sensitivity`; "
+        "`ranking`: by sensitivity; `tpe`: by the sampler of a search."
+    )
+    scores: dict[str, Comparison] = field(
+        "Comparisons with FP32 by split; `draw` (train rows that do not calibrate) has a divergence.",
+        default={},
+    )
+    calibration: CalibrationCost | None = field(
+        "Cost of the calibration; null if not calibrated here.", default=None
+    )
+    speedup: Speedup | None = field("Speed-up over an engine without INT8, or null.", default=None)
+    failure: Failure | None = field("Reason why it has no scores; null if it has.", default=None)
+    seconds: float = field("Time of the trial in seconds.", default=0.0)
+    divergences: list[float] = field("Divergences by sample, in the store only.", default=[])
 
     @property
     def divergence(self) -> float:
@@ -98,41 +90,31 @@ class Trial(Strict):
 class ChoiceRecord(Strict):
     """Fields that results of all four commands share; `trials.store.describe_session` fills it."""
 
-    schema_version: Literal[3] = 3
-    """Version of this schema."""
-    created: str
-    """Time of the end, ISO 8601, UTC."""
-    command: str
-    """Command line."""
-    metric: str
-    """Primary metric of the task."""
-    warnings: list[str]
-    """Caveats of the figures."""
-    notes: list[str]
-    """Notes on how the data were read and calibrated."""
-    environment: dict[str, Any]
-    """Versions, hardware, git hash."""
+    schema_version: Literal[3] = field("Version of this schema.", default=3)
+    created: str = field("Time of the end, ISO 8601, UTC.")
+    command: str = field("Command line.")
+    metric: str = field("Primary metric of the task.")
+    warnings: list[str] = field("Caveats of the figures.")
+    notes: list[str] = field("Notes on how the data were read and calibrated.")
+    environment: dict[str, Any] = field("Versions, hardware, git hash.")
 
 
 class DrawRecord(ChoiceRecord):
     """Fields that results on a draw of train rows share; `Trials.describe` fills it."""
 
-    recipe: dict[str, Any]
-    """Recipe with every default filled in."""
-    model: dict[str, Any]
-    """Name and SHA-256 of its files."""
-    task: dict[str, Any]
-    """Name, columns, metrics, label names."""
-    data: dict[str, Any]
-    """Source, split, fingerprint, rows, `calibration` and scored `samples`, seed of the draw; of methods
-    the rows of each `evaluation` split too."""
-    seed: int
-    """Seed of the bootstrap; the draws use the recipe's `calibration.seed`."""
-    batch_size: int
-    """Batch size of the evaluation in samples."""
-    divergence: Divergence
-    """`kl`: KL(FP32 || INT8) per sample in nat; `squared`: squared error over the variance of FP32 logits;
-    `cosine`: 1 - cosine to FP32 embeddings."""
+    recipe: dict[str, Any] = field("Recipe with every default filled in.")
+    model: dict[str, Any] = field("Name and SHA-256 of its files.")
+    task: dict[str, Any] = field("Name, columns, metrics, label names.")
+    data: dict[str, Any] = field(
+        "Source, split, fingerprint, rows, `calibration` and scored `samples`, seed of the draw; of methods "
+        "the rows of each `evaluation` split too."
+    )
+    seed: int = field("Seed of the bootstrap; the draws use the recipe's `calibration.seed`.")
+    batch_size: int = field("Batch size of the evaluation in samples.")
+    divergence: Divergence = field(
+        "`kl`: KL(FP32 || INT8) per sample in nat; `squared`: squared error over the variance of FP32 "
+        "logits; `cosine`: 1 - cosine to FP32 embeddings."
+    )
 
 
 def change_cell(value: float, comparison: Comparison) -> Cell:

@@ -69,17 +69,6 @@ def test_every_schema_of_every_file_has_its_fields_and_an_anchor():
     assert {part.partition(")")[0] for part in text.split("](#")[1:]} <= anchors
 
 
-def test_meanings_come_from_descriptions_and_docstrings():
-    from ...support.documented import Documented
-
-    assert pages.meanings(Documented) == {
-        "inherited": "In the base.",
-        "below": "In two lines below it.",
-        "described": "in its description",
-        "silent": "",
-    }
-
-
 def test_what_a_schema_allows_in_words():
     told = {
         '{"type": "integer", "exclusiveMinimum": 0}': "integer, over 0",
