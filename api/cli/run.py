@@ -46,10 +46,10 @@ def qat(recipe: RecipeName = DEFAULT_QAT, *, options: QatOptions, json: Json = F
 
 def print_results(results: "Results", folder: Path, *, json: bool) -> None:
     """Print the results of a run; what does not hold is a `CheckFailed`."""
-    from qdqbench.eval.reporting.render import render_screen
     from qdqbench.eval.runs.gate import issue_sentence
     from qdqbench.eval.runs.report.report import run_report, stages_report, where_to_begin
     from qdqbench.quantize.deployment.write import DEPLOY
+    from qdqbench.quantize.report.render import render_screen
 
     failures = "; ".join(map(issue_sentence, results.gate.failures))
     if results.until is None:

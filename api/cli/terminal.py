@@ -57,7 +57,7 @@ def show(found: "BaseModel", json: bool, summary: Callable[[Any], Any], *lines: 
 
 
 def show_report(found: "BaseModel", json: bool, report: Callable[[Any], Any], *lines: str) -> None:
-    from qdqbench.eval.reporting.render import render_screen
+    from qdqbench.quantize.report.render import render_screen
 
     show(found, json, lambda each: render_screen(report(each)), *lines)
 

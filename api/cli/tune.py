@@ -14,8 +14,8 @@ from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 
 if TYPE_CHECKING:
-    from qdqbench.eval.reporting.document import Report
     from qdqbench.quantize.pipeline.session import RunConfig
+    from qdqbench.quantize.report.document import Report
 
 WORK = "work"
 EMBEDDED_MODEL = Path("embedded", "model", "config.json")

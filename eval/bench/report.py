@@ -22,10 +22,10 @@ from qdqbench.eval.bench.results import (
     row_of,
     speedup_of,
 )
-from qdqbench.eval.reporting import document as doc
-from qdqbench.eval.reporting import svg
-from qdqbench.eval.reporting.formats import cleaned, count_of, flat, known, label, model_label, size
-from qdqbench.eval.reporting.render import write_report
+from qdqbench.quantize.report import document as doc
+from qdqbench.quantize.report import svg
+from qdqbench.quantize.report.formats import cleaned, count_of, flat, known, label, model_label, size
+from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.speedup import Speedup, SpeedVerdict

@@ -16,11 +16,11 @@ from qdqbench.eval.bench import peers
 from qdqbench.eval.bench.measure import ReadySystem, random_sets, text_sets
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSettings, BenchSystem, Device, Precision
 from qdqbench.eval.bench.target import BatchedSplit, Target
-from qdqbench.eval.reporting.formats import label
 from qdqbench.quantize.engine.backend import choose_backend, find_best, gpu_backend
 from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.pipeline.artifacts import engine_profiles
+from qdqbench.quantize.report.formats import label
 from qdqbench.quantize.utils.arrays import Batch
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, BackendName

@@ -13,7 +13,6 @@ import numpy as np
 from qdqbench.eval.bench.measure import session_sets
 from qdqbench.eval.bench.results import BenchTarget
 from qdqbench.eval.metrics.runners import placed
-from qdqbench.eval.reporting.formats import model_label
 from qdqbench.eval.stages import stages
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.record import read_record, write_record
@@ -30,6 +29,7 @@ from qdqbench.quantize.pipeline.artifacts import FP16, FP32, INT8, length_edges
 from qdqbench.quantize.pipeline.pipeline import open_run, run_stages
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
 from qdqbench.quantize.recipe.schema import Recipe, find_recipe, load_recipe
+from qdqbench.quantize.report.formats import model_label
 from qdqbench.quantize.tasks.rows import encode, load_split, sorted_batches, sorted_rows
 from qdqbench.quantize.tasks.task import EMBED, Task, get_task
 from qdqbench.quantize.utils import files

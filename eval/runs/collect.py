@@ -9,7 +9,6 @@ import numpy as np
 from qdqbench.eval.metrics.answers import PairedAnswers, compare_classes, list_changed_answers
 from qdqbench.eval.metrics.compare import compare
 from qdqbench.eval.metrics.logits import read_logits, score
-from qdqbench.eval.reporting.formats import count_of
 from qdqbench.eval.runs.gate import judge_gate, judge_stages, read_engine_sizes, read_speed
 from qdqbench.eval.runs.report.verdict import last_measured
 from qdqbench.eval.stages.stages import FP16_STAGE
@@ -20,6 +19,7 @@ from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import QAT, RECORD, Session
 from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
+from qdqbench.quantize.report.formats import count_of
 from qdqbench.quantize.tasks.rows import source_commit
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.comparison import Comparison, Gate, LayerErrors, ModelChange, Parity

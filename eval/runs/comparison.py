@@ -14,12 +14,12 @@ from qdqbench.eval.bench.results import BENCH_FILE, Bench, config_label, headlin
 from qdqbench.eval.metrics.answers import Predictions, find_changed, predict_answers, sample_texts
 from qdqbench.eval.metrics.compare import compare
 from qdqbench.eval.metrics.logits import Logits, read_answers
-from qdqbench.eval.reporting import document as doc
-from qdqbench.eval.reporting.formats import cleaned, count_of, in_points, known, label, model_label, size
-from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.runs.report import verdict
 from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
+from qdqbench.quantize.report import document as doc
+from qdqbench.quantize.report.formats import cleaned, count_of, in_points, known, label, model_label, size
+from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils import files

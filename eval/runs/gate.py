@@ -15,11 +15,12 @@ from qdqbench.quantize.pipeline.artifacts import Skipped, backend_of, read_built
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.task import SECOND, Task
+from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils.arrays import Array, Floats
 from qdqbench.quantize.utils.comparison import EngineSize, Gate, GateCode, GateIssue, IssueState
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.limits import INT8_RESIDUALS
+from qdqbench.quantize.utils.names import SECOND
 from qdqbench.quantize.utils.results import EngineResult, Results, StageResult
 from qdqbench.quantize.utils.speedup import Speedup
 

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from qdqbench.eval.reporting.document import SCREEN, Block, Prose, Report, Section, page_of, table_of
-from qdqbench.eval.reporting.formats import in_points, label, model_label, versions_text
 from qdqbench.eval.runs.collect import score_stage
 from qdqbench.eval.stages.stages import stages
 from qdqbench.quantize.pipeline.pipeline import open_run, run_stages, select_stages
 from qdqbench.quantize.pipeline.session import QAT, RECORD, RunConfig, Session
 from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.report.document import SCREEN, Block, Prose, Report, Section, page_of, table_of
+from qdqbench.quantize.report.formats import in_points, label, model_label, versions_text
 from qdqbench.quantize.training.finetune import FinetuneRequest, finetune, spread
 from qdqbench.quantize.training.qat import get_settings
 from qdqbench.quantize.utils import files

@@ -10,9 +10,6 @@ import numpy as np
 from pydantic import ValidationError
 
 from qdqbench.eval.metrics.runners import placed
-from qdqbench.eval.reporting import document as doc
-from qdqbench.eval.reporting import svg
-from qdqbench.eval.reporting.formats import DIVERGENCES, cleaned, label, seconds, sentence
 from qdqbench.eval.selection.trials.calibrations import (
     SharedCalibration,
     Switches,
@@ -39,6 +36,9 @@ from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Calibration
+from qdqbench.quantize.report import document as doc
+from qdqbench.quantize.report import svg
+from qdqbench.quantize.report.formats import DIVERGENCES, cleaned, label, seconds, sentence
 from qdqbench.quantize.tasks.metrics import NOISE
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.progress import Progress

@@ -11,9 +11,9 @@ from qdqbench.quantize.tasks.types.questions import QUESTIONS
 from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.tasks.types.tokens import TOKENS
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import SECOND
 
 DEFAULT_TEXT = "text"  # column of a task of one's own, as most sets of the hub name it
-SECOND = "_mm"  # ends the name of a metric on the second evaluation split: MNLI's mismatched one
 
 
 class Task(TaskFields):

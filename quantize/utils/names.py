@@ -4,10 +4,12 @@ import re
 import shlex
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires
-from typing import Any
+from typing import Any, Literal
 
 DEFAULT_RECIPE = "int8-linears"  # of the model's family, for commands that are not given one
 DEFAULT_QAT = "int8-attention-qat"
+SECOND = "_mm"  # ends the name of a metric on the second evaluation split: MNLI's mismatched one
+Divergence = Literal["kl", "squared", "cosine"]  # of outputs from those of FP32
 MAX_NAMED = 12  # offenders named in one sentence before "and N more"
 
 

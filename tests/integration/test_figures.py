@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.reporting.formats import size
-from qdqbench.eval.reporting.render import render_screen
 from qdqbench.eval.runs.report.report import run_report
 from qdqbench.eval.runs.report.verdict import part_text, run_verdict, worst_first
+from qdqbench.quantize.report.formats import size
+from qdqbench.quantize.report.render import render_screen
 from qdqbench.quantize.utils.results import Results, read_results
 
 

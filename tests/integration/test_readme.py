@@ -15,11 +15,11 @@ import yaml
 
 from qdqbench.cli.app import app
 from qdqbench.eval.bench.results import read_bench
-from qdqbench.eval.reporting.formats import in_points, label
 from qdqbench.quantize.models.families import known
 from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.recipe.shipped import choose_start as start_by_device
 from qdqbench.quantize.recipe.shipped import find_fastest, read_figures
+from qdqbench.quantize.report.formats import in_points, label
 from qdqbench.quantize.tasks.task import get_task
 
 from ..support.families import write_model

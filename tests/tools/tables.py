@@ -33,8 +33,15 @@ from qdqbench.eval.bench.results import (
     read_bench,
     row_of,
 )
-from qdqbench.eval.reporting.document import Cell
-from qdqbench.eval.reporting.formats import (
+from qdqbench.eval.runs.gate import issue_sentence
+from qdqbench.eval.runs.study import STUDY_FILE, Study, conditions
+from qdqbench.eval.selection.search.results import SEARCH_FILE, read_search
+from qdqbench.quantize.engine.hazards import find_hazards
+from qdqbench.quantize.recipe.schema import Recipe, adapt_recipe, load_recipe, shipped_recipes
+from qdqbench.quantize.recipe.sections import AUTO
+from qdqbench.quantize.recipe.shipped import UNJUDGED, Accuracy, Figure, Speed
+from qdqbench.quantize.report.document import Cell
+from qdqbench.quantize.report.formats import (
     clean,
     cleaned,
     code,
@@ -48,18 +55,12 @@ from qdqbench.eval.reporting.formats import (
     text,
     versions_text,
 )
-from qdqbench.eval.runs.gate import issue_sentence
-from qdqbench.eval.runs.study import STUDY_FILE, Study, conditions
-from qdqbench.eval.selection.search.results import SEARCH_FILE, read_search
-from qdqbench.quantize.engine.hazards import find_hazards
-from qdqbench.quantize.recipe.schema import Recipe, adapt_recipe, load_recipe, shipped_recipes
-from qdqbench.quantize.recipe.sections import AUTO
-from qdqbench.quantize.recipe.shipped import UNJUDGED, Accuracy, Figure, Speed
-from qdqbench.quantize.tasks.task import EMBED, GLUE, SECOND
+from qdqbench.quantize.tasks.task import EMBED, GLUE
 from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
+from qdqbench.quantize.utils.names import SECOND
 from qdqbench.quantize.utils.results import QAT_STAGES, RESULTS_FILE, STAGES, Results, read_results
 
 ROOT = Path(__file__).resolve().parents[2]

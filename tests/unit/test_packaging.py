@@ -128,7 +128,7 @@ def packaged(path: Path, patterns: dict[str, list[str]]) -> bool:
 
 
 def test_data_files_are_readable_as_resources() -> None:
-    assert (resources.files("qdqbench.eval.reporting") / "templates" / "page.html.j2").is_file()
+    assert (resources.files("qdqbench.quantize.report") / "templates" / "page.html.j2").is_file()
     assert (resources.files("qdqbench.quantize.utils") / "look.css").is_file()
     assert (resources.files("qdqbench.recipes") / "bert" / "bert-int8-linears.yaml").is_file()
 

@@ -8,8 +8,14 @@ from pathlib import Path
 
 from qdqbench.eval.bench.report import bench_blocks, bench_of
 from qdqbench.eval.bench.results import Bench
-from qdqbench.eval.reporting import document as doc
-from qdqbench.eval.reporting.formats import (
+from qdqbench.eval.runs.gate import issue_sentence, judge_speed, read_engine_sizes, read_speed
+from qdqbench.eval.runs.report import charts, sections, verdict
+from qdqbench.eval.runs.report.training import training_blocks
+from qdqbench.quantize.deployment.write import DEPLOY, TOLD, RunVerdict, write_deploy
+from qdqbench.quantize.pipeline.ownership import locked_folder, locked_for_reading
+from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.report import document as doc
+from qdqbench.quantize.report.formats import (
     LABELS,
     cleaned,
     count_of,
@@ -22,13 +28,7 @@ from qdqbench.eval.reporting.formats import (
     size,
     with_error,
 )
-from qdqbench.eval.reporting.render import write_report
-from qdqbench.eval.runs.gate import issue_sentence, judge_speed, read_engine_sizes, read_speed
-from qdqbench.eval.runs.report import charts, sections, verdict
-from qdqbench.eval.runs.report.training import training_blocks
-from qdqbench.quantize.deployment.write import DEPLOY, TOLD, RunVerdict, write_deploy
-from qdqbench.quantize.pipeline.ownership import locked_folder, locked_for_reading
-from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.tasks.types.embedding import AGREEMENT
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.comparison import Comparison

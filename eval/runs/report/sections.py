@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from qdqbench.eval.bench.results import Bench, BenchConfig, BenchRow, config_label
-from qdqbench.eval.reporting import document as doc
-from qdqbench.eval.reporting import svg
-from qdqbench.eval.reporting.formats import count_of, known, label, number, share_text, types, with_error
 from qdqbench.eval.runs.report import charts, verdict
 from qdqbench.quantize.engine.inspection import EngineFacts
+from qdqbench.quantize.report import document as doc
+from qdqbench.quantize.report import svg
+from qdqbench.quantize.report.formats import count_of, known, label, number, share_text, types, with_error
 from qdqbench.quantize.utils import comparison
 from qdqbench.quantize.utils.results import (
     EngineResult,

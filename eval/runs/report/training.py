@@ -4,11 +4,11 @@ import math
 from functools import partial
 from pathlib import Path
 
-from qdqbench.eval.reporting import document as doc
-from qdqbench.eval.reporting import svg
-from qdqbench.eval.reporting.formats import cleaned, count_of, flat, label, model_label, seconds
-from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.runs.report.verdict import metric_text
+from qdqbench.quantize.report import document as doc
+from qdqbench.quantize.report import svg
+from qdqbench.quantize.report.formats import cleaned, count_of, flat, label, model_label, seconds
+from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.utils.results import Finetuning, Spread, TrainingRun
 
 COLORS = (svg.BLUE, svg.ORANGE, svg.GREEN, svg.PURPLE, svg.SKY, svg.INK)

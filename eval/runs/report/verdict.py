@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Iterator
 
-from qdqbench.eval.reporting.document import State, Verdict
-from qdqbench.eval.reporting.formats import count_of, label, sentence, with_error
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.report.charts import place
 from qdqbench.quantize.models.families.known import RUN
+from qdqbench.quantize.report.document import State, Verdict
+from qdqbench.quantize.report.formats import count_of, label, sentence, with_error
 from qdqbench.quantize.tasks.types.embedding import AGREEMENT
 from qdqbench.quantize.utils.comparison import MAX_OUTPUT_ERROR, Comparison, GateState, Parity, ParityRow
 from qdqbench.quantize.utils.results import Results, StageResult, TrainingRun

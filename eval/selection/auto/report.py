@@ -3,9 +3,13 @@
 from collections.abc import Sequence
 from functools import partial
 
-from qdqbench.eval.reporting import document as doc
-from qdqbench.eval.reporting import svg
-from qdqbench.eval.reporting.formats import (
+from qdqbench.eval.runs.gate import issue_sentence
+from qdqbench.eval.selection.auto.results import AUTO_FILE, Auto, AutoStep, SkipReason, StepKind
+from qdqbench.eval.selection.trials.results import latency_text, noise_text, speed_text
+from qdqbench.quantize.deployment.write import DEPLOY
+from qdqbench.quantize.report import document as doc
+from qdqbench.quantize.report import svg
+from qdqbench.quantize.report.formats import (
     cleaned,
     count_of,
     delta_points,
@@ -15,10 +19,6 @@ from qdqbench.eval.reporting.formats import (
     seconds,
     sentence,
 )
-from qdqbench.eval.runs.gate import issue_sentence
-from qdqbench.eval.selection.auto.results import AUTO_FILE, Auto, AutoStep, SkipReason, StepKind
-from qdqbench.eval.selection.trials.results import latency_text, noise_text, speed_text
-from qdqbench.quantize.deployment.write import DEPLOY
 from qdqbench.quantize.utils.comparison import Comparison, GateIssue
 
 TITLES: dict[StepKind, str] = {

@@ -3,9 +3,6 @@
 import statistics
 from functools import partial
 
-from qdqbench.eval.reporting import document as doc
-from qdqbench.eval.reporting import svg
-from qdqbench.eval.reporting.formats import cleaned, count_of, delta_points, flat, label, model_label, points
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection.search.results import (
     SEARCH_FILE,
@@ -17,6 +14,9 @@ from qdqbench.eval.selection.search.results import (
 from qdqbench.eval.selection.trials.results import DRAW, Origin, latency_text, noise_text, speed_text
 from qdqbench.quantize.recipe.schema import dump_short_recipe
 from qdqbench.quantize.recipe.sections import GateSettings
+from qdqbench.quantize.report import document as doc
+from qdqbench.quantize.report import svg
+from qdqbench.quantize.report.formats import cleaned, count_of, delta_points, flat, label, model_label, points
 from qdqbench.quantize.utils.comparison import Comparison
 
 MARKS = (  # what a point of the plot is; shape and color differ

@@ -12,7 +12,6 @@ import torch
 
 from qdqbench.eval.metrics import gate
 from qdqbench.eval.metrics.runners import placed
-from qdqbench.eval.reporting.formats import count_of
 from qdqbench.eval.selection.sensitivity.results import (
     CandidateRow,
     CurvePoint,
@@ -33,6 +32,7 @@ from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan, Scaling, match_modules, resolve, short_name
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Calibration, Rule
+from qdqbench.quantize.report.formats import count_of
 from qdqbench.quantize.tasks.rows import sorted_batches
 from qdqbench.quantize.tasks.task import kind_of
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch

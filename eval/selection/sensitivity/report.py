@@ -3,13 +3,13 @@
 import math
 from functools import partial
 
-from qdqbench.eval.reporting import document as doc
-from qdqbench.eval.reporting import svg
-from qdqbench.eval.reporting.formats import DIVERGENCES, cleaned, count_of, label, seconds, sentence
 from qdqbench.eval.selection.sensitivity.results import SENSITIVITY_FILE, CandidateRow, Sensitivity, ranking
 from qdqbench.eval.selection.trials.results import change_cell, divergence_cell, noise_text, sqnr_text
 from qdqbench.quantize.models.families.family import QKV
 from qdqbench.quantize.models.families.known import part_of
+from qdqbench.quantize.report import document as doc
+from qdqbench.quantize.report import svg
+from qdqbench.quantize.report.formats import DIVERGENCES, cleaned, count_of, label, seconds, sentence
 
 WORST = 10
 WIDE = "full sortable names"

@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from qdqbench.eval.reporting.document import Cell, Report
-from qdqbench.eval.reporting.render import write_report
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.tasks.types.kind import Divergence
+from qdqbench.quantize.report.document import Cell, Report
+from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, Unwritable, UserError
+from qdqbench.quantize.utils.names import Divergence
 from qdqbench.quantize.utils.schema import Strict, field
 from qdqbench.quantize.utils.speedup import Speedup
 

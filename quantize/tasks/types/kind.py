@@ -4,13 +4,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import Divergence
 from qdqbench.quantize.utils.schema import Frozen
 
 if TYPE_CHECKING:
@@ -141,7 +142,6 @@ CORRELATIONS = {
     name: Metric(partial(_correlation, ranks=ranks), partial(_weighted_correlation, ranks=ranks))
     for name, ranks in (("pearson", False), ("spearman", True))
 }
-Divergence = Literal["kl", "squared", "cosine"]
 LOGITS = {"logits": ("batch", "label")}
 NUMBERS = r"bool|u?int\d+|halffloat|float|double"
 SAME = 1e-3  # spread of the answers, relative to that of the labels or in nat, up to which they are the same

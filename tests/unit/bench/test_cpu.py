@@ -12,8 +12,8 @@ from qdqbench.eval.bench import cpu, peers, systems
 from qdqbench.eval.bench.measure import MAX_REL_ERROR
 from qdqbench.eval.bench.report import bench_report, clocks, hardware, headline_cells, ratio_rows
 from qdqbench.eval.bench.results import headline_of, row_of
-from qdqbench.eval.reporting.render import render_html, render_markdown, render_screen
 from qdqbench.quantize.engine import backend
+from qdqbench.quantize.report.render import render_html, render_markdown, render_screen
 from qdqbench.quantize.utils.system.cpu import Cpu, find_cpu
 
 pytest.importorskip("openvino", reason="needs openvino: pip install 'qdqbench[openvino]'")

@@ -17,9 +17,9 @@ from qdqbench.eval.bench.results import (
     headline_of,
     write_bench,
 )
-from qdqbench.eval.reporting.document import Cell
-from qdqbench.eval.reporting.render import render_screen
 from qdqbench.eval.runs.report.report import refresh_reports, write_reports
+from qdqbench.quantize.report.document import Cell
+from qdqbench.quantize.report.render import render_screen
 from qdqbench.quantize.utils.files import sha256
 
 from ...support.pages import HOSTILE, offline, plain

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.reporting.render import render_screen
 from qdqbench.eval.runs.gate import issue_sentence, judge_stages
 from qdqbench.eval.runs.report.report import stage_cell, stages_report
+from qdqbench.quantize.report.render import render_screen
 from qdqbench.quantize.utils.comparison import Gate, GateIssue, Parity
 from qdqbench.quantize.utils.results import (
     EngineResult,

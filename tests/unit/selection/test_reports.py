@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.reporting.document import Report
-from qdqbench.eval.reporting.render import render_screen
 from qdqbench.eval.selection.auto.report import auto_report
 from qdqbench.eval.selection.methods import methods_report
 from qdqbench.eval.selection.search.report import search_report
 from qdqbench.eval.selection.sensitivity.report import sensitivity_report
 from qdqbench.eval.selection.trials.results import write_result
+from qdqbench.quantize.report.document import Report
+from qdqbench.quantize.report.render import render_screen
 
 from ...support.pages import HOSTILE, offline, plain
 from .auto.test_report import sample as sample_auto

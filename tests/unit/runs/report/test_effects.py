@@ -5,11 +5,11 @@ import re
 import pytest
 
 from qdqbench.eval.bench import results as timed
-from qdqbench.eval.reporting.document import Columns, Report, Table
-from qdqbench.eval.reporting.formats import cleaned
-from qdqbench.eval.reporting.render import render_html, render_markdown
 from qdqbench.eval.runs.report import sections
 from qdqbench.eval.runs.report.report import run_report
+from qdqbench.quantize.report.document import Columns, Report, Table
+from qdqbench.quantize.report.formats import cleaned
+from qdqbench.quantize.report.render import render_html, render_markdown
 from qdqbench.quantize.utils import comparison as schema
 
 from ....support.pages import HOSTILE, Page

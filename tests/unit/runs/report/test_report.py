@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from qdqbench.eval.reporting import formats
-from qdqbench.eval.reporting import svg as plots
-from qdqbench.eval.reporting.document import Tile
-from qdqbench.eval.reporting.render import prose, render_screen
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.report import charts, report, sections
 from qdqbench.eval.runs.report import verdict as wording
+from qdqbench.quantize.report import formats
+from qdqbench.quantize.report import svg as plots
+from qdqbench.quantize.report.document import Tile
+from qdqbench.quantize.report.render import prose, render_screen
 from qdqbench.quantize.utils import results as schema
 from qdqbench.quantize.utils.comparison import Gate, GateIssue, Parity, ParityRow
 from qdqbench.quantize.utils.results import FileRow, FindingRow, Results, StageResult

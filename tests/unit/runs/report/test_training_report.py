@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.reporting import formats
-from qdqbench.eval.reporting.document import Block, Chart, Columns, Pairs, Table
-from qdqbench.eval.reporting.render import prose, render_screen
 from qdqbench.eval.runs.report import training
 from qdqbench.eval.runs.report import verdict as wording
+from qdqbench.quantize.report import formats
+from qdqbench.quantize.report.document import Block, Chart, Columns, Pairs, Table
+from qdqbench.quantize.report.render import prose, render_screen
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.results import (
     QAT_STAGES,

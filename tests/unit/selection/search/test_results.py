@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.reporting.render import render_screen, write_report
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection.search import confirm, report, results
 from qdqbench.eval.selection.search.confirm import compare_drops, explain_no_int8, judge_confirmed, rivals_of
@@ -14,6 +13,7 @@ from qdqbench.eval.selection.search.results import ConfirmedRecipe, SearchOutcom
 from qdqbench.eval.selection.trials.results import Failure, Scores
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import GateSettings
+from qdqbench.quantize.report.render import render_screen, write_report
 from qdqbench.quantize.utils.errors import UserError
 
 from ....support import records

@@ -6,8 +6,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.reporting.document import Chart, Columns
-from qdqbench.eval.reporting.render import render_screen
 from qdqbench.eval.selection.sensitivity import results as schema
 from qdqbench.eval.selection.sensitivity.report import (
     _shorten,
@@ -17,6 +15,8 @@ from qdqbench.eval.selection.sensitivity.report import (
 )
 from qdqbench.eval.selection.sensitivity.results import CandidateRow, Sensitivity, ranking, read_sensitivity
 from qdqbench.eval.selection.trials.results import Scores, write_result
+from qdqbench.quantize.report.document import Chart, Columns
+from qdqbench.quantize.report.render import render_screen
 from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import UserError
 

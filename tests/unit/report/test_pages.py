@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from qdqbench.eval.bench.results import write_bench
-from qdqbench.eval.reporting.render import write_report
 from qdqbench.eval.runs.report.report import write_reports
+from qdqbench.quantize.report.render import write_report
 
 from ...support.long import mark_long
 from ...unit.bench.test_results import sample_bench

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from qdqbench.eval.reporting.svg import figure_of, svg_of
+from qdqbench.quantize.report.svg import figure_of, svg_of
 
 
 @pytest.mark.parametrize(

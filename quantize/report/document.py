@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from qdqbench.eval.reporting.formats import flat, label, model_label
+from qdqbench.quantize.report.formats import flat, label, model_label
 
 # good: holds or wins (green). bad: fails (red, ✗). unclear: cannot be told, or wants a look (amber).
 # quiet: small and soft. Empty: as it is.

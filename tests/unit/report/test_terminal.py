@@ -13,8 +13,6 @@ from rich.console import Console
 
 from qdqbench.eval.bench.report import bench_report
 from qdqbench.eval.bench.results import Bench, read_bench
-from qdqbench.eval.reporting.document import Report
-from qdqbench.eval.reporting.render import render_screen, write_report
 from qdqbench.eval.runs.comparison import comparison_report
 from qdqbench.eval.runs.report.report import run_report
 from qdqbench.eval.runs.report.training import finetuning_report
@@ -23,6 +21,8 @@ from qdqbench.eval.selection.auto.report import auto_report
 from qdqbench.eval.selection.methods import methods_report
 from qdqbench.eval.selection.search.report import search_report
 from qdqbench.eval.selection.sensitivity.report import sensitivity_report
+from qdqbench.quantize.report.document import Report
+from qdqbench.quantize.report.render import render_screen, write_report
 
 from ...support.compared import sample_comparison
 from ...unit.bench.test_results import sample_bench

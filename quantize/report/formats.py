@@ -9,9 +9,8 @@ from typing import Any
 
 import yaml
 
-from qdqbench.quantize.tasks.task import SECOND
-from qdqbench.quantize.tasks.types.kind import Divergence
 from qdqbench.quantize.utils import names
+from qdqbench.quantize.utils.names import SECOND, Divergence
 from qdqbench.quantize.utils.schema import Schema
 
 LABELS = {

@@ -5,8 +5,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.reporting import document as doc
-from qdqbench.eval.reporting.render import render_html, render_markdown, render_screen, write_report
+from qdqbench.quantize.report import document as doc
+from qdqbench.quantize.report.render import render_html, render_markdown, render_screen, write_report
 
 TABLE = doc.Table(
     ["name", "ms", "remark"],

@@ -6,8 +6,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.eval.reporting import document as doc
-from qdqbench.eval.reporting import formats
+from qdqbench.quantize.report import document as doc
+from qdqbench.quantize.report import formats
 from qdqbench.quantize.utils.files import LOOK, write_text
 
 if TYPE_CHECKING:

@@ -1,1 +1,0 @@
-"""How anything is written: templates, formats, SVG."""

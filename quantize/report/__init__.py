@@ -1,0 +1,1 @@
+"""The report document, its renderers, and how names and numbers are written."""
