@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from qdqbench.eval.runs.run import StageProgress
     from qdqbench.eval.selection.auto.results import Auto
     from qdqbench.quantize.calibration.record import CalibrationRecord
-    from qdqbench.quantize.graph.check.check import CheckReport
+    from qdqbench.quantize.lint.check import CheckReport
     from qdqbench.quantize.recipe.schema import Recipe
     from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, QdqError, UserError
     from qdqbench.quantize.utils.results import EngineResult, Results
@@ -32,7 +32,7 @@ _HOMES = {
     "eval.metrics.mteb": "mteb_encoder",
     "eval.runs.run": "StageProgress",
     "quantize.calibration.record": "CalibrationRecord",
-    "quantize.graph.check.check": "CheckReport",
+    "quantize.lint.check": "CheckReport",
     "quantize.utils.errors": "CheckFailed MissingDevice QdqError UserError",
     "quantize.utils.results": "EngineResult Results",
     "quantize.recipe.schema": "Recipe",

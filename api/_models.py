@@ -23,8 +23,9 @@ from qdqbench.quantize.calibration.record import (
     write_record,
 )
 from qdqbench.quantize.engine.backend import gpu_backend
-from qdqbench.quantize.graph.check.check import CheckReport, check_file
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
+from qdqbench.quantize.lint.check import CheckReport, check_file
+from qdqbench.quantize.lint.inspect_target import find_checked_graph, recipe_modules
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.identity import has_pooling
 from qdqbench.quantize.models.load import (
@@ -35,7 +36,6 @@ from qdqbench.quantize.models.load import (
     use_tanh_gelu,
 )
 from qdqbench.quantize.models.modules import module_table
-from qdqbench.quantize.pipeline.inspect_target import find_checked_graph, recipe_modules
 from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder
 from qdqbench.quantize.pipeline.session import Session, require_fit
 from qdqbench.quantize.recipe.plan import Plan, resolve

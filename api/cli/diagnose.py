@@ -16,9 +16,9 @@ from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import install_command
 
 if TYPE_CHECKING:
-    from qdqbench.quantize.engine.diagnose.findings import Diagnosis, Finding
-    from qdqbench.quantize.engine.repair.fix import EngineRow, FixReport
-    from qdqbench.quantize.graph.check.check import CheckReport
+    from qdqbench.quantize.lint.check import CheckReport
+    from qdqbench.quantize.lint.findings import Diagnosis, Finding
+    from qdqbench.quantize.lint.fix import EngineRow, FixReport
 
 _COLORS = {"error": "red", "warning": "yellow"}
 
@@ -35,8 +35,8 @@ def check(
 ) -> None:
     """Check any ONNX file: what will run in INT8, and what an engine would refuse or get wrong."""
     from qdqbench._models import check as check_onnx
-    from qdqbench.quantize.graph.check.check import to_json
-    from qdqbench.quantize.pipeline.inspect_target import find_checked_graph
+    from qdqbench.quantize.lint.check import to_json
+    from qdqbench.quantize.lint.inspect_target import find_checked_graph
 
     report = check_onnx(target, options.recipe, allow=options.allow)
     if json:
@@ -48,8 +48,8 @@ def check(
 
 
 def _print_check(report: "CheckReport", path: Path, every: bool) -> None:
-    from qdqbench.quantize.engine.diagnose.findings import WORST_FIRST, group_finding
-    from qdqbench.quantize.graph.check.check import summary
+    from qdqbench.quantize.lint.check import summary
+    from qdqbench.quantize.lint.findings import WORST_FIRST, group_finding
 
     out, told = console(), dict[str, int]()
     found = [group_finding(report, group, path) for group in report.groups]
@@ -78,7 +78,7 @@ def diagnose(
     json: Json = False,
 ) -> None:
     """Find why INT8 is slow, wrong or missing: files of any origin, read together, worst finding first."""
-    from qdqbench.quantize.engine.diagnose.diagnose import diagnose as diagnosed
+    from qdqbench.quantize.lint.diagnose import diagnose as diagnosed
 
     with status() as say, TemporaryDirectory() as folder:
         say("reading")
@@ -114,7 +114,7 @@ def _print_diagnosis(found: "Diagnosis") -> None:
 
 
 def _print_finding(number: int, found: "Finding", told: dict[str, int]) -> None:
-    from qdqbench.quantize.engine.diagnose.findings import EFFECTS
+    from qdqbench.quantize.lint.findings import EFFECTS
 
     out = console()
     effect = EFFECTS[found.effect]
@@ -142,12 +142,12 @@ def fix(
 
     Samples come from --inputs, or from --data with --model and --task. By default they are random tokens.
     """
-    from qdqbench.quantize.engine.repair.fix import FixOptions
-    from qdqbench.quantize.engine.repair.fix import fix as fix_file
+    from qdqbench.quantize.lint.fix import FixOptions
+    from qdqbench.quantize.lint.fix import fix as fix_file
 
     inputs: Any = options.inputs
     if options.model is not None or options.task is not None:
-        from qdqbench.quantize.engine.repair.runs import sample_feeds
+        from qdqbench.quantize.lint.runs import sample_feeds
 
         if inputs is not None:
             raise UserError("--inputs and --model both give samples; give one of them")

@@ -9,13 +9,13 @@ from qdqbench.cli.terminal import Json, clean, console, print_json
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
 
 if TYPE_CHECKING:
-    from qdqbench.quantize.engine.doctor import Doctor
+    from qdqbench.quantize.lint.doctor import Doctor
 
 
 @command
 def doctor(*, options: DoctorOptions, json: Json = False) -> None:
     """Show what this machine can do: libraries, backends, known hazards, and what to install."""
-    from qdqbench.quantize.engine.doctor import bug_report, look
+    from qdqbench.quantize.lint.doctor import bug_report, look
 
     found = look(offline=options.offline)
     if json:
@@ -38,7 +38,7 @@ def _doctor_screen(found: "Doctor") -> Any:
     from rich.table import Table
     from rich.text import Text
 
-    from qdqbench.quantize.engine.doctor import gib, gpu_text, library_text, package_text
+    from qdqbench.quantize.lint.doctor import gib, gpu_text, library_text, package_text
 
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)

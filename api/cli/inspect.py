@@ -13,8 +13,8 @@ from qdqbench.cli.terminal import Json, console, plain, print_json, say
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 if TYPE_CHECKING:
-    from qdqbench.quantize.engine.inspection import Inspection, Time
-    from qdqbench.quantize.pipeline.inspect_target import InspectTarget
+    from qdqbench.quantize.lint.inspect_target import InspectTarget
+    from qdqbench.quantize.lint.inspection import Inspection, Time
     from qdqbench.quantize.utils.results import LayerRow
 
 LONGEST_NAME = 400  # characters; TensorRT's are shorter
@@ -28,9 +28,9 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show the kernel and datatypes of each ONNX layer: INT8 against the recipe, attention, time."""
-    from qdqbench.quantize.engine.inspection import Inspection, read_graph
     from qdqbench.quantize.engine.trtexec import read_profile
-    from qdqbench.quantize.pipeline.inspect_target import MEASURED, count_expected, measure_times, open_target
+    from qdqbench.quantize.lint.inspect_target import MEASURED, count_expected, measure_times, open_target
+    from qdqbench.quantize.lint.inspection import Inspection, read_graph
 
     batch, length, profile = options.batch, options.length, options.profile
     if (batch or length) and profile not in MEASURED:
@@ -79,8 +79,8 @@ def _bisect(target: "InspectTarget", json: bool) -> None:
 def _to_json(target: "InspectTarget", judged: "Inspection") -> dict[str, Any]:
     from dataclasses import asdict
 
-    from qdqbench.quantize.engine.inspection import find_problems
     from qdqbench.quantize.engine.layers import kernel_block, kernel_kind
+    from qdqbench.quantize.lint.inspection import find_problems
 
     facts, proof, sidecar = judged.facts, judged.proof, target.sidecar
     times = judged.time.by_kernel if judged.time else {}
@@ -134,7 +134,7 @@ def _print(target: "InspectTarget", judged: "Inspection", every: bool, shape: st
     from rich.table import Table
 
     from qdqbench.quantize.engine.hazards import find_hazards
-    from qdqbench.quantize.engine.inspection import find_problems
+    from qdqbench.quantize.lint.inspection import find_problems
 
     out = console()
     say(f"[bold]{plain(target.name)}[/] {_made(target)}")
@@ -157,8 +157,8 @@ def _print(target: "InspectTarget", judged: "Inspection", every: bool, shape: st
 
 
 def _print_not_int8(judged: "Inspection") -> None:
-    from qdqbench.quantize.engine.inspection import format_nodes
     from qdqbench.quantize.engine.layers import block_of_node, block_order
+    from qdqbench.quantize.lint.inspection import format_nodes
 
     groups: dict[str, list[str]] = defaultdict(list)
     for node in judged.proof.not_int8:
@@ -260,8 +260,8 @@ def _kernel_table(judged: "Inspection", every: bool) -> Any:
 
 
 def _groups(judged: "Inspection", every: bool) -> "list[tuple[str, list[LayerRow]]]":
-    from qdqbench.quantize.engine.inspection import format_ranges
     from qdqbench.quantize.engine.layers import base_name, kernel_kind, kernel_label, types_text
+    from qdqbench.quantize.lint.inspection import format_ranges
 
     facts = judged.facts
     labels = [(kernel_label(row, facts.computed.get(row.name, ())), row) for row in facts.rows]

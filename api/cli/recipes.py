@@ -15,7 +15,7 @@ from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
 
 if TYPE_CHECKING:
-    from qdqbench.quantize.engine.cache_import import FromCache
+    from qdqbench.quantize.lint.cache_import import FromCache
     from qdqbench.quantize.recipe.new import NewRecipe
     from qdqbench.quantize.recipe.shipped import Shipped
 
@@ -106,7 +106,7 @@ def recipes_from_cache(
     json: Json = False,
 ) -> None:
     """Write a recipe with the amax of a calibration cache, for the tensors that can be matched."""
-    from qdqbench.quantize.engine.cache_import import recipe_from_cache
+    from qdqbench.quantize.lint.cache_import import recipe_from_cache
 
     made = recipe_from_cache(cache, options.model, revision=options.revision, onnx_file=options.onnx)
     _write_new(made, options, json, _cache_lines)

@@ -42,7 +42,7 @@ from qdqbench.eval.bench.systems import (
 from qdqbench.eval.bench.target import Target, softmax_notes
 from qdqbench.quantize.engine.backend import choose_backend, gpu_backend
 from qdqbench.quantize.engine.hazards import find_hazards
-from qdqbench.quantize.engine.inspection import explain_slowdown
+from qdqbench.quantize.lint.inspection import explain_slowdown
 from qdqbench.quantize.report.formats import count_of
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.utils.progress import duration, silent

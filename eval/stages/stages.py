@@ -22,9 +22,9 @@ from qdqbench.quantize.engine.build import build as build_engine
 from qdqbench.quantize.engine.profiles import note_distant_data
 from qdqbench.quantize.engine.runtime.runners import open_runner
 from qdqbench.quantize.engine.sidecar import sidecar_path
-from qdqbench.quantize.graph.check.check import check_file, to_json
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.index import count_attentions
+from qdqbench.quantize.lint.check import check_file, to_json
 from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.artifacts import Skipped, backend_of, engine_profiles, write_outcome
 from qdqbench.quantize.pipeline.pipeline import Stage

@@ -15,8 +15,7 @@ import numpy as np
 import onnx
 
 from qdqbench.quantize.engine.layers import ATTENTION
-from qdqbench.quantize.graph.check.codes import type_name
-from qdqbench.quantize.graph.index import MATMULS, GraphIndex
+from qdqbench.quantize.graph.index import MATMULS, GraphIndex, type_name
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import BackendName

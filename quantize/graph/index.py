@@ -320,3 +320,11 @@ def _value(index: GraphIndex, name: str) -> Any:
 
 def _stored(index: GraphIndex, name: str) -> onnx.TensorProto | None:
     return index.stored(index.origin(name, _MOVES)[1])
+
+
+def type_name(elem_type: int) -> str:
+    """Return `FLOAT16` for 10, and so on; the number itself for one that ONNX does not know."""
+    try:
+        return str(onnx.TensorProto.DataType.Name(elem_type))
+    except ValueError:
+        return f"type {elem_type}"

@@ -13,7 +13,7 @@ import pytest
 from qdqbench.eval.verification import bisect
 from qdqbench.quantize.engine import backend, sidecar
 from qdqbench.quantize.engine.layers import read_table
-from qdqbench.quantize.pipeline import inspect_target
+from qdqbench.quantize.lint import inspect_target
 from qdqbench.quantize.utils.system.gpu import Gpu
 
 from ..support.layer_tables import bert, inspector_json

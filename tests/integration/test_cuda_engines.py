@@ -89,7 +89,7 @@ def hopper(monkeypatch, without_nvrtc):
         "eval.verification.bisect",
         f"{engine}.sidecar",
         f"{engine}.runtime.runners",
-        "quantize.pipeline.inspect_target",
+        "quantize.lint.inspect_target",
     ):
         monkeypatch.setattr(f"qdqbench.{module}.find_gpu", lambda: H200)
     for module in (f"{engine}.runtime.runners", "eval.verification.bisect"):

@@ -328,7 +328,7 @@ def test_commands_without_a_model_run(tmp_path, qdqbench, monkeypatch):
                 continue
             path, _, words, target = parsed(line)
             if path == ["recipes", "from-cache"]:
-                continue  # needs a cache and a graph: tests/unit/engine/test_cache_import.py
+                continue  # needs a cache and a graph: tests/unit/lint/test_cache_import.py
             done = fine(qdqbench(*path, *words))
             if target:
                 Path(target).write_text(done.out)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from qdqbench.quantize.engine.repair.rebuild import remove_qdq
+from qdqbench.quantize.lint.rebuild import remove_qdq
 
 from .tiny_layer import HIDDEN, LENGTH, healthy
 

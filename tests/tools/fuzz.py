@@ -40,25 +40,25 @@ from tests.support.foreign_layer import float_layer
 from tests.support.fuzz import broken
 from tests.support.records import engine_result
 from tests.support.tiny_layer import FORMS, healthy
-from tests.unit.engine.diagnose.test_hostile import BASES
+from tests.unit.lint.test_hostile import BASES
 
 from qdqbench.eval.bench.results import read_bench
 from qdqbench.eval.metrics.logits import read_answers
 from qdqbench.eval.runs.gate import issue_sentence, judge_gate, judge_stages
 from qdqbench.quantize.calibration.record import read_record
 from qdqbench.quantize.deployment.hub import find_license
-from qdqbench.quantize.engine.cache_import import read_cache_file
 from qdqbench.quantize.engine.cuda import plan as cuda
 from qdqbench.quantize.engine.cuda.check import list_arrays
 from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.cuda.file import read_file, write_safetensors
 from qdqbench.quantize.engine.cuda.names import CAPABILITY, list_kernels
-from qdqbench.quantize.engine.diagnose.diagnose import diagnose
-from qdqbench.quantize.engine.repair.fix import FixOptions, rewrite
-from qdqbench.quantize.engine.repair.runs import read_feeds
 from qdqbench.quantize.engine.trtexec import read_profile, read_times
-from qdqbench.quantize.graph.check.check import check_file, check_model, to_json
 from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.lint.cache_import import read_cache_file
+from qdqbench.quantize.lint.check import check_file, check_model, to_json
+from qdqbench.quantize.lint.diagnose import diagnose
+from qdqbench.quantize.lint.fix import FixOptions, rewrite
+from qdqbench.quantize.lint.runs import read_feeds
 from qdqbench.quantize.models.identity import choose_prompts, embedding_notes
 from qdqbench.quantize.models.load import read_class_names
 from qdqbench.quantize.recipe.schema import load_recipe

@@ -33,8 +33,8 @@ from qdqbench.eval.selection.sensitivity.results import Sensitivity
 from qdqbench.quantize.engine.cuda import match
 from qdqbench.quantize.engine.cuda import names as cuda
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS
-from qdqbench.quantize.engine.diagnose.findings import LOG_FINDINGS, SIGNS, WORDS
-from qdqbench.quantize.graph.check.codes import CODES
+from qdqbench.quantize.lint.codes import CODES
+from qdqbench.quantize.lint.findings import LOG_FINDINGS, SIGNS, WORDS
 from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe import shipped
 from qdqbench.quantize.recipe.schema import Recipe, family_free_recipes

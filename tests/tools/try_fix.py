@@ -44,7 +44,7 @@ def validation(model: Path, data: Path) -> tuple[dict[str, np.ndarray], np.ndarr
 
 def accuracy(path: Path, feeds: dict[str, np.ndarray], labels: np.ndarray) -> float:
     """Of ONNX Runtime as `fix` runs it: without rewrites of its own."""
-    from qdqbench.quantize.engine.repair.runs import run_outputs
+    from qdqbench.quantize.lint.runs import run_outputs
 
     logits = next(iter(run_outputs(path, feeds).values()))
     return float((logits.argmax(1) == labels).mean())
@@ -52,7 +52,7 @@ def accuracy(path: Path, feeds: dict[str, np.ndarray], labels: np.ndarray) -> fl
 
 def measure(folder: Path, model: Path, data: Path, names: list[str]) -> dict[str, Any]:
     """One row a file: what `fix` reports, and accuracies."""
-    from qdqbench.quantize.engine.repair.fix import FixOptions, fix
+    from qdqbench.quantize.lint.fix import FixOptions, fix
 
     sys.path.insert(0, str(Path(__file__).parent))
     import foreign

@@ -7,7 +7,7 @@ from functools import partial
 
 from qdqbench.eval.bench.results import Bench, BenchConfig, BenchRow, config_label
 from qdqbench.eval.runs.report import charts, verdict
-from qdqbench.quantize.engine.inspection import EngineFacts
+from qdqbench.quantize.lint.inspection import EngineFacts
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.formats import count_of, known, label, number, share_text, types, with_error

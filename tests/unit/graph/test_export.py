@@ -14,9 +14,9 @@ from qdqbench.eval.stages import stages
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.graph import export
-from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, save, trace
 from qdqbench.quantize.graph.index import module_of
+from qdqbench.quantize.lint.check import check_model
 from qdqbench.quantize.models.attention import MASK_FILL
 from qdqbench.quantize.models.load import load_model, use_tanh_gelu
 from qdqbench.quantize.recipe.schema import load_recipe

@@ -8,10 +8,10 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.graph.precision import FP16_MAX, constants_to_initializers, drop_noop_casts, to_fp16
+from qdqbench.quantize.lint.check import check_model
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.utils.errors import CheckFailed
 

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from qdqbench.quantize.graph import read
-from qdqbench.quantize.graph.check.check import CheckReport, check_file, to_json
+from qdqbench.quantize.lint.check import CheckReport, check_file, to_json
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support.tiny_layer import healthy

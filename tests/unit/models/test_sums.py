@@ -8,8 +8,8 @@ import torch
 from qdqbench.eval.metrics.parity import compare_layers
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.graph import export
-from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.index import list_int8_norms
+from qdqbench.quantize.lint.check import check_model
 from qdqbench.quantize.models.load import load_model, prepare_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import resolve

@@ -7,7 +7,7 @@ import typer.main
 
 import qdqbench
 from qdqbench.cli.app import app
-from qdqbench.quantize.graph.check.codes import CODES
+from qdqbench.quantize.lint.codes import CODES
 from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe.schema import Recipe, shipped_recipes
 from qdqbench.quantize.recipe.shipped import list_shipped

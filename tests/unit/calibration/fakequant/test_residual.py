@@ -16,13 +16,13 @@ from qdqbench.eval.selection.sensitivity.measure import choices
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.engine.build import build, require_int8
-from qdqbench.quantize.engine.inspection import Inspection, read_graph
 from qdqbench.quantize.engine.layers import float_residuals
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph import export
-from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.index import GraphIndex, list_int8_norms, prune
 from qdqbench.quantize.graph.precision import QDQ
+from qdqbench.quantize.lint.check import check_model
+from qdqbench.quantize.lint.inspection import Inspection, read_graph
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve

@@ -12,8 +12,8 @@ import pytest
 from qdqbench.eval.metrics.parity import compare_layers
 from qdqbench.eval.selection.trials import calibrations
 from qdqbench.quantize.calibration.ptq import calibrate
-from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
+from qdqbench.quantize.lint.check import check_model
 from qdqbench.quantize.models.attention import MASK_FILL
 from qdqbench.quantize.models.families import known as families
 from qdqbench.quantize.models.families.family import ENCODER_KINDS, Family

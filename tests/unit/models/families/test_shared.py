@@ -19,8 +19,8 @@ from qdqbench.quantize.calibration.record import CalibrationRecord
 from qdqbench.quantize.engine import cpu_runtimes
 from qdqbench.quantize.engine.layers import block_of_node, kernel_operator, shorten_node
 from qdqbench.quantize.graph import export
-from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.index import GraphIndex, count_attentions, module_of, run_of
+from qdqbench.quantize.lint.check import check_model
 from qdqbench.quantize.models.families.known import ALBERT, part_of
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table

@@ -17,9 +17,9 @@ from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.build import TOGETHER, merge_qkv_gemms
 from qdqbench.quantize.engine.layers import kernel_kind
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.graph.check.check import check_model
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.index import list_int8_norms
+from qdqbench.quantize.lint.check import check_model
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_model

@@ -8,9 +8,9 @@ from pathlib import Path
 from onnx import TensorProto
 
 from qdqbench.quantize.engine import layers as tables
-from qdqbench.quantize.graph.check.view import walk_types
 from qdqbench.quantize.graph.index import MATMULS, list_int8_norms, module_of, run_of
 from qdqbench.quantize.graph.read import read_model, validate_names
+from qdqbench.quantize.lint.view import walk_types
 from qdqbench.quantize.models.families.known import ANY_MERGED_QKV, ANY_QKV, first_feed_forwards
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import FP16_MAX, HEAD_SIZES_TEXT, INT8_ATTENTION_LENGTH

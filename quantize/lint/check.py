@@ -15,8 +15,10 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from qdqbench.quantize.graph import index
-from qdqbench.quantize.graph.check.codes import CODES, finding, finding_label, type_name
-from qdqbench.quantize.graph.check.view import (
+from qdqbench.quantize.graph.index import ResidualAdd, attribute, type_name
+from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
+from qdqbench.quantize.lint.codes import CODES, finding, finding_label
+from qdqbench.quantize.lint.view import (
     MOVES,
     PRODUCTS,
     CheckGraph,
@@ -29,8 +31,6 @@ from qdqbench.quantize.graph.check.view import (
     missing_arguments,
     operator,
 )
-from qdqbench.quantize.graph.index import ResidualAdd, attribute
-from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import FP16_MAX, INT8_HEAD_SIZES

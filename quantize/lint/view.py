@@ -9,8 +9,16 @@ from typing import Any
 import onnx
 from onnx import TensorProto
 
-from qdqbench.quantize.graph.check.codes import finding, finding_label, type_name
-from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, ONNX_DOMAINS, GraphIndex, attribute, opset_of
+from qdqbench.quantize.graph.index import (
+    MATMULS,
+    MAX_STEPS,
+    ONNX_DOMAINS,
+    GraphIndex,
+    attribute,
+    opset_of,
+    type_name,
+)
+from qdqbench.quantize.lint.codes import finding, finding_label
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.results import Effect, FindingRow
 

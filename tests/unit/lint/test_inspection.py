@@ -7,17 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from qdqbench.quantize.engine.inspection import (
-    EngineFacts,
-    Inspection,
-    explain_slowdown,
-    find_problems,
-    format_nodes,
-    format_ranges,
-    read_graph,
-    rebuild_graph,
-    split_time,
-)
 from qdqbench.quantize.engine.layers import (
     block_of_node,
     kernel_block,
@@ -27,6 +16,17 @@ from qdqbench.quantize.engine.layers import (
     parse_inspector_json,
     shorten_node,
     types_text,
+)
+from qdqbench.quantize.lint.inspection import (
+    EngineFacts,
+    Inspection,
+    explain_slowdown,
+    find_problems,
+    format_nodes,
+    format_ranges,
+    read_graph,
+    rebuild_graph,
+    split_time,
 )
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.results import LayerRow

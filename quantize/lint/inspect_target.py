@@ -6,13 +6,13 @@ from pathlib import Path
 
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.cuda.file import list_rows, read_file
-from qdqbench.quantize.engine.inspection import read_graph
 from qdqbench.quantize.engine.layers import parse_inspector_json, read_table
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.runtime.runners import CompiledEngine
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar, sidecar_path
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex, find_residuals, module_of
 from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.lint.inspection import read_graph
 from qdqbench.quantize.models.families.known import family_named
 from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.pipeline.artifacts import BUILD, Skipped, checked_path, graph_path, read_built

@@ -81,11 +81,3 @@ def finding(
 def finding_label(node: onnx.NodeProto) -> str:
     """Return the name of a node, or its operator and first output."""
     return str(node.name) or f"{node.op_type} (output {next(iter(node.output), '')!r})"
-
-
-def type_name(elem_type: int) -> str:
-    """Return `FLOAT16` for 10, and so on; the number itself for one that ONNX does not know."""
-    try:
-        return str(onnx.TensorProto.DataType.Name(elem_type))
-    except ValueError:
-        return f"type {elem_type}"

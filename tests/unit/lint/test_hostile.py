@@ -13,17 +13,17 @@ import numpy as np
 import onnx
 import pytest
 
-from qdqbench.quantize.engine.diagnose.diagnose import diagnose
-from qdqbench.quantize.engine.repair.fix import FixOptions, rewrite
-from qdqbench.quantize.engine.repair.runs import read_feeds
-from qdqbench.quantize.graph.check.check import check_model
+from qdqbench.quantize.lint.check import check_model
+from qdqbench.quantize.lint.diagnose import diagnose
+from qdqbench.quantize.lint.fix import FixOptions, rewrite
+from qdqbench.quantize.lint.runs import read_feeds
 from qdqbench.quantize.utils.errors import UserError
 
-from ....support.build_logs import POLYGRAPHY, missing_scale, trtexec
-from ....support.disfigured import disfigure
-from ....support.foreign_layer import float_layer
-from ....support.layer_tables import bert, inspector_json
-from ....support.tiny_layer import FORMS, healthy
+from ...support.build_logs import POLYGRAPHY, missing_scale, trtexec
+from ...support.disfigured import disfigure
+from ...support.foreign_layer import float_layer
+from ...support.layer_tables import bert, inspector_json
+from ...support.tiny_layer import FORMS, healthy
 
 CASES, SECONDS, MEGABYTES = 10_000, 5.0, 1_500
 NAMES = [

@@ -7,11 +7,11 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqbench.quantize.graph.check.codes import finding_label
-from qdqbench.quantize.graph.check.view import MOVES, CheckGraph, Operand, is_qdq, is_quantize
 from qdqbench.quantize.graph.index import GraphIndex, attribute, prune, replace_nodes
 from qdqbench.quantize.graph.precision import cast_node
 from qdqbench.quantize.graph.weights import quantize_weights
+from qdqbench.quantize.lint.codes import finding_label
+from qdqbench.quantize.lint.view import MOVES, CheckGraph, Operand, is_qdq, is_quantize
 from qdqbench.quantize.utils.arrays import Array, Float32
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import INT8_HEAD_SIZES

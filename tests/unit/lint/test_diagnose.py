@@ -12,17 +12,17 @@ import typer
 
 from qdqbench.cli.app import app
 from qdqbench.quantize.engine.backend import build_engine, choose_backend
-from qdqbench.quantize.engine.diagnose.diagnose import diagnose
-from qdqbench.quantize.engine.diagnose.findings import FIXES, LOG_FINDINGS, SIGNS, WORDS, WORST_FIRST
-from qdqbench.quantize.engine.repair.fix import FixOptions, rewrite
-from qdqbench.quantize.graph.check.codes import CODES
+from qdqbench.quantize.lint.codes import CODES
+from qdqbench.quantize.lint.diagnose import diagnose
+from qdqbench.quantize.lint.findings import FIXES, LOG_FINDINGS, SIGNS, WORDS, WORST_FIRST
+from qdqbench.quantize.lint.fix import FixOptions, rewrite
 from qdqbench.quantize.utils.errors import UserError
 
-from ....support.broken_layers import CASES, IDS
-from ....support.build_logs import POLYGRAPHY, line, missing_scale, trtexec
-from ....support.foreign_layer import float_layer, write_static
-from ....support.layer_tables import bert, inspector_json
-from ....support.tiny_layer import LINEARS, healthy
+from ...support.broken_layers import CASES, IDS
+from ...support.build_logs import POLYGRAPHY, line, missing_scale, trtexec
+from ...support.foreign_layer import float_layer, write_static
+from ...support.layer_tables import bert, inspector_json
+from ...support.tiny_layer import LINEARS, healthy
 
 
 def saved(tmp_path, model, name="model.onnx"):

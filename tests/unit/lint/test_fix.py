@@ -13,19 +13,19 @@ from onnx import TensorProto, helper
 from onnxruntime.quantization import QuantFormat, QuantType
 
 from qdqbench.quantize.engine.backend import choose_backend
-from qdqbench.quantize.engine.diagnose.findings import group_finding
-from qdqbench.quantize.engine.repair import runs
-from qdqbench.quantize.engine.repair.fix import _FORMS, FixOptions, engine_row, fix, rewrite
-from qdqbench.quantize.engine.repair.rebuild import remove_qdq
-from qdqbench.quantize.engine.repair.runs import measure_ranges, run_outputs
-from qdqbench.quantize.graph.check.check import check_file, check_model
-from qdqbench.quantize.graph.check.view import PLAIN_FORMS
+from qdqbench.quantize.lint import runs
+from qdqbench.quantize.lint.check import check_file, check_model
+from qdqbench.quantize.lint.findings import group_finding
+from qdqbench.quantize.lint.fix import _FORMS, FixOptions, engine_row, fix, rewrite
+from qdqbench.quantize.lint.rebuild import remove_qdq
+from qdqbench.quantize.lint.runs import measure_ranges, run_outputs
+from qdqbench.quantize.lint.view import PLAIN_FORMS
 from qdqbench.quantize.utils.errors import UserError
 
-from ....support.broken_layers import CASES, IDS, Case
-from ....support.foreign_layer import float_layer, samples, write_dynamic, write_static
-from ....support.graphs import model_of
-from ....support.tiny_layer import healthy, stored
+from ...support.broken_layers import CASES, IDS, Case
+from ...support.foreign_layer import float_layer, samples, write_dynamic, write_static
+from ...support.graphs import model_of
+from ...support.tiny_layer import healthy, stored
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 # What no rewrite can know: a bad scale's range, a mix's right type, a constant's lost value.
@@ -269,7 +269,7 @@ def test_an_endless_loop_ends_and_leaves_nothing(tmp_path, monkeypatch):
 def test_an_engine_that_takes_too_much_is_given_up(limit, named, tmp_path, monkeypatch):
     pytest.importorskip("tensorrt_rtx")
     onnx.save(float_layer(), tmp_path / "model.onnx")
-    monkeypatch.setattr(f"qdqbench.quantize.engine.repair.fix.{limit}", 0)
+    monkeypatch.setattr(f"qdqbench.quantize.lint.fix.{limit}", 0)
     row = engine_row(tmp_path / "model.onnx", choose_backend("tensorrt_rtx"))
     assert row.refused == f"the builder took over {named} for model.onnx and was stopped"
 
@@ -278,7 +278,7 @@ def test_an_engine_may_not_take_the_memory_of_a_container(tmp_path, monkeypatch)
     (tmp_path / "memory.max").write_text("1048576\n")  # less than this process has
     monkeypatch.setattr("qdqbench.quantize.utils.system.cpu._CGROUPS", tmp_path)
     monkeypatch.setattr(
-        "qdqbench.quantize.engine.repair.fix.build_engine", lambda *_, progress: progress("build", 0.5)
+        "qdqbench.quantize.lint.fix.build_engine", lambda *_, progress: progress("build", 0.5)
     )
     onnx.save(float_layer(), tmp_path / "model.onnx")
     row = engine_row(tmp_path / "model.onnx", SimpleNamespace(name="tensorrt", version="11"))
@@ -290,7 +290,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
-from qdqbench.quantize.engine.repair.runs import run_outputs
+from qdqbench.quantize.lint.runs import run_outputs
 
 def press():
     while threading.active_count() < 3:  # the thread that runs the graph has begun

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from qdqbench.cli.app import main
-from qdqbench.quantize.engine import doctor
-from qdqbench.quantize.engine.doctor import Library, anonymous, bug_report, look, probe, state_of, unmet
+from qdqbench.quantize.lint import doctor
+from qdqbench.quantize.lint.doctor import Library, anonymous, bug_report, look, probe, state_of, unmet
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import install_command
 from qdqbench.quantize.utils.system.gpu import Gpu

@@ -2,10 +2,10 @@
 
 import pytest
 
-from qdqbench.quantize.engine.diagnose.findings import MAX_LINE, is_log, read_log
+from qdqbench.quantize.lint.findings import MAX_LINE, is_log, read_log
 from qdqbench.quantize.utils.errors import UserError
 
-from ....support.build_logs import POLYGRAPHY, line, missing_scale, trtexec
+from ...support.build_logs import POLYGRAPHY, line, missing_scale, trtexec
 
 
 def read(tmp_path, text):

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import get_args
 
 from qdqbench.quantize.engine.hazards import version_text
-from qdqbench.quantize.engine.inspection import format_nodes
 from qdqbench.quantize.engine.layers import MAX_TABLE_LAYERS, parse_log
-from qdqbench.quantize.graph.check.check import CheckReport, Group
+from qdqbench.quantize.lint.check import CheckReport, Group
+from qdqbench.quantize.lint.inspection import format_nodes
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.results import Effect, LayerRow

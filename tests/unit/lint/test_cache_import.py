@@ -7,8 +7,8 @@ import onnx
 import pytest
 
 from qdqbench.quantize.calibration import ptq
-from qdqbench.quantize.engine.cache_import import input_tensors, is_cache, read_cache_file, recipe_from_cache
 from qdqbench.quantize.graph.export import trace
+from qdqbench.quantize.lint.cache_import import input_tensors, is_cache, read_cache_file, recipe_from_cache
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.schema import parse_recipe
 from qdqbench.quantize.utils.errors import UserError

@@ -7,7 +7,9 @@ from statistics import median
 
 from qdqbench.quantize.engine import layers as tables
 from qdqbench.quantize.engine.backend import capture, choose_backend, inspect_engine
-from qdqbench.quantize.engine.diagnose.findings import (
+from qdqbench.quantize.engine.hazards import find_hazards, is_older
+from qdqbench.quantize.engine.profiles import FAR_FROM_OPT
+from qdqbench.quantize.lint.findings import (
     FIX,
     LOG_FINDINGS,
     RUN,
@@ -19,10 +21,8 @@ from qdqbench.quantize.engine.diagnose.findings import (
     SourceRow,
     group_finding,
 )
-from qdqbench.quantize.engine.diagnose.sources import KINDS, OWN, TOKENS, Evidence, OnnxFile, read_sources
-from qdqbench.quantize.engine.hazards import find_hazards, is_older
-from qdqbench.quantize.engine.inspection import EngineFacts, Inspection, find_problems
-from qdqbench.quantize.engine.profiles import FAR_FROM_OPT
+from qdqbench.quantize.lint.inspection import EngineFacts, Inspection, find_problems
+from qdqbench.quantize.lint.sources import KINDS, OWN, TOKENS, Evidence, OnnxFile, read_sources
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH
 from qdqbench.quantize.utils.names import count_of, name_list

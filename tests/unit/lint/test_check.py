@@ -10,13 +10,13 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.engine.backend import choose_backend
-from qdqbench.quantize.engine.repair.fix import engine_row
-from qdqbench.quantize.graph.check.check import CheckReport, check_model, to_json
-from qdqbench.quantize.graph.check.codes import CODES
+from qdqbench.quantize.lint.check import CheckReport, check_model, to_json
+from qdqbench.quantize.lint.codes import CODES
+from qdqbench.quantize.lint.fix import engine_row
 from qdqbench.quantize.utils.errors import UserError
 
-from ....support import broken_layers as broken
-from ....support import tiny_layer as tiny
+from ...support import broken_layers as broken
+from ...support import tiny_layer as tiny
 
 ORDER = "slow-weight-order"
 

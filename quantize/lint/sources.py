@@ -11,15 +11,15 @@ from typing import Any
 
 import onnx
 
-from qdqbench.quantize.engine.cache_import import CalibrationCache, is_cache, read_cache_file
-from qdqbench.quantize.engine.diagnose.findings import Finding, LogFile, is_log, read_log, with_file
-from qdqbench.quantize.engine.inspection import Graph, Inspection, Time, format_nodes, read_graph
 from qdqbench.quantize.engine.layers import find_computing_rows, read_table
 from qdqbench.quantize.engine.trtexec import Times, read_profile, read_times
-from qdqbench.quantize.graph.check.check import CheckReport, check_model
-from qdqbench.quantize.graph.check.codes import finding_label
-from qdqbench.quantize.graph.check.view import MOVES, PRODUCTS, CheckGraph, is_qdq, operator
 from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.lint.cache_import import CalibrationCache, is_cache, read_cache_file
+from qdqbench.quantize.lint.check import CheckReport, check_model
+from qdqbench.quantize.lint.codes import finding_label
+from qdqbench.quantize.lint.findings import Finding, LogFile, is_log, read_log, with_file
+from qdqbench.quantize.lint.inspection import Graph, Inspection, Time, format_nodes, read_graph
+from qdqbench.quantize.lint.view import MOVES, PRODUCTS, CheckGraph, is_qdq, operator
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import BackendName
 from qdqbench.quantize.utils.results import Effect, LayerRow

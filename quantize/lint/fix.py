@@ -15,17 +15,17 @@ import psutil
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.engine.backend import Backend, build_engine, choose_backend, gpu_backend
-from qdqbench.quantize.engine.inspection import Inspection, format_nodes, read_graph
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.engine.repair import runs
-from qdqbench.quantize.engine.repair.rebuild import Product, Scales, insert_qdq, read_scales, remove_qdq
-from qdqbench.quantize.graph.check.check import check_model
-from qdqbench.quantize.graph.check.codes import finding_label
-from qdqbench.quantize.graph.check.view import MOVES, QDQ_DOMAINS, is_integer
 from qdqbench.quantize.graph.index import MAX_STEPS, GraphIndex, module_of, opset_of, prune, replace_nodes
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
 from qdqbench.quantize.graph.read import MAX_FILE, read_model
 from qdqbench.quantize.graph.weights import factor_scales
+from qdqbench.quantize.lint import runs
+from qdqbench.quantize.lint.check import check_model
+from qdqbench.quantize.lint.codes import finding_label
+from qdqbench.quantize.lint.inspection import Inspection, format_nodes, read_graph
+from qdqbench.quantize.lint.rebuild import Product, Scales, insert_qdq, read_scales, remove_qdq
+from qdqbench.quantize.lint.view import MOVES, QDQ_DOMAINS, is_integer
 from qdqbench.quantize.models.attention import MASK_FILL
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Array
