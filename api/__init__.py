@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from qdqbench._train import finetune, qat
     from qdqbench.eval.bench.results import Bench
     from qdqbench.eval.metrics.mteb import mteb_encoder
+    from qdqbench.eval.runs.results import Results
     from qdqbench.eval.runs.run import StageProgress
     from qdqbench.eval.selection.auto.results import Auto
     from qdqbench.quantize.calibration.record import CalibrationRecord
+    from qdqbench.quantize.engine.results import EngineResult
     from qdqbench.quantize.lint.check import CheckReport
     from qdqbench.quantize.recipe.schema import Recipe
     from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, QdqError, UserError
-    from qdqbench.quantize.utils.results import EngineResult, Results
 
 # where each name lives: nothing is imported before it is asked for, so that `import qdqbench` is instant
 _HOMES = {
@@ -34,7 +35,8 @@ _HOMES = {
     "quantize.calibration.record": "CalibrationRecord",
     "quantize.lint.check": "CheckReport",
     "quantize.utils.errors": "CheckFailed MissingDevice QdqError UserError",
-    "quantize.utils.results": "EngineResult Results",
+    "eval.runs.results": "Results",
+    "quantize.engine.results": "EngineResult",
     "quantize.recipe.schema": "Recipe",
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, cast
 from qdqbench._options import CheckOptions, PoolingOptions, RunOptions
 from qdqbench._progress import draw_samples, draw_stages, shown
 from qdqbench._samples import Batches, Samples, find_texts, list_samples
+from qdqbench.eval.runs.results import Results
 from qdqbench.quantize.calibration import ptq, smoothing
 from qdqbench.quantize.calibration.fakequant.quantizers import name_outputs
 from qdqbench.quantize.calibration.record import (
     CalibrationRecord,
     ChannelSplit,
+    describe_spread,
     read_record,
     trained_record,
     write_record,
@@ -37,6 +39,7 @@ from qdqbench.quantize.models.load import (
 )
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder
+from qdqbench.quantize.pipeline.pipeline import Timing
 from qdqbench.quantize.pipeline.session import Session, require_fit
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
@@ -47,7 +50,6 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE, count_of
 from qdqbench.quantize.utils.options import parse_options, path_of, take_options
-from qdqbench.quantize.utils.results import Results, Timing, describe_spread
 from qdqbench.quantize.utils.shown import Shown
 from qdqbench.quantize.utils.system.quiet import quiet
 

@@ -11,7 +11,7 @@ from qdqbench.quantize.utils.progress import measuring_since, silent, subscribe
 
 if TYPE_CHECKING:
     from qdqbench.eval.runs.run import StageProgress
-    from qdqbench.quantize.utils.results import LogRow
+    from qdqbench.quantize.utils.trackers import LogRow
 
 REDRAWN_S = 0.25
 WITHOUT_TOTAL = "{desc} [{elapsed}{postfix}]"

@@ -7,6 +7,7 @@ from typing import Any
 
 from qdqbench._options import RecipeOptions, RunOptions
 from qdqbench._progress import draw_stages, shown
+from qdqbench.eval.runs.results import Results
 from qdqbench.eval.runs.run import StageProgress, follow, require_inputs, run_until
 from qdqbench.eval.runs.tracked import track_run
 from qdqbench.quantize.engine.backend import choose_backend
@@ -21,7 +22,6 @@ from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.options import path_of, take_options
 from qdqbench.quantize.utils.progress import silent
-from qdqbench.quantize.utils.results import Results
 from qdqbench.quantize.utils.system.gpu import find_gpu
 from qdqbench.quantize.utils.trackers import TrackerName, require_tracker
 

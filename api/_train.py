@@ -11,6 +11,7 @@ from qdqbench._options import FinetuneOptions, QatOptions, TrainingOptions
 from qdqbench._progress import draw_seeds, draw_stages, shown
 from qdqbench._runs import Progress, choose_recipe
 from qdqbench.eval.runs.report.training import write_finetuning
+from qdqbench.eval.runs.results import Results
 from qdqbench.eval.runs.run import follow, require_inputs, run_to, run_until
 from qdqbench.eval.runs.tracked import track_run
 from qdqbench.quantize.models.identity import model_fingerprint
@@ -28,12 +29,12 @@ from qdqbench.quantize.tasks.embedded import write_embedded
 from qdqbench.quantize.training import finetune as tuning
 from qdqbench.quantize.training.loop import join_group, new_accelerator
 from qdqbench.quantize.training.qat import get_settings, train_on_all
+from qdqbench.quantize.training.results import Finetuning
 from qdqbench.quantize.utils.names import DEFAULT_QAT
 from qdqbench.quantize.utils.options import take_options
 from qdqbench.quantize.utils.progress import silent
-from qdqbench.quantize.utils.results import Finetuning, LogRow, Results
 from qdqbench.quantize.utils.system.process import is_main_process
-from qdqbench.quantize.utils.trackers import open_tracker, require_tracker, row_values
+from qdqbench.quantize.utils.trackers import LogRow, open_tracker, require_tracker, row_values
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

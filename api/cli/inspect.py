@@ -13,9 +13,9 @@ from qdqbench.cli.terminal import Json, console, plain, print_json, say
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 if TYPE_CHECKING:
+    from qdqbench.quantize.engine.results import LayerRow
     from qdqbench.quantize.lint.inspect_target import InspectTarget
     from qdqbench.quantize.lint.inspection import Inspection, Time
-    from qdqbench.quantize.utils.results import LayerRow
 
 LONGEST_NAME = 400  # characters; TensorRT's are shorter
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from qdqbench.eval.runs.run import StageProgress
-    from qdqbench.quantize.utils.results import LogRow
+    from qdqbench.quantize.utils.trackers import LogRow
 
 Show = Callable[[int, "LogRow", int], None]
 REDRAWN_S = 0.25
@@ -277,7 +277,7 @@ def seeds(count: int, *, quiet: bool) -> Iterator[Show]:
         bars: dict[int, Any] = {}
 
         def show(seed: int, row: "LogRow", steps: int) -> None:
-            from qdqbench.quantize.utils.results import training_line
+            from qdqbench.quantize.utils.trackers import training_line
 
             name = f"seed {seed}" if count > 1 else "training"
             if seed not in bars:

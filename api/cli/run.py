@@ -15,7 +15,7 @@ from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.names import DEFAULT_QAT, DEFAULT_RECIPE
 
 if TYPE_CHECKING:
-    from qdqbench.quantize.utils.results import Results
+    from qdqbench.eval.runs.results import Results
 
 
 @command
@@ -107,7 +107,7 @@ def report(
 
 def timings(folder: RunFolder, json: Json = False) -> None:
     """Show wall time, CPU time and peak memory of each stage of a finished run."""
-    from qdqbench.quantize.utils.results import read_results
+    from qdqbench.eval.runs.results import read_results
 
     found = read_results(folder)
     if json:

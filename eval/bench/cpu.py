@@ -15,13 +15,13 @@ from qdqbench.eval.bench import measure, systems
 from qdqbench.eval.bench.results import BenchRow
 from qdqbench.eval.bench.target import RANDOM_BATCH, RANDOM_SAMPLES, Target
 from qdqbench.quantize.engine import cpu_runtimes
+from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.models.inputs import MASK
 from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Batch, Float32
 from qdqbench.quantize.utils.limits import BackendName
-from qdqbench.quantize.utils.results import EngineResult
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
 Answer = Callable[[Batch], Float32]  # int64 [B, L] inputs to float32 [B, width] or [B, L, width]

@@ -43,6 +43,7 @@ from qdqbench.quantize.engine.cuda.names import CAPABILITY
 from qdqbench.quantize.engine.cuda.runtime import PACKED, CudaEngine, choose_graph, fill
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, Tokens, count_positions
 from qdqbench.quantize.engine.profiles import Profile, choose_profile
+from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.sidecar import check_sidecar, sidecar_path
 from qdqbench.quantize.models.families.known import family_named
@@ -52,7 +53,6 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int32, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, QdqError, UserError
 from qdqbench.quantize.utils.limits import BackendChoice, BackendName
-from qdqbench.quantize.utils.results import EngineResult
 from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.system.gpu import find_gpu
 

@@ -19,9 +19,11 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from qdqbench.eval.bench.results import compare_rounds
+from qdqbench.eval.metrics.results import Speedup
 from qdqbench.quantize.engine.build import build, require_int8
 from qdqbench.quantize.engine.cpu_runtimes import Compute
 from qdqbench.quantize.engine.profiles import Profile, choose_profile
+from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.runtime.runners import EngineRunner, open_runner
 from qdqbench.quantize.engine.sidecar import sidecar_path
@@ -43,8 +45,6 @@ from qdqbench.quantize.utils.arrays import Array, Batch, Float32, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, has_profiles
 from qdqbench.quantize.utils.progress import measuring, report_phase
-from qdqbench.quantize.utils.results import EngineResult
-from qdqbench.quantize.utils.speedup import Speedup
 
 if TYPE_CHECKING:
     import torch

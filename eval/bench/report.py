@@ -22,13 +22,13 @@ from qdqbench.eval.bench.results import (
     row_of,
     speedup_of,
 )
+from qdqbench.eval.metrics.results import Speedup, SpeedVerdict
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.formats import cleaned, count_of, flat, known, label, model_label, size
 from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.speedup import Speedup, SpeedVerdict
 
 MARKERS = {  # by color, which is never the only difference
     svg.BLUE: {

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 import numpy as np
 
+from qdqbench.eval.metrics.results import Speedup
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.limits import TENSORRT
 from qdqbench.quantize.utils.schema import Strict, Tabular, field, read
-from qdqbench.quantize.utils.speedup import Speedup
 
 BENCH_FILE = "bench.json"
 ROUND_RESAMPLES = 2000

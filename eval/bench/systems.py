@@ -19,6 +19,7 @@ from qdqbench.eval.bench.target import BatchedSplit, Target
 from qdqbench.quantize.engine.backend import choose_backend, find_best, gpu_backend
 from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.pipeline.artifacts import engine_profiles
 from qdqbench.quantize.report.formats import label
 from qdqbench.quantize.utils.arrays import Batch
@@ -26,7 +27,6 @@ from qdqbench.quantize.utils.errors import MissingDevice, QdqError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, BackendName
 from qdqbench.quantize.utils.names import install_command
 from qdqbench.quantize.utils.progress import report_phase
-from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 
 from qdqbench.eval.metrics.logits import read_logits
+from qdqbench.eval.metrics.results import Change, ChangedPrediction, ChangedPredictions, Classes, ClassRow
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.classification import class_text
-from qdqbench.quantize.utils import comparison
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 from qdqbench.quantize.utils.files import atomic_path
 from qdqbench.quantize.utils.names import without_formula
@@ -27,7 +27,7 @@ LONGEST_TEXT = 600  # characters of a sample that are kept
 FILE = "changed.csv"  # in the run directory: all of them
 KEPT = 200  # of them in results.json and on the page
 MOST = 40  # classes whose confusion is kept as a matrix
-ORDER: tuple[comparison.Change, ...] = get_args(comparison.Change)
+ORDER: tuple[Change, ...] = get_args(Change)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class PairedAnswers:
 
 def list_changed_answers(
     both: PairedAnswers, dataset: "datasets.Dataset", folder: Path, kept: int = KEPT
-) -> comparison.ChangedPredictions:
+) -> ChangedPredictions:
     """Return samples with changed predictions, of scores all that moved; write `changed.csv`.
 
     Regressed ones come first, then fixed ones, the farthest first.
@@ -153,7 +153,7 @@ def list_changed_answers(
     texts: Sequence[str] = sample_texts(dataset, both.task, samples) if len(samples) else []
     labels = both.task.kind.label_texts(both.gold[samples], both.names)
     rows = [
-        comparison.ChangedPrediction(
+        ChangedPrediction(
             sample=int(sample),
             text=text,
             label=label,
@@ -167,12 +167,12 @@ def list_changed_answers(
         for sample, change, text, label in zip(samples, changes, texts, labels, strict=True)
     ]
     with atomic_path(folder / FILE) as temporary, temporary.open("w", encoding="utf-8", newline="") as stream:
-        table = csv.DictWriter(stream, [*comparison.ChangedPrediction.model_fields])
+        table = csv.DictWriter(stream, [*ChangedPrediction.model_fields])
         table.writeheader()
         for row in rows:
             table.writerow({key: without_formula(value) for key, value in row.model_dump().items()})
     counts = Counter(row.change for row in rows)
-    return comparison.ChangedPredictions(
+    return ChangedPredictions(
         stage=both.stage,
         split=both.split,
         prediction_type=both.task.kind.answer,
@@ -184,7 +184,7 @@ def list_changed_answers(
     )
 
 
-def _change(reference: Predictions, other: Predictions, sample: int) -> comparison.Change:
+def _change(reference: Predictions, other: Predictions, sample: int) -> Change:
     before, after = reference.is_right(sample), other.is_right(sample)
     if before is None or after is None:
         return "moved"
@@ -193,7 +193,7 @@ def _change(reference: Predictions, other: Predictions, sample: int) -> comparis
     return "still_right" if before else "still_wrong"
 
 
-def compare_classes(both: PairedAnswers) -> comparison.Classes | None:
+def compare_classes(both: PairedAnswers) -> Classes | None:
     kind = both.task.kind
     of_fp32 = kind.by_class(both.of_fp32.predicted, both.gold)
     of_stage = kind.by_class(both.of_stage.predicted, both.gold)
@@ -203,7 +203,7 @@ def compare_classes(both: PairedAnswers) -> comparison.Classes | None:
     seen = (int(numbers.max()) for numbers in (labels, before, after) if len(numbers))
     count = max(both.task.num_labels - 1, *seen) + 1
     few = count <= MOST
-    return comparison.Classes(
+    return Classes(
         stage=both.stage,
         unit="words" if kind.over_tokens else "samples",
         rows=[
@@ -220,7 +220,7 @@ def _confusion(labels: Int64, answers: Int64, count: int) -> list[list[int]]:
     return [[int(number) for number in row] for row in counted.reshape(count, count)]
 
 
-def _row(name: str, labelled: Int64, before: Int64, after: Int64, samples: Int64) -> comparison.ClassRow:
+def _row(name: str, labelled: Int64, before: Int64, after: Int64, samples: Int64) -> ClassRow:
     """Return the row of a class, from bool [units] of its labels and of both predictions.
 
     The error is that of a ratio of sums over samples (Cochran 1977, "Sampling Techniques", section 2.9), as
@@ -234,7 +234,7 @@ def _row(name: str, labelled: Int64, before: Int64, after: Int64, samples: Int64
         delta = float(step.mean())
         of_sample = np.bincount(samples[labelled], weights=step - delta)
         error = float(np.sqrt(np.square(of_sample).sum()) / n)
-    return comparison.ClassRow(
+    return ClassRow(
         name=name,
         n=n,
         fp32=recall[0],

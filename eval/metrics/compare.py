@@ -2,12 +2,12 @@
 
 import numpy as np
 
+from qdqbench.eval.metrics.results import COSINE_EDGES, Agreement, Comparison
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.metrics import NOISE, Gold
 from qdqbench.quantize.tasks.task import EMBED, Task
 from qdqbench.quantize.tasks.types.embedding import NEIGHBORS
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats
-from qdqbench.quantize.utils.comparison import COSINE_EDGES, Agreement, Comparison
 
 
 def divergence(task: Task, reference: Floats, answers: Floats, gold: Gold) -> Float64:

@@ -3,9 +3,8 @@
 import math
 from typing import Any, Literal
 
+from qdqbench.eval.metrics.results import Comparison, GateIssue, Speedup
 from qdqbench.quantize.tasks.metrics import NOISE
-from qdqbench.quantize.utils.comparison import Comparison, GateIssue
-from qdqbench.quantize.utils.speedup import Speedup
 
 RULE_OF_THREE = 3  # samples that may differ where none did (Hanley and Lippman-Hand 1983), at 95 %
 MOST_SAMPLES = 10**9  # that are asked for: a drop at `max_drop` itself takes any number

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from qdqbench.eval.metrics.compare import compare
+from qdqbench.eval.metrics.results import StageResult
 from qdqbench.eval.metrics.runners import predict
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.tasks import metrics
@@ -14,7 +15,6 @@ from qdqbench.quantize.tasks.task import Task, merge_splits
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Array, Floats, read_arrays
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.results import StageResult
 
 Logits = dict[str, Floats]  # answers [answers, width] by evaluation split
 

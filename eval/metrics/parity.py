@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from qdqbench.eval.metrics.results import Parity, ParityRow
 from qdqbench.eval.metrics.runners import session_of
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, smooth_input
 from qdqbench.quantize.graph.index import GraphIndex, tensor_values, use_of
@@ -17,7 +18,6 @@ from qdqbench.quantize.graph.rewrites import list_sequence_first
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Array, Float32, Float64, Int32, Int64
-from qdqbench.quantize.utils.comparison import Parity, ParityRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

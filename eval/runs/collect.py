@@ -9,23 +9,24 @@ import numpy as np
 from qdqbench.eval.metrics.answers import PairedAnswers, compare_classes, list_changed_answers
 from qdqbench.eval.metrics.compare import compare
 from qdqbench.eval.metrics.logits import read_logits, score
+from qdqbench.eval.metrics.results import Comparison, Gate, LayerErrors, Parity, StageResult
 from qdqbench.eval.runs.gate import judge_gate, judge_stages, read_engine_sizes, read_speed
 from qdqbench.eval.runs.report.verdict import last_measured
+from qdqbench.eval.runs.results import FileRow, ModelChange, Results
 from qdqbench.eval.stages.stages import FP16_STAGE
+from qdqbench.eval.verification.results import read_verified
 from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
 from qdqbench.quantize.calibration.softmax import LONG
 from qdqbench.quantize.models.identity import describe_model
 from qdqbench.quantize.pipeline import artifacts
-from qdqbench.quantize.pipeline.pipeline import read_finished
+from qdqbench.quantize.pipeline.pipeline import Timing, read_finished
 from qdqbench.quantize.pipeline.session import QAT, RECORD, Session
 from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
 from qdqbench.quantize.report.formats import count_of
 from qdqbench.quantize.tasks.rows import source_commit
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.comparison import Comparison, Gate, LayerErrors, ModelChange, Parity
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import report_phase
-from qdqbench.quantize.utils.results import FileRow, Results, StageResult, Timing
 from qdqbench.quantize.utils.system.environment import describe_environment, now
 
 # a noun, and a sentence that takes its count; in the order in which a report lists them
@@ -137,7 +138,7 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
     readers: dict[str, Callable[[], Any]] = {
         "build": lambda: artifacts.read_built(folder),
         "gpu_build": lambda: artifacts.read_built(folder / artifacts.GPU),
-        "verify": lambda: artifacts.read_verified(folder),
+        "verify": lambda: read_verified(folder),
     }
     outcomes = {name: read() for name, read in readers.items() if name in timings}
     skipped = {name: done.skipped for name, done in outcomes.items() if isinstance(done, artifacts.Skipped)}

@@ -14,7 +14,9 @@ from qdqbench.eval.bench.results import BENCH_FILE, Bench, config_label, headlin
 from qdqbench.eval.metrics.answers import Predictions, find_changed, predict_answers, sample_texts
 from qdqbench.eval.metrics.compare import compare
 from qdqbench.eval.metrics.logits import Logits, read_answers
+from qdqbench.eval.metrics.results import Comparison, GateCode, GateState, Speedup
 from qdqbench.eval.runs.report import verdict
+from qdqbench.eval.runs.results import RESULTS_FILE, Results, read_results
 from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
 from qdqbench.quantize.report import document as doc
@@ -24,12 +26,9 @@ from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Array, Floats
-from qdqbench.quantize.utils.comparison import Comparison, GateCode, GateState
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import without_formula
-from qdqbench.quantize.utils.results import RESULTS_FILE, Results, read_results
 from qdqbench.quantize.utils.schema import Strict, Tabular, field
-from qdqbench.quantize.utils.speedup import Speedup
 from qdqbench.quantize.utils.system.environment import now
 
 

@@ -10,19 +10,19 @@ from qdqbench.eval.bench.report import stale_files
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, headline_of, read_bench, row_of
 from qdqbench.eval.metrics.gate import drop_issue, judge, samples_to_tell, slow_issue
 from qdqbench.eval.metrics.logits import read_logits
+from qdqbench.eval.metrics.results import Gate, GateCode, GateIssue, IssueState, Speedup, StageResult
+from qdqbench.eval.runs.results import EngineSize, Results
 from qdqbench.quantize.engine.build import require_int8
+from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.pipeline.artifacts import Skipped, backend_of, read_built
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils.arrays import Array, Floats
-from qdqbench.quantize.utils.comparison import EngineSize, Gate, GateCode, GateIssue, IssueState
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.limits import INT8_RESIDUALS
 from qdqbench.quantize.utils.names import SECOND
-from qdqbench.quantize.utils.results import EngineResult, Results, StageResult
-from qdqbench.quantize.utils.speedup import Speedup
 
 
 def judge_gate(session: Session, results: Results) -> Gate:

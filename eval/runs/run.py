@@ -8,17 +8,19 @@ from qdqbench.eval.metrics.answers import FILE
 from qdqbench.eval.runs.collect import collect, score_stage
 from qdqbench.eval.runs.gate import cannot_hold, issue_sentence, judge_baseline
 from qdqbench.eval.runs.report.report import hand_off, write_reports
+from qdqbench.eval.runs.results import RESULTS_FILE, Results, write_results
 from qdqbench.eval.stages.stages import FP16_STAGE, stages
 from qdqbench.quantize.deployment.write import DEPLOY, remove
 from qdqbench.quantize.engine.backend import find_missing_builder
 from qdqbench.quantize.engine.profiles import require_room
 from qdqbench.quantize.pipeline import pipeline
 from qdqbench.quantize.pipeline.artifacts import backend_of, engine_profiles
+from qdqbench.quantize.pipeline.pipeline import Timing
 from qdqbench.quantize.pipeline.session import CONFIG, Session
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.results import RESULTS_FILE, LogRow, Results, Timing, write_results
+from qdqbench.quantize.utils.trackers import LogRow
 
 BASELINE = "baseline"
 EVALUATED = (BASELINE, "ptq", "fake_quant", "onnxruntime", "engine")

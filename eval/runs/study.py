@@ -13,11 +13,12 @@ from qdqbench.quantize.report.document import SCREEN, Block, Prose, Report, Sect
 from qdqbench.quantize.report.formats import in_points, label, model_label, versions_text
 from qdqbench.quantize.training.finetune import FinetuneRequest, finetune, spread
 from qdqbench.quantize.training.qat import get_settings
+from qdqbench.quantize.training.results import Spread, TrainingRun
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.results import Spread, TrainingRun, training_line
 from qdqbench.quantize.utils.schema import Strict, field
 from qdqbench.quantize.utils.system.environment import now
+from qdqbench.quantize.utils.trackers import training_line
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

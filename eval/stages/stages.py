@@ -15,11 +15,13 @@ from qdqbench.eval.metrics.parity import compare_layers
 from qdqbench.eval.metrics.runners import evaluating, onnxruntime_runner, placed, predict, torch_runner
 from qdqbench.eval.verification.blocks import layer_errors
 from qdqbench.eval.verification.engine import verify_engine
+from qdqbench.eval.verification.results import read_verified
 from qdqbench.quantize.calibration.ptq import calibrate
 from qdqbench.quantize.calibration.record import get_state_shifts, read_record, write_record
 from qdqbench.quantize.engine.backend import available_backends, find_missing_builder, gpu_backend
 from qdqbench.quantize.engine.build import build as build_engine
 from qdqbench.quantize.engine.profiles import note_distant_data
+from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.engine.runtime.runners import open_runner
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
@@ -37,7 +39,6 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName, has_profiles
 from qdqbench.quantize.utils.progress import report_phase, track
-from qdqbench.quantize.utils.results import EngineResult
 from qdqbench.quantize.utils.system.cpu import find_cpu
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
@@ -120,7 +121,7 @@ def cannot_run(session: Session) -> str | None:
 def _cannot_evaluate(session: Session) -> str | None:
     if (reason := cannot_run(session)) is not None:
         return reason
-    verified = artifacts.read_verified(session.folder)
+    verified = read_verified(session.folder)
     if not isinstance(verified, Skipped):
         counts = [verified.padding.nonfinite, verified.predictions.nonfinite]
         if any(counts) or any(shape.nonfinite for shape in verified.shapes):
@@ -390,7 +391,7 @@ _BUILT_FOR_GPU = _while_missing(
 _BUILT = _while_missing(
     lambda s: artifacts.read_built(s.folder), lambda s: find_missing_builder(backend_of(s.recipe))
 )
-_VERIFIED = _while_missing(lambda s: artifacts.read_verified(s.folder), cannot_run)
+_VERIFIED = _while_missing(lambda s: read_verified(s.folder), cannot_run)
 _RAN = _while_missing(lambda s: artifacts.read_engine_run(s.folder), _cannot_evaluate)
 
 

@@ -21,6 +21,7 @@ from qdqbench.eval.metrics.runners import session_of
 from qdqbench.eval.verification import blocks
 from qdqbench.eval.verification.checks import MIN_LIMIT, TensorError, compare_tensors, kept_positions
 from qdqbench.eval.verification.engine import batch_of, block_cases, engine_of, widest
+from qdqbench.eval.verification.results import read_verified
 from qdqbench.quantize.engine.cuda.file import list_rows
 from qdqbench.quantize.engine.cuda.interpret import compute
 from qdqbench.quantize.engine.cuda.match import match_graph
@@ -29,6 +30,7 @@ from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Linear, Operation
 from qdqbench.quantize.engine.cuda.runtime import CudaEngine
 from qdqbench.quantize.engine.cuda.tokens import pack_tokens
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex, module_of, tensor_values
 from qdqbench.quantize.graph.read import read_model
@@ -39,7 +41,6 @@ from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import FP16_MAX
-from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.schema import Strict
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
@@ -526,7 +527,7 @@ def bisect_run(folder: Path) -> BisectResult:
     if built.backend == "cuda":
         engine, _ = load_kernels(folder / "engine" / built.file)
         return bisect_kernels(engine, read_model(path), batch, session.plan.family)
-    verified = artifacts.read_verified(folder)
+    verified = read_verified(folder)
     rows = [] if isinstance(verified, artifacts.Skipped) else verified.blocks
     with blocks.open_reference(session) as (reference, fp32):
         half = artifacts.computes_fp16(session.recipe, built.backend)

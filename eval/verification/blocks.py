@@ -19,6 +19,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
+from qdqbench.eval.metrics.results import LayerError, LayerErrors
 from qdqbench.eval.verification.checks import kept_positions
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, smooth_input
 from qdqbench.quantize.graph.index import module_of, prune, replace_nodes, tensor_values
@@ -29,7 +30,6 @@ from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.modules import get_hidden, record_first_inputs, resume_from
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.utils.arrays import Array, Batch, Float32, Int64
-from qdqbench.quantize.utils.comparison import LayerError, LayerErrors
 from qdqbench.quantize.utils.errors import UserError
 
 if TYPE_CHECKING:

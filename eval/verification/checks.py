@@ -17,9 +17,15 @@ import numpy as np
 
 from qdqbench.eval.metrics import gate
 from qdqbench.eval.metrics.compare import compare
+from qdqbench.eval.verification.results import (
+    BlockCheck,
+    PaddingCheck,
+    PredictionsCheck,
+    ShapeCheck,
+    Verification,
+)
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
-from qdqbench.quantize.utils import results
 from qdqbench.quantize.utils.arrays import Array, Floats, Int64
 from qdqbench.quantize.utils.schema import Strict
 
@@ -93,7 +99,7 @@ class BlockSums:
         size = np.maximum(size, max(least, float(np.finfo(np.float32).tiny)))
         return float(np.max(error / size, initial=0)), float(np.max(cost / size, initial=0))
 
-    def check(self, rounding: float = MIN_LIMIT) -> results.BlockCheck:
+    def check(self, rounding: float = MIN_LIMIT) -> BlockCheck:
         """Compare the errors with their limits; `rounding` is what the datatype of the engine may cost."""
         with np.errstate(divide="ignore", invalid="ignore"):
             power = max(self.power, float(np.finfo(np.float32).tiny))
@@ -105,7 +111,7 @@ class BlockSums:
         def finite(value: float) -> float | None:  # JSON has no NaN
             return float(value) if not self.nonfinite and np.isfinite(value) else None
 
-        return results.BlockCheck(
+        return BlockCheck(
             name=self.name,
             n=self.n,
             error=finite(error),
@@ -140,10 +146,10 @@ class QuantizationCost:
         )
 
 
-def check_shape(got: Floats, reference: Floats, shape: tuple[int, int], what: str) -> results.ShapeCheck:
+def check_shape(got: Floats, reference: Floats, shape: tuple[int, int], what: str) -> ShapeCheck:
     good = np.isfinite(got).all(axis=1)
     difference = np.abs(got[good].astype(np.float64) - reference[good])
-    return results.ShapeCheck(
+    return ShapeCheck(
         batch=shape[0],
         length=shape[1],
         what=what,
@@ -152,7 +158,7 @@ def check_shape(got: Floats, reference: Floats, shape: tuple[int, int], what: st
     )
 
 
-def check_padding(answers: Floats, cost: QuantizationCost) -> results.PaddingCheck:
+def check_padding(answers: Floats, cost: QuantizationCost) -> PaddingCheck:
     """Compare the same samples in three settings: answers [3, answers, width] agree within noise.
 
     The samples are few, and quantization changes some answers much more than most. One of those moves the
@@ -161,7 +167,7 @@ def check_padding(answers: Floats, cost: QuantizationCost) -> results.PaddingChe
     expected = cost.mean + NOISE_FACTOR * cost.deviation / np.sqrt(max(answers.shape[1], 1))
     good = np.isfinite(answers).all(axis=(0, 2))
     spread = np.ptp(answers[:, good].astype(np.float64), axis=0)
-    return results.PaddingCheck(
+    return PaddingCheck(
         n=answers.shape[1],
         nonfinite=int((~good).sum()),
         mean_abs_logit_diff=float(spread.mean()) if good.any() else None,
@@ -189,7 +195,7 @@ def check_answers(  # noqa: PLR0913
     cost: QuantizationCost,
     max_drop: float,
     seed: int,
-) -> results.PredictionsCheck:
+) -> PredictionsCheck:
     """Compare the engine's answers to real samples with the reference's, [answers, width].
 
     The drop of the primary metric is judged as `gate.judge` does it. `max_drop` also holds for the share of
@@ -212,9 +218,7 @@ def check_answers(  # noqa: PLR0913
         "mean_limit": TWO_ROUNDINGS * cost.mean,
         "ks_p_limit": KS_P / got.shape[1],
     }
-    check = results.PredictionsCheck.model_validate(
-        dict.fromkeys(results.PredictionsCheck.model_fields) | known
-    )
+    check = PredictionsCheck.model_validate(dict.fromkeys(PredictionsCheck.model_fields) | known)
     if check.nonfinite:
         return check
     found = compare(task, reference, got, gold, seed=seed)
@@ -232,7 +236,7 @@ def check_answers(  # noqa: PLR0913
     return check
 
 
-def verification_failures(found: results.Verification, run: str) -> list[str]:
+def verification_failures(found: Verification, run: str) -> list[str]:
     """Return why an engine is wrong, one sentence each; `run` is the run directory, for the advice."""
     advice = f"run `qdqbench inspect {run} --bisect`"
     lines = [f"{_block_failure(row)}; {advice}" for row in found.blocks if not row.holds]
@@ -259,7 +263,7 @@ def verification_failures(found: results.Verification, run: str) -> list[str]:
     return lines
 
 
-def _block_failure(row: results.BlockCheck) -> str:
+def _block_failure(row: BlockCheck) -> str:
     if row.nonfinite or row.error is None:
         shapes = ", ".join(f"{b} x {length}" for b, length in row.nonfinite_shapes)
         return f"engine: {row.name} makes {row.nonfinite} NaN or infinite numbers in batches of {shapes}"
@@ -276,7 +280,7 @@ def _block_failure(row: results.BlockCheck) -> str:
     return f"engine: {row.name} is wrong for the reference's own input: {', '.join(parts)} ({cost})"
 
 
-def _answer_failures(row: results.PredictionsCheck, reference: str) -> Iterator[str]:
+def _answer_failures(row: PredictionsCheck, reference: str) -> Iterator[str]:
     assert row.drop is not None
     assert row.drop_limit is not None
     assert row.mean_abs_logit_diff is not None

@@ -13,9 +13,11 @@ from qdqbench.eval.metrics.logits import read_logits
 from qdqbench.eval.metrics.runners import Predict
 from qdqbench.eval.verification import checks
 from qdqbench.eval.verification.blocks import Uncut, open_reference, reference_blocks, stitch
+from qdqbench.eval.verification.results import BlockCheck, ShapeCheck, Verification
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.runtime.runners import CompiledEngine, open_engine, open_runner
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar
@@ -27,7 +29,6 @@ from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils.arrays import Array, Floats, Int64
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.progress import report_phase, track
-from qdqbench.quantize.utils.results import BlockCheck, EngineResult, ShapeCheck, Verification
 
 SAMPLES, PADDING_SAMPLES, BLOCK_SAMPLES = 256, 16, 32
 

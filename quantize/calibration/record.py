@@ -1,6 +1,8 @@
 """The record of a calibration, `calibration.json`: every amax and scale, and whether they are plausible."""
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,14 +14,69 @@ from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.limits import FP16_MAX
-from qdqbench.quantize.utils.results import QuantizerRow, SoftmaxRow
-from qdqbench.quantize.utils.schema import Strict, Tabular, read
+from qdqbench.quantize.utils.schema import Strict, Tabular, field, read
 
 # An amax outside these bounds is a fault of the data or the weights, never a property of a working model.
 # Activations are FP16 tensors in the engine, so they end with it, and below 1e-6 it holds no seven bits.
 AMAX_BOUNDS = {"weight": (1e-8, FP16_MAX), "activation": (1e-6, FP16_MAX)}
 
 MAX_AMAX_OVER_RMS = 5000.0  # BERT outliers reach 90; a value like this leaves the other codes at zero
+
+
+class QuantizerRow(Strict):
+    """One calibrated quantizer."""
+
+    name: str = field("Path of the quantizer.")
+    module: str = field("Path of the layer that it belongs to.")
+    kind: Literal["weight", "input", "query", "key", "value", "softmax", "residual"] = field(
+        "Kind of tensor; `query`, `key`, `value` and `softmax` of an INT8 attention, `residual` of an INT8 "
+        "residual stream."
+    )
+    axis: int | None = field("Channel axis; null when one scale serves the whole tensor.")
+    amax: float = field(
+        "Largest magnitude that is representable (the scale is amax / 127); the largest of all channels."
+    )
+    amax_min: float = field("Smallest amax of all channels; equal to `amax` per tensor.")
+    amax_over_rms: float | None = field(
+        "Outlier measure of an activation: amax / root mean square; null when not measured."
+    )
+    calibrated_amax: float | None = field(
+        "Amax from calibration if the recipe overrides it (`calibration.amax`); else null.", default=None
+    )
+    amax_spread: float | None = field(
+        "Largest magnitudes of four parts of the calibration rows: standard deviation / mean. Null for "
+        "weights and the softmax, and for an amax that the recipe gives or training changed.",
+        default=None,
+    )
+
+
+def describe_spread(quantizers: Sequence[QuantizerRow]) -> str:
+    """Return the median and the largest `amax_spread` in words; empty if there is none."""
+    spread = summarize_spread(quantizers)
+    return f"median {spread[0]:.1%}, largest {spread[1].amax_spread:.1%}" if spread else ""
+
+
+def summarize_spread(quantizers: Sequence[QuantizerRow]) -> tuple[float, QuantizerRow] | None:
+    """Return the median of all `amax_spread`, and the quantizer with the largest; None if there is none."""
+    spreads = [(row.amax_spread, row) for row in quantizers if row.amax_spread is not None]
+    widest = max(spreads, key=itemgetter(0), default=None)
+    return (statistics.median(map(itemgetter(0), spreads)), widest[1]) if widest else None
+
+
+class SoftmaxRow(Strict):
+    """Cost of INT8 in the softmax of one attention, alone in INT8, on calibration samples of some lengths."""
+
+    module: str = field("Path of the attention.")
+    length: int = field("Longest sample of this row in tokens; shorter ones have rows of their own.")
+    amax: float = field("Amax of the softmax output; the scale is amax / 127.")
+    centered: bool = field(
+        "Whether values are mean-centered: a row of the attention that loses mass gets their mean instead."
+    )
+    zeroed: float = field("Share of the attention that rounds to zero.")
+    clipped: float = field("Share of the attention above the amax.")
+    error: float = field(
+        "Relative error of the attention's output: norm of the difference over the norm in FP32."
+    )
 
 
 class QuantizerState(Strict):

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, quantizers_off
+from qdqbench.quantize.calibration.record import SoftmaxRow
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.utils.arrays import Float64
 from qdqbench.quantize.utils.names import name_list
-from qdqbench.quantize.utils.results import SoftmaxRow
 
 if TYPE_CHECKING:
     import torch

@@ -5,11 +5,12 @@ import re
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import onnx
 import yaml
 
+from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.graph.export import save
 from qdqbench.quantize.graph.index import GraphIndex, attribute
 from qdqbench.quantize.models import identity
@@ -23,7 +24,6 @@ from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.tasks.types.tokens import TOKENS
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed
-from qdqbench.quantize.utils.results import Results
 from qdqbench.quantize.utils.system.quiet import quiet
 
 INT8, PLAIN = "onnx/model_quantized.onnx", "onnx/model.onnx"  # where transformers.js and others look
@@ -52,7 +52,19 @@ _BASE = re.compile(rf"^base_model:[ \t]*(?:\n-[ \t]+)?[\"']?({_NAME.pattern})[\"
 _FOLDERS = ("model", "models", "old_models", "output", "outputs", "checkpoints", "results", "runs", "tmp")
 
 
-def describe_config(session: Session, results: Results, labels: Sequence[str]) -> dict[str, Any]:
+class MeasuredRun(Protocol):
+    """What a folder says of its run: `Results`, which the evaluation makes."""
+
+    model: dict[str, Any]
+    data: dict[str, Any]
+    engine: EngineResult | None
+    gpu_engine: EngineResult | None
+    stages: dict[str, Any]
+    verification: Any
+    gate: Any
+
+
+def describe_config(session: Session, results: MeasuredRun, labels: Sequence[str]) -> dict[str, Any]:
     """Return the configuration of what is deployed: its class and labels, where the model's has others."""
     config, kind = load_config(session.model_name, session.config.revision), session.config.task.kind
     # TEI asks for these names, and some types have others
@@ -221,7 +233,7 @@ def find_license(name: str, revision: str | None) -> str | None:
     return values.get("license_name", values.get("license"))
 
 
-def describe_card(session: Session, results: Results, *, title: str, openvino: bool) -> str:
+def describe_card(session: Session, results: MeasuredRun, *, title: str, openvino: bool) -> str:
     """Return the metadata of the model card as YAML: what is known, and what was measured."""
     config, quantizes = session.config, session.recipe.quantizes
     kind, data = config.task.kind, str(results.data.get("source", ""))

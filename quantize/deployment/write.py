@@ -17,9 +17,11 @@ from typing import Any, cast
 import onnx
 
 from qdqbench.quantize.deployment import hub
+from qdqbench.quantize.deployment.hub import MeasuredRun
 from qdqbench.quantize.engine.cpu_runtimes import write_openvino_ir
 from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.cuda.runtime import load_engine
+from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.engine.sidecar import Sidecar, read_own_sidecar
 from qdqbench.quantize.engine.trtexec import build_options
 from qdqbench.quantize.graph.read import read_model
@@ -39,7 +41,6 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import QdqError, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.names import name_list
-from qdqbench.quantize.utils.results import EngineResult, Results
 from qdqbench.quantize.utils.system.cpu import INT8_DOT
 
 DEPLOY = "deploy"  # folder of a run
@@ -138,7 +139,9 @@ def installed(name: str) -> str | None:
         return None
 
 
-def find_runtimes(folder: Path, results: Results, own: BackendName, gpu_graph: Path | None) -> list[Runtime]:
+def find_runtimes(
+    folder: Path, results: MeasuredRun, own: BackendName, gpu_graph: Path | None
+) -> list[Runtime]:
     """Return the backends that take a run's graphs; first that of its engine, where it can be asked here."""
     shown: dict[BackendName, str] = {
         "onnxruntime": _describe_onnxruntime(artifacts.read_optimized(folder), results.gate.max_drop),
@@ -170,7 +173,7 @@ def _describe_onnxruntime(optimized: artifacts.OptimizedRun | None, max_drop: fl
     return f"{told}. On a CPU without INT8 dot products (VNNI) the script is slower and stays exact"
 
 
-def _describe_engine(home: Path, built: EngineResult, results: Results) -> Runtime:
+def _describe_engine(home: Path, built: EngineResult, results: MeasuredRun) -> Runtime:
     engine, stage = artifacts.engine_file(home, built), results.stages.get("engine")
     sidecar = read_own_sidecar(engine)
     ran = built is results.engine and stage is not None and stage.status == "done"
@@ -199,7 +202,12 @@ class RunVerdict:
 
 
 def write_deploy(
-    session: Session, results: Results, verdict: RunVerdict, out: Path | None = None, *, fp32: bool = False
+    session: Session,
+    results: MeasuredRun,
+    verdict: RunVerdict,
+    out: Path | None = None,
+    *,
+    fp32: bool = False,
 ) -> None:
     """Make the folder of a finished run say what the run now is; a `UserError` where it cannot be written.
 
@@ -215,7 +223,7 @@ def write_deploy(
 
 
 def _collect(
-    session: Session, results: Results, verdict: RunVerdict, made: Path, fp32: bool
+    session: Session, results: MeasuredRun, verdict: RunVerdict, made: Path, fp32: bool
 ) -> dict[str, str | bytes | Path]:
     """Return the files of the folder; graphs that the run does not have are written into `made`."""
     graph = artifacts.graph_path(session)

@@ -24,11 +24,11 @@ from qdqbench.quantize.engine.cpu_runtimes import load_openvino
 from qdqbench.quantize.engine.cuda.compile import get_version, load_nvrtc
 from qdqbench.quantize.engine.layers import parse_inspector_json, parse_log
 from qdqbench.quantize.engine.profiles import Profile, add_profiles
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, BackendName
 from qdqbench.quantize.utils.names import install_command
-from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system.cpu import find_cpu
 from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 from qdqbench.quantize.utils.system.process import interruption

@@ -19,6 +19,7 @@ from qdqbench.quantize.engine.cuda.names import CAPABILITY
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
 from qdqbench.quantize.graph.index import (
     MATMULS,
@@ -40,7 +41,6 @@ from qdqbench.quantize.utils.limits import (
     has_profiles,
 )
 from qdqbench.quantize.utils.progress import report_phase
-from qdqbench.quantize.utils.results import EngineResult
 from qdqbench.quantize.utils.system.cpu import cpu_hazards, find_cpu
 
 

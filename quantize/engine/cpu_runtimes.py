@@ -15,11 +15,11 @@ import numpy as np
 import onnx
 
 from qdqbench.quantize.engine.layers import ATTENTION
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex, type_name
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import BackendName
-from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system.cpu import Cpu, find_cpu, quota
 
 Compute = Literal["fp32", "bf16"]  # datatype of what is not quantized

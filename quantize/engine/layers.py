@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.models.families.known import (
     ACTIVATION,
     ANY_EMBEDDINGS,
@@ -26,7 +27,6 @@ from qdqbench.quantize.models.families.known import (
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import read_bounded
 from qdqbench.quantize.utils.names import count_of
-from qdqbench.quantize.utils.results import LayerRow
 
 ATTENTION = "attention"  # kind of a row that is a whole one, of a CPU runtime or of backend cuda
 OWN_NORM = "norm"  # kind of a LayerNorm of backend cuda

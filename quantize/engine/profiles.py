@@ -13,6 +13,7 @@ import numpy as np
 
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.schema import Strict, field
 
 FAR_FROM_OPT = 2.0  # factor from the opt shape at which kernels are tuned for something else
 LENGTH_STEP = 16  # INT8 tensor cores take 16 values at a time
@@ -205,3 +206,30 @@ def bucket_profiles(edges: Sequence[int], longest: int, batch: int) -> list[Prof
     if edges[-1] < longest:
         fixed.append(Profile((1, edges[-1] + 1), (batch, longest), (most, longest)))
     return fixed
+
+
+class LengthBucket(Strict):
+    """Rows that are padded to the same length."""
+
+    length: int = field("Length in tokens that its rows are padded to.")
+    rows: int = field("Number of rows.")
+    tokens: int = field("Tokens of its rows without padding.")
+
+
+class Lengths(Strict):
+    """Lengths of the evaluation data, and what an engine with `shapes: auto` makes of them."""
+
+    splits: list[str] = field("Evaluation splits whose rows were counted.")
+    rows: int = field("Rows of all splits; of questions the windows.")
+    tokens: int = field("Tokens of all rows, without padding.")
+    shortest: int = field("Tokens of the shortest row.")
+    longest: int = field("Tokens of the longest row.")
+    median: float = field("Median tokens of a row.")
+    p90: int = field("90th percentile of the tokens of a row.")
+    histogram: list[tuple[int, int]] = field("Pairs of tokens and the number of rows that have so many.")
+    buckets: list[LengthBucket] = field(
+        "Lengths that rows are padded to; empty for a CPU, whose kernels take every length."
+    )
+    padding: float = field("Share of the tokens of the engine's batches that is padding.")
+    longest_padding: float = field("Share of padding if all rows were padded to the longest.")
+    profiles: list[str] = field("Optimization profiles of the engine, each [min, opt, max].")

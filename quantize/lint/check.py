@@ -17,7 +17,7 @@ from onnx import TensorProto, numpy_helper
 from qdqbench.quantize.graph import index
 from qdqbench.quantize.graph.index import ResidualAdd, attribute, type_name
 from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
-from qdqbench.quantize.lint.codes import CODES, finding, finding_label
+from qdqbench.quantize.lint.codes import CODES, FindingRow, finding, finding_label
 from qdqbench.quantize.lint.view import (
     MOVES,
     PRODUCTS,
@@ -35,7 +35,6 @@ from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import FP16_MAX, INT8_HEAD_SIZES
 from qdqbench.quantize.utils.names import count_of, name_list
-from qdqbench.quantize.utils.results import FindingRow
 from qdqbench.quantize.utils.schema import Strict, Tabular
 
 ORDER = "slow-weight-order"

@@ -1,9 +1,31 @@
 """Every finding of `check`: its stable code, severity, effect and what to do about it."""
 
+from typing import Literal
+
 import onnx
 
 from qdqbench.quantize.utils.limits import HEAD_SIZES_TEXT
-from qdqbench.quantize.utils.results import Effect, FindingRow, Severity
+from qdqbench.quantize.utils.schema import Strict, field
+
+Severity = Literal["error", "warning"]
+# What a finding does to an engine of TensorRT, in the order in which it matters. "not portable": ONNX Runtime
+# refuses the file, TensorRT does not.
+Effect = Literal["refused", "wrong", "not INT8", "not portable", "slow", "note"]
+
+
+class FindingRow(Strict):
+    """One finding of `check`."""
+
+    severity: Severity = field("Severity; an `error` makes the exit status 2.")
+    effect: Effect = field(
+        "Effect on a TensorRT engine: it is not built, predictions can be wrong, INT8 does not happen, ONNX "
+        "Runtime alone refuses the file, time, a note."
+    )
+    code: str = field("Stable short name of the rule.")
+    node: str = field("ONNX node or tensor.")
+    why: str = field("Cause.")
+    fix: str = field("Advice.")
+
 
 # "Measured" in the modules of `check` means: parsed and built with TensorRT-RTX 1.7, strongly typed.
 _FIXES: dict[tuple[Severity, Effect], dict[str, str]] = {

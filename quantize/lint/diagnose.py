@@ -9,6 +9,8 @@ from qdqbench.quantize.engine import layers as tables
 from qdqbench.quantize.engine.backend import capture, choose_backend, inspect_engine
 from qdqbench.quantize.engine.hazards import find_hazards, is_older
 from qdqbench.quantize.engine.profiles import FAR_FROM_OPT
+from qdqbench.quantize.engine.results import LayerRow
+from qdqbench.quantize.lint.codes import Effect
 from qdqbench.quantize.lint.findings import (
     FIX,
     LOG_FINDINGS,
@@ -26,7 +28,6 @@ from qdqbench.quantize.lint.sources import KINDS, OWN, TOKENS, Evidence, OnnxFil
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH
 from qdqbench.quantize.utils.names import count_of, name_list
-from qdqbench.quantize.utils.results import Effect, LayerRow
 
 MAX_FILES = 16
 _COVERED = {  # code of a finding: that of a better founded one, which says it already

@@ -11,11 +11,12 @@ from typing import get_args
 
 from qdqbench.quantize.engine.hazards import version_text
 from qdqbench.quantize.engine.layers import MAX_TABLE_LAYERS, parse_log
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.lint.check import CheckReport, Group
+from qdqbench.quantize.lint.codes import Effect
 from qdqbench.quantize.lint.inspection import format_nodes
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.results import Effect, LayerRow
 from qdqbench.quantize.utils.schema import Strict, Tabular
 
 WORST_FIRST: tuple[Effect, ...] = get_args(Effect)

@@ -7,6 +7,7 @@ from pathlib import Path
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.cuda.file import list_rows, read_file
 from qdqbench.quantize.engine.layers import parse_inspector_json, read_table
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.runtime.runners import CompiledEngine
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar, sidecar_path
@@ -22,7 +23,6 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, has_profiles
-from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.schema import read
 from qdqbench.quantize.utils.system.gpu import find_gpu
 

@@ -8,14 +8,15 @@ from pathlib import Path
 from onnx import TensorProto
 
 from qdqbench.quantize.engine import layers as tables
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.graph.index import MATMULS, list_int8_norms, module_of, run_of
 from qdqbench.quantize.graph.read import read_model, validate_names
+from qdqbench.quantize.lint.codes import Effect
 from qdqbench.quantize.lint.view import walk_types
 from qdqbench.quantize.models.families.known import ANY_MERGED_QKV, ANY_QKV, first_feed_forwards
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import FP16_MAX, HEAD_SIZES_TEXT, INT8_ATTENTION_LENGTH
 from qdqbench.quantize.utils.names import name_list
-from qdqbench.quantize.utils.results import Effect, LayerRow
 
 _FLOATS: dict[int, str] = {
     TensorProto.FLOAT: "FP32",

@@ -12,17 +12,17 @@ from typing import Any
 import onnx
 
 from qdqbench.quantize.engine.layers import find_computing_rows, read_table
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.engine.trtexec import Times, read_profile, read_times
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.lint.cache_import import CalibrationCache, is_cache, read_cache_file
 from qdqbench.quantize.lint.check import CheckReport, check_model
-from qdqbench.quantize.lint.codes import finding_label
+from qdqbench.quantize.lint.codes import Effect, finding_label
 from qdqbench.quantize.lint.findings import Finding, LogFile, is_log, read_log, with_file
 from qdqbench.quantize.lint.inspection import Graph, Inspection, Time, format_nodes, read_graph
 from qdqbench.quantize.lint.view import MOVES, PRODUCTS, CheckGraph, is_qdq, operator
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import BackendName
-from qdqbench.quantize.utils.results import Effect, LayerRow
 
 TOKENS = 128  # length that the FLOPs of attention are counted at
 

@@ -18,9 +18,8 @@ from qdqbench.quantize.graph.index import (
     opset_of,
     type_name,
 )
-from qdqbench.quantize.lint.codes import finding, finding_label
+from qdqbench.quantize.lint.codes import Effect, FindingRow, finding, finding_label
 from qdqbench.quantize.utils.arrays import Array
-from qdqbench.quantize.utils.results import Effect, FindingRow
 
 QDQ_DOMAINS = (*ONNX_DOMAINS, "com.microsoft")
 

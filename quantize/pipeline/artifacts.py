@@ -9,6 +9,8 @@ from qdqbench.quantize.engine import profiles as shapes
 from qdqbench.quantize.engine.backend import preferred_backend
 from qdqbench.quantize.engine.build import list_gemms
 from qdqbench.quantize.engine.cpu_runtimes import Compute, choose_compute
+from qdqbench.quantize.engine.profiles import LengthBucket, Lengths
+from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan
@@ -18,7 +20,6 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName, has_profiles, takes_fp32_graph
-from qdqbench.quantize.utils.results import EngineResult, LengthBucket, Lengths, Verification
 from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
@@ -206,7 +207,7 @@ def write_outcome(path: Path, outcome: Strict) -> Path:
 def read_built(folder: Path) -> EngineResult | Skipped:
     if not (folder / BUILD).is_file():
         raise UserError(f"{folder} has no engine yet; run `qdqbench build {folder}` first")
-    return _read_outcome(folder / BUILD, EngineResult)
+    return read_outcome(folder / BUILD, EngineResult)
 
 
 def engine_file(folder: Path, built: EngineResult) -> Path:
@@ -216,22 +217,17 @@ def engine_file(folder: Path, built: EngineResult) -> Path:
     return folder / "engine" / built.file
 
 
-def read_verified(folder: Path) -> Verification | Skipped:
-    path = folder / VERIFY
-    return _read_outcome(path, Verification) if path.is_file() else Skipped(skipped="not asked for")
-
-
 def read_engine_run(folder: Path) -> EngineRun | Skipped:
-    return _read_outcome(folder / ENGINE, EngineRun)
+    return read_outcome(folder / ENGINE, EngineRun)
 
 
 def read_optimized(folder: Path) -> OptimizedRun | None:
     """Return what ONNX Runtime's optimizations gave; None where they were not tried."""
-    found = _read_outcome(folder / OPTIMIZED, OptimizedRun) if (folder / OPTIMIZED).is_file() else None
+    found = read_outcome(folder / OPTIMIZED, OptimizedRun) if (folder / OPTIMIZED).is_file() else None
     return None if isinstance(found, Skipped) else found
 
 
-def _read_outcome(path: Path, schema: type[Result]) -> Result | Skipped:
+def read_outcome(path: Path, schema: type[Result]) -> Result | Skipped:
     value = files.read_json(path)
     skipped = isinstance(value, dict) and "skipped" in value
     about = "record of a stage", f"run `qdqbench build {path.parent}` again"

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from qdqbench.quantize.pipeline.session import CONFIG, RunConfig, Session
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.results import Timing
-from qdqbench.quantize.utils.schema import Strict, read
+from qdqbench.quantize.utils.schema import Strict, field, read
 from qdqbench.quantize.utils.system.environment import get_code_identity
 from qdqbench.quantize.utils.system.process import freeze_gc, interruption, measure_cost
 
@@ -26,6 +25,15 @@ class Stage:
     inputs: Callable[[Session], Any]  # everything else that its outputs depend on, as JSON values
     recorded: Callable[[Session], None] = lambda session: None  # called once its outputs are in the manifest
     holds: Callable[[Session], bool] = lambda session: True  # whether a whole outcome is still true here
+
+
+class Timing(Strict):
+    """Cost of one stage of the run."""
+
+    wall_s: float = field("Wall time in seconds.")
+    cpu_s: float | None = field("CPU time of all threads in seconds; null if not measured.", default=None)
+    peak_rss_bytes: int = field("Peak memory of the whole process during the stage, in bytes.")
+    reused: bool = field("True if nothing had changed and the files of an earlier run were kept.")
 
 
 class FinishedStage(Strict):

@@ -30,8 +30,8 @@ from qdqbench.quantize.tasks.types.tokens import is_named, read_label_names
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import report_phase
-from qdqbench.quantize.utils.results import LogRow
 from qdqbench.quantize.utils.schema import Strict, read
+from qdqbench.quantize.utils.trackers import LogRow
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

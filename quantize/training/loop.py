@@ -35,12 +35,13 @@ from qdqbench.quantize.recipe.sections import Training
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
 from qdqbench.quantize.tasks.types.kind import TaskKind, join_outputs
+from qdqbench.quantize.training.results import TrainingRun
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Array, Float32, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, QdqError, Unwritable, UserError
 from qdqbench.quantize.utils.progress import report_phase, track
-from qdqbench.quantize.utils.results import LogRow, TrainingRun
 from qdqbench.quantize.utils.schema import Strict, read
+from qdqbench.quantize.utils.trackers import LogRow
 
 CHECKPOINT_FILE = "checkpoint.json"
 WEIGHTS = "model.safetensors"

@@ -30,11 +30,11 @@ from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.rows import encode
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.training import loop
+from qdqbench.quantize.training.results import TrainingRun
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import name_list
-from qdqbench.quantize.utils.results import TrainingRun
 from qdqbench.quantize.utils.system.environment import get_code_identity
 from qdqbench.quantize.utils.system.process import is_main_process
 from qdqbench.quantize.utils.system.quiet import quiet

@@ -1,22 +1,50 @@
 """Experiment trackers: a training's log and a run's results in TensorBoard, Weights & Biases or MLflow."""
 
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.names import install_command
-
-if TYPE_CHECKING:
-    from qdqbench.quantize.utils.results import LogRow, Results
+from qdqbench.quantize.utils.schema import Strict, field
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 Log = Callable[[Mapping[str, float], int], None]  # of values by name, at a step
 PROJECT = "qdqbench"
+
+
+class LogRow(Strict):
+    """One look at the loss, or one evaluation on the held-out rows."""
+
+    step: int = field("Optimizer steps done; 0 is before training.")
+    epoch: float = field("Passes over the training rows done.")
+    loss: float | None = field(
+        "Training loss, mean over the samples since the previous row; null in an evaluation.", default=None
+    )
+    learning_rate: float | None = field(
+        "Learning rate of the next step; null in an evaluation.", default=None
+    )
+    gradient_norm: float | None = field(
+        "Norm of the gradient of this step before clipping; null in an evaluation.", default=None
+    )
+    score: float | None = field(
+        "Score of an evaluation on the held-out rows, higher is better; it chooses the weights. Else null.",
+        default=None,
+    )
+    values: dict[str, float] = field(
+        "Figures of an evaluation on the held-out rows: `loss` against the labels, the metrics, and for QAT "
+        "`distance` from the predictions of the FP32 model (KL divergence in nat, squared error for "
+        "regression).",
+        default={},
+    )
+
+
+def training_line(row: LogRow, steps: int) -> str:
+    loss = "" if row.loss is None else f", loss {row.loss:.4g}"
+    return f"step {row.step} of {steps}{loss}"
 
 
 def require_tracker(name: TrackerName | None) -> None:
@@ -87,21 +115,8 @@ _OPEN: dict[TrackerName | None, Callable[[Path, Mapping[str, Any], ExitStack], L
 }
 
 
-def row_values(row: "LogRow", prefix: str = "") -> dict[str, float]:
+def row_values(row: LogRow, prefix: str = "") -> dict[str, float]:
     """Return the values of one line of a training's log."""
     shown = {f"train/{name}": getattr(row, name) for name in ("loss", "learning_rate", "gradient_norm")}
     shown |= {"held_out/score": row.score} | {f"held_out/{name}": value for name, value in row.values.items()}
     return {f"{prefix}{name}": value for name, value in shown.items() if value is not None}
-
-
-def result_values(results: "Results") -> dict[str, float]:
-    """Return the metrics of every stage, their differences from FP32, speed-ups and the gate's verdict."""
-    values = {"gate/passed": float(results.gate.passed)}
-    for name, stage in results.stages.items():
-        values |= {f"{name}/{metric}": value for metric, value in stage.metrics.items()}
-        if stage.vs_fp32:
-            values |= {f"{name}/{metric}_vs_fp32": value for metric, value in stage.vs_fp32.delta.items()}
-    for row in results.speed:
-        name = f"speedup/{row.system} over {row.baseline}/{row.config}"
-        values[re.sub(r"[^\w./ -]", "-", name)] = row.value  # MLflow takes no other characters
-    return values

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 
+from qdqbench.eval.runs.results import Results
 from qdqbench.quantize.calibration.fakequant import native
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_encoder
@@ -16,7 +17,6 @@ from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.training import loop
-from qdqbench.quantize.utils.results import Results
 
 from ..support.families import write_model
 from ..support.tiny_bert import padded_batch

@@ -11,11 +11,11 @@ from qdqbench.eval.runs.collect import collect
 from qdqbench.eval.stages import stages
 from qdqbench.eval.verification.bisect import bisect, bisect_run, run_onnxruntime
 from qdqbench.eval.verification.engine import engine_of
+from qdqbench.eval.verification.results import Verification
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import Session, read_config
-from qdqbench.quantize.utils.results import Verification
 
 from ..integration.tiny import results
 

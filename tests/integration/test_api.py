@@ -104,8 +104,8 @@ def test_the_import_is_instant_and_every_name_is_there():
 
 
 def test_a_gate_that_fails_is_in_the_results(a_run, monkeypatch):
+    from qdqbench.eval.metrics.results import Gate, GateIssue
     from qdqbench.eval.runs import collect
-    from qdqbench.quantize.utils.comparison import Gate, GateIssue
 
     failed = Gate(passed=False, max_drop=0.01, issues=[GateIssue(code="recipe", state="failed")])
     monkeypatch.setattr(collect, "judge_gate", lambda session, results: failed)

@@ -13,10 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from qdqbench.eval.metrics.results import GateIssue
 from qdqbench.eval.selection.auto import run
 from qdqbench.eval.selection.auto.results import Auto
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
-from qdqbench.quantize.utils.comparison import GateIssue
 
 from .tiny import MAIN, Given, environment, listing, refused, results
 

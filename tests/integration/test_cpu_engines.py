@@ -13,6 +13,7 @@ from qdqbench.eval.runs.report.report import deploy
 from qdqbench.eval.selection.search import confirm, study
 from qdqbench.eval.selection.search.results import Ranking, read_search
 from qdqbench.eval.stages import stages
+from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.session import Session
@@ -20,7 +21,6 @@ from qdqbench.quantize.recipe.schema import adapt_recipe, dump_recipe, load_reci
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import install_command
-from qdqbench.quantize.utils.results import EngineResult
 from qdqbench.quantize.utils.system.cpu import Cpu
 
 from ..support import cpus

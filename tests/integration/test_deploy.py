@@ -7,11 +7,11 @@ import subprocess
 import numpy as np
 import pytest
 
+from qdqbench.eval.metrics.results import GateIssue
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.report.report import hand_off, refresh
+from qdqbench.eval.runs.results import Results
 from qdqbench.quantize.pipeline.session import Session, read_config
-from qdqbench.quantize.utils.comparison import GateIssue
-from qdqbench.quantize.utils.results import Results
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
 from ..support.deployed import answers, run_script

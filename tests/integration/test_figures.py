@@ -11,9 +11,9 @@ from rich.console import Console
 
 from qdqbench.eval.runs.report.report import run_report
 from qdqbench.eval.runs.report.verdict import part_text, run_verdict, worst_first
+from qdqbench.eval.runs.results import Results, read_results
 from qdqbench.quantize.report.formats import size
 from qdqbench.quantize.report.render import render_screen
-from qdqbench.quantize.utils.results import Results, read_results
 
 
 class Cells(HTMLParser):

@@ -11,9 +11,9 @@ from huggingface_hub import ModelCard
 from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoTokenizer
 
+from qdqbench.eval.runs.results import read_results
 from qdqbench.quantize.deployment.hub import describe_card, describe_config
 from qdqbench.quantize.pipeline.session import Session, read_config
-from qdqbench.quantize.utils.results import read_results
 
 from ..support.families import HIDDEN, write_model
 from ..support.hub_stub import TOKEN

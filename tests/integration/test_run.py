@@ -11,15 +11,15 @@ import onnx
 import pytest
 import yaml
 
+from qdqbench.eval.metrics.results import GateIssue
 from qdqbench.eval.runs.gate import issue_sentence
+from qdqbench.eval.runs.results import Results
 from qdqbench.eval.stages import stages as engine_stages
 from qdqbench.quantize.engine import backend as engine_backend
 from qdqbench.quantize.pipeline import pipeline
 from qdqbench.quantize.pipeline.artifacts import engine_profiles
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, shipped_recipes
-from qdqbench.quantize.utils.comparison import GateIssue
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
-from qdqbench.quantize.utils.results import Results
 
 from ..support.long import mark_long
 from ..support.pages import offline

@@ -17,9 +17,10 @@ import pytest
 import yaml
 
 import qdqbench
+from qdqbench.eval.runs.results import Results
 from qdqbench.eval.runs.study import Study
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.utils.results import Finetuning, Results
+from qdqbench.quantize.training.results import Finetuning
 
 from ..support.modelopt_folder import load_modelopt
 from ..tools.tables import markdown, read_records

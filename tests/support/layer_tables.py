@@ -2,7 +2,7 @@
 
 import json
 
-from qdqbench.quantize.utils.results import LayerRow
+from qdqbench.quantize.engine.results import LayerRow
 
 NORM = "CastMeanSubMulMeanAddSqrtDivMulCastMulAdd"
 QUANTIZE = "CastMulMinMaxRounCast"

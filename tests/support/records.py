@@ -3,12 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
+from qdqbench.eval.metrics.results import Comparison, Speedup
 from qdqbench.eval.selection.auto.results import StepRun
 from qdqbench.eval.selection.search.results import SearchTrial
+from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.utils.comparison import Comparison
-from qdqbench.quantize.utils.results import EngineResult
-from qdqbench.quantize.utils.speedup import Speedup
 
 
 def comparison(delta: Mapping[str, float], error: float | Mapping[str, float], **changes: Any) -> Comparison:

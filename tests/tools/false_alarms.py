@@ -29,12 +29,12 @@ from tests.support.tiny_bert import Quantized, calibrate, copied, padded_batch, 
 from tests.support.tiny_layer import store
 
 from qdqbench.eval.metrics.parity import compare_layers
+from qdqbench.eval.metrics.results import Parity
 from qdqbench.quantize.calibration.fakequant.quantizers import smooth_input
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.index import attribute, module_of
 from qdqbench.quantize.models.attention import MASK_FILL
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
-from qdqbench.quantize.utils.comparison import Parity
 
 RECIPES = (
     "int8-linears",

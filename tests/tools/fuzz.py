@@ -45,6 +45,7 @@ from tests.unit.lint.test_hostile import BASES
 from qdqbench.eval.bench.results import read_bench
 from qdqbench.eval.metrics.logits import read_answers
 from qdqbench.eval.runs.gate import issue_sentence, judge_gate, judge_stages
+from qdqbench.eval.runs.results import RESULTS_FILE, read_results
 from qdqbench.quantize.calibration.record import read_record
 from qdqbench.quantize.deployment.hub import find_license
 from qdqbench.quantize.engine.cuda import plan as cuda
@@ -52,6 +53,7 @@ from qdqbench.quantize.engine.cuda.check import list_arrays
 from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.cuda.file import read_file, write_safetensors
 from qdqbench.quantize.engine.cuda.names import CAPABILITY, list_kernels
+from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.engine.trtexec import read_profile, read_times
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.lint.cache_import import read_cache_file
@@ -67,7 +69,6 @@ from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.utils.arrays import read_arrays
 from qdqbench.quantize.utils.errors import QdqError
-from qdqbench.quantize.utils.results import RESULTS_FILE, EngineResult, read_results
 from qdqbench.quantize.utils.schema import read
 
 ROOT = Path(__file__).parents[2]

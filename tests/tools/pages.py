@@ -25,6 +25,7 @@ from qdqbench.cli.app import app
 from qdqbench.cli.examples import EXAMPLES
 from qdqbench.eval.bench.results import Bench
 from qdqbench.eval.runs.comparison import RunComparison
+from qdqbench.eval.runs.results import Results
 from qdqbench.eval.runs.study import Study
 from qdqbench.eval.selection.auto.results import Auto
 from qdqbench.eval.selection.methods import Methods
@@ -39,8 +40,8 @@ from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe import shipped
 from qdqbench.quantize.recipe.schema import Recipe, family_free_recipes
 from qdqbench.quantize.tasks.task import KINDS, KNOWN
+from qdqbench.quantize.training.results import Finetuning
 from qdqbench.quantize.utils import errors
-from qdqbench.quantize.utils.results import Finetuning, Results
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "<!-- The rest is written by `python tests/tools/pages.py`; a test compares. -->\n"

@@ -34,6 +34,7 @@ from qdqbench.eval.bench.results import (
     row_of,
 )
 from qdqbench.eval.runs.gate import issue_sentence
+from qdqbench.eval.runs.results import QAT_STAGES, RESULTS_FILE, STAGES, Results, read_results
 from qdqbench.eval.runs.study import STUDY_FILE, Study, conditions
 from qdqbench.eval.selection.search.results import SEARCH_FILE, read_search
 from qdqbench.quantize.engine.hazards import find_hazards
@@ -61,7 +62,6 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import SECOND
-from qdqbench.quantize.utils.results import QAT_STAGES, RESULTS_FILE, STAGES, Results, read_results
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {

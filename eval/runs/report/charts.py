@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from qdqbench.eval.metrics.gate import judge
+from qdqbench.eval.metrics.results import COSINE_EDGES, Agreement, StageResult
+from qdqbench.eval.runs.results import Results
 from qdqbench.quantize.engine.layers import find_computing_rows, is_int8
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.models.families.known import PARTS, adds_behind_attention, part_of
 from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.formats import datatype
-from qdqbench.quantize.utils.comparison import COSINE_EDGES, Agreement
-from qdqbench.quantize.utils.results import LayerRow, Results, StageResult
 
 KIND_STYLES = {  # a kind looks the same in every chart; color is never the only difference
     "query": (svg.BLUE, "o"),

@@ -8,10 +8,14 @@ from pathlib import Path
 
 from qdqbench.eval.bench.report import bench_blocks, bench_of
 from qdqbench.eval.bench.results import Bench
+from qdqbench.eval.metrics.results import Comparison, StageResult
 from qdqbench.eval.runs.gate import issue_sentence, judge_speed, read_engine_sizes, read_speed
 from qdqbench.eval.runs.report import charts, sections, verdict
 from qdqbench.eval.runs.report.training import training_blocks
+from qdqbench.eval.runs.results import RESULTS_FILE, Results, read_results, write_results
+from qdqbench.quantize.calibration.record import describe_spread
 from qdqbench.quantize.deployment.write import DEPLOY, TOLD, RunVerdict, write_deploy
+from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.pipeline.ownership import locked_folder, locked_for_reading
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.report import document as doc
@@ -31,17 +35,7 @@ from qdqbench.quantize.report.formats import (
 from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.tasks.types.embedding import AGREEMENT
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.results import (
-    RESULTS_FILE,
-    EngineResult,
-    Results,
-    StageResult,
-    describe_spread,
-    read_results,
-    write_results,
-)
 
 ACCURACY = (
     "± and error bars are one standard error over the evaluation samples. The blue band is FP32 with its "

@@ -6,19 +6,26 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from qdqbench.eval.bench.results import Bench, BenchConfig, BenchRow, config_label
+from qdqbench.eval.metrics.results import (
+    MAX_OUTPUT_ERROR,
+    Change,
+    ChangedPrediction,
+    ChangedPredictions,
+    Classes,
+    ClassRow,
+    LayerError,
+    LayerErrors,
+    StageResult,
+)
 from qdqbench.eval.runs.report import charts, verdict
+from qdqbench.eval.runs.results import Results
+from qdqbench.eval.verification.results import Verification
+from qdqbench.quantize.calibration.record import summarize_spread
+from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.lint.inspection import EngineFacts
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.formats import count_of, known, label, number, share_text, types, with_error
-from qdqbench.quantize.utils import comparison
-from qdqbench.quantize.utils.results import (
-    EngineResult,
-    Results,
-    StageResult,
-    Verification,
-    summarize_spread,
-)
 
 OUTPUTS = (
     "The engine on {} against {}, block by block with the reference's own input fed to each. A block fails "
@@ -38,8 +45,8 @@ COLORED = {"INT8", "FP16", "FP32", "BF16"}
 WIDEST = 12  # classes whose confusion is shown as tables
 MANY_CLASSES = 20  # rows above which a table scrolls
 FEW_ANSWERS = 10  # that Markdown lists
-RIGHT_BEFORE: tuple[comparison.Change, ...] = ("regressed", "still_right")
-RIGHT_NOW: tuple[comparison.Change, ...] = ("fixed", "still_right")
+RIGHT_BEFORE: tuple[Change, ...] = ("regressed", "still_right")
+RIGHT_NOW: tuple[Change, ...] = ("fixed", "still_right")
 EVALUATE_FP16 = "qdqbench report RUN --fp16"
 MARGIN = (
     "Margin: probability of the class less that of the next; near 0 the answer was near to being another one."
@@ -147,7 +154,7 @@ def parity_section(results: Results) -> doc.Section:
         "ONNX Runtime against the fake-quant model, layer by layer, with the same inputs fed to both "
         f"({parity.n} samples, {'with' if parity.padded else 'without'} padding). At most "
         f"{100 * parity.limit_fraction:.3g}% of the INT8 codes may differ beyond rounding, by at most "
-        f"{steps}. A linear's own output may be off by at most {comparison.MAX_OUTPUT_ERROR:.2g} (relative). "
+        f"{steps}. A linear's own output may be off by at most {MAX_OUTPUT_ERROR:.2g} (relative). "
         f"Largest logit difference: {parity.logits_max_abs_diff:.3g}."
     )
     if (ends := parity.end_to_end) is not None:
@@ -178,7 +185,7 @@ def parity_section(results: Results) -> doc.Section:
         ("output error", lambda tensor: known(tensor.output_rel_error, ".2g")),
         (
             "limit",
-            lambda tensor: "" if tensor.output_rel_error is None else f"{comparison.MAX_OUTPUT_ERROR:.2g}",
+            lambda tensor: "" if tensor.output_rel_error is None else f"{MAX_OUTPUT_ERROR:.2g}",
         ),
         ("codes", lambda tensor: f"{tensor.int8_values:,}"),
         ("differing", lambda tensor: f"{tensor.differing:,}"),
@@ -384,7 +391,7 @@ def layer_sections(results: Results) -> Iterator[doc.Section]:
         yield doc.Section("errors", "Error of INT8, layer by layer", _error_blocks(errors))
 
 
-def _changed_blocks(results: Results, changed: comparison.ChangedPredictions) -> list[doc.Block]:
+def _changed_blocks(results: Results, changed: ChangedPredictions) -> list[doc.Block]:
     text = changed_text(results, changed)
     if not changed.rows:
         return [text]
@@ -393,10 +400,10 @@ def _changed_blocks(results: Results, changed: comparison.ChangedPredictions) ->
     margins = any(row.margin is not None for row in changed.rows)
     stage, kind = verdict.stage_name(results, changed.stage), changed.prediction_type
 
-    def answer_cell(answer: str, change: comparison.Change, right: tuple[comparison.Change, ...]) -> doc.Cell:
+    def answer_cell(answer: str, change: Change, right: tuple[Change, ...]) -> doc.Cell:
         return doc.Cell(answer, look="" if scores else "right" if change in right else "wrong-answer")
 
-    columns: list[doc.Column[comparison.ChangedPrediction]] = [
+    columns: list[doc.Column[ChangedPrediction]] = [
         ("sample", lambda row: row.sample),
         ("text", lambda row: doc.Cell("not found" if row.text is None else row.text, look="text")),
         *([("label", lambda row: row.label)] if labels else []),
@@ -424,7 +431,7 @@ def _changed_blocks(results: Results, changed: comparison.ChangedPredictions) ->
     return blocks
 
 
-def changed_text(results: Results, changed: comparison.ChangedPredictions) -> str:
+def changed_text(results: Results, changed: ChangedPredictions) -> str:
     stage = verdict.stage_label(results, changed.stage)
     samples = f"Of {count_of(changed.n, 'sample')} of {changed.split}"
     if not changed.count:
@@ -441,8 +448,8 @@ def changed_text(results: Results, changed: comparison.ChangedPredictions) -> st
     return f"{text}."
 
 
-def _class_blocks(classes: comparison.Classes, stage: str) -> list[doc.Block]:
-    def change(row: comparison.ClassRow) -> str:
+def _class_blocks(classes: Classes, stage: str) -> list[doc.Block]:
+    def change(row: ClassRow) -> str:
         return "" if row.delta is None else with_error(row.delta, row.delta_stderr, "+.4f")
 
     table = doc.table_of(
@@ -469,7 +476,7 @@ def _class_blocks(classes: comparison.Classes, stage: str) -> list[doc.Block]:
     return blocks
 
 
-def _confusion_table(classes: comparison.Classes, title: str, counts: Sequence[Sequence[int]]) -> doc.Table:
+def _confusion_table(classes: Classes, title: str, counts: Sequence[Sequence[int]]) -> doc.Table:
     """Return counts [label][prediction], each with its difference from FP32's."""
     names = [row.name for row in classes.rows]
     rows = []
@@ -482,14 +489,14 @@ def _confusion_table(classes: comparison.Classes, title: str, counts: Sequence[S
     return doc.Table(["label \\ answer", *names], rows, title, look="confusion", on=doc.PAGE)
 
 
-def _error_blocks(errors: comparison.LayerErrors) -> list[doc.Block]:
+def _error_blocks(errors: LayerErrors) -> list[doc.Block]:
     linears = sorted((it for it in errors.rows if it.what == "linear"), key=lambda it: -it.isolated)
     worst = ", ".join(f"`{it.name}` {it.isolated:.1%}" for it in linears[:3])
     text = (
         f"The fake-quant model against FP32 on {errors.n} samples, relative to the norm of FP32's output. "
         "Isolated: both get the same input. Cumulative: each goes its own way from the tokens on."
     )
-    columns: list[doc.Column[comparison.LayerError]] = [
+    columns: list[doc.Column[LayerError]] = [
         ("linear or block", lambda layer: doc.code(layer.name)),
         ("isolated, %", lambda layer: f"{100 * layer.isolated:.2f}"),
         ("isolated, dB", lambda layer: f"{-20 * math.log10(layer.isolated):.1f}" if layer.isolated else ""),
@@ -504,7 +511,7 @@ def _error_blocks(errors: comparison.LayerErrors) -> list[doc.Block]:
     ]
 
 
-def errors_svg(errors: comparison.LayerErrors, what: str) -> str:
+def errors_svg(errors: LayerErrors, what: str) -> str:
     points: charts.Points = defaultdict(dict)
     for it in errors.rows:
         if it.what != what:

@@ -9,7 +9,7 @@ from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.formats import cleaned, count_of, flat, label, model_label, seconds
 from qdqbench.quantize.report.render import write_report
-from qdqbench.quantize.utils.results import Finetuning, Spread, TrainingRun
+from qdqbench.quantize.training.results import Finetuning, Spread, TrainingRun
 
 COLORS = (svg.BLUE, svg.ORANGE, svg.GREEN, svg.PURPLE, svg.SKY, svg.INK)
 # after six seeds: color alone is not enough

@@ -3,15 +3,23 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from qdqbench.eval.metrics.results import (
+    MAX_OUTPUT_ERROR,
+    Comparison,
+    GateState,
+    Parity,
+    ParityRow,
+    Speedup,
+    StageResult,
+)
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.report.charts import place
+from qdqbench.eval.runs.results import Results
 from qdqbench.quantize.models.families.known import RUN
 from qdqbench.quantize.report.document import State, Verdict
 from qdqbench.quantize.report.formats import count_of, label, sentence, with_error
 from qdqbench.quantize.tasks.types.embedding import AGREEMENT
-from qdqbench.quantize.utils.comparison import MAX_OUTPUT_ERROR, Comparison, GateState, Parity, ParityRow
-from qdqbench.quantize.utils.results import Results, StageResult, TrainingRun
-from qdqbench.quantize.utils.speedup import Speedup
+from qdqbench.quantize.training.results import TrainingRun
 
 GATE_STATES: dict[GateState, State] = {"passed": "good", "failed": "bad"}  # others are unclear
 MEASURES = {"codes": "codes that differ", "step": "largest step", "output": "error of the output"}

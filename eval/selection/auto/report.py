@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
+from qdqbench.eval.metrics.results import Comparison, GateIssue
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection.auto.results import AUTO_FILE, Auto, AutoStep, SkipReason, StepKind
 from qdqbench.eval.selection.trials.results import latency_text, noise_text, speed_text
@@ -19,7 +20,6 @@ from qdqbench.quantize.report.formats import (
     seconds,
     sentence,
 )
-from qdqbench.quantize.utils.comparison import Comparison, GateIssue
 
 TITLES: dict[StepKind, str] = {
     "shipped": "shipped recipe",

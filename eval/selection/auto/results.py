@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from qdqbench.eval.metrics.results import Comparison, GateCode, GateIssue
 from qdqbench.eval.selection.search.results import Source
 from qdqbench.eval.selection.trials.results import ChoiceRecord, Failure, Trial
 from qdqbench.quantize.tasks.metrics import NOISE
-from qdqbench.quantize.utils.comparison import Comparison, GateCode, GateIssue
 from qdqbench.quantize.utils.schema import Strict, Tabular, field
 
 AUTO_FILE = "auto.json"

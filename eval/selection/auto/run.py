@@ -19,7 +19,9 @@ from qdqbench.eval.bench.measure import ReadyGraph, alone, measure_speedup, open
 from qdqbench.eval.metrics.compare import compare
 from qdqbench.eval.metrics.gate import drop_issue, slow_issue
 from qdqbench.eval.metrics.logits import Logits, read_logits
+from qdqbench.eval.metrics.results import Comparison, Gate, GateIssue, Speedup
 from qdqbench.eval.runs.report.verdict import last_measured
+from qdqbench.eval.runs.results import read_results
 from qdqbench.eval.runs.run import StageProgress, follow, run_until
 from qdqbench.eval.selection.auto.report import auto_report
 from qdqbench.eval.selection.auto.results import (
@@ -59,12 +61,9 @@ from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
-from qdqbench.quantize.utils.comparison import Comparison, Gate, GateIssue
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.progress import report_phase
-from qdqbench.quantize.utils.results import read_results
-from qdqbench.quantize.utils.speedup import Speedup
 from qdqbench.quantize.utils.system.environment import get_code_identity
 
 RUN, RECIPE = "run", "run.yaml"  # in the folder of a step

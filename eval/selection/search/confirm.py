@@ -7,6 +7,7 @@ from pathlib import Path
 
 from qdqbench.eval.bench.measure import build_and_prove, write_engine_graph
 from qdqbench.eval.metrics.gate import drop_issue, judge, slow_issue
+from qdqbench.eval.metrics.results import GateIssue, Speedup
 from qdqbench.eval.metrics.runners import predict
 from qdqbench.eval.selection.search.report import search_report
 from qdqbench.eval.selection.search.results import (
@@ -28,9 +29,7 @@ from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.tasks.metrics import NOISE
 from qdqbench.quantize.utils.arrays import Float32
-from qdqbench.quantize.utils.comparison import GateIssue
 from qdqbench.quantize.utils.limits import INT8_RESIDUALS
-from qdqbench.quantize.utils.speedup import Speedup
 from qdqbench.quantize.utils.system.environment import versions
 
 

@@ -3,6 +3,7 @@
 import statistics
 from functools import partial
 
+from qdqbench.eval.metrics.results import Comparison
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection.search.results import (
     SEARCH_FILE,
@@ -17,7 +18,6 @@ from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.formats import cleaned, count_of, delta_points, flat, label, model_label, points
-from qdqbench.quantize.utils.comparison import Comparison
 
 MARKS = (  # what a point of the plot is; shape and color differ
     ("tried", svg.SKY, "o"),

@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qdqbench.eval.metrics.gate import limit
+from qdqbench.eval.metrics.results import Comparison, GateIssue
 from qdqbench.eval.selection.search.options import Objective
 from qdqbench.eval.selection.trials.results import DRAW, ChoiceRecord, Scores, Trial
 from qdqbench.quantize.recipe.sections import GateSettings
-from qdqbench.quantize.utils.comparison import Comparison, GateIssue
 from qdqbench.quantize.utils.schema import Strict, field, read
 
 SEARCH_FILE = "search.json"

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.eval.bench.measure import OpenEngine, alone, measure_speedup, open_engine, write_engine_graph
+from qdqbench.eval.metrics.results import Speedup
 from qdqbench.eval.metrics.runners import evaluating, placed
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.eval.selection.search.results import Ranking, Source
@@ -41,7 +42,6 @@ from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.arrays import Float32
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, INT8_ATTENTION_LENGTH, INT8_HEAD_SIZES
-from qdqbench.quantize.utils.speedup import Speedup
 from qdqbench.quantize.utils.system.cpu import find_cpu
 from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 

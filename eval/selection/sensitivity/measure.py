@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from qdqbench.eval.metrics import gate
+from qdqbench.eval.metrics.results import Comparison
 from qdqbench.eval.metrics.runners import placed
 from qdqbench.eval.selection.sensitivity.results import (
     CandidateRow,
@@ -37,7 +38,6 @@ from qdqbench.quantize.tasks.rows import sorted_batches
 from qdqbench.quantize.tasks.task import kind_of
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
 from qdqbench.quantize.utils.arrays import Batch, Float32, Int64
-from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import HEAD_SIZES_TEXT, INT8_HEAD_SIZES
 from qdqbench.quantize.utils.progress import Progress

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
+from qdqbench.eval.metrics.results import Comparison
 from qdqbench.eval.selection.trials.results import DrawRecord, Scores
-from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.schema import Strict, field, read
 
 SENSITIVITY_FILE = "sensitivity.json"

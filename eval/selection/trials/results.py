@@ -3,15 +3,14 @@
 from pathlib import Path
 from typing import Any, Literal
 
+from qdqbench.eval.metrics.results import Comparison, Speedup
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.report.document import Cell, Report
 from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, Unwritable, UserError
 from qdqbench.quantize.utils.names import Divergence
 from qdqbench.quantize.utils.schema import Strict, field
-from qdqbench.quantize.utils.speedup import Speedup
 
 DRAW = "draw"  # in `Trial.scores`: train rows that do not calibrate
 Origin = Literal["given", "shipped", "unquantized", "calibration", "candidate", "ranking", "tpe", "qat"]

@@ -15,6 +15,7 @@ from zipfile import BadZipFile
 import numpy as np
 
 from qdqbench.eval.metrics.compare import compare, compare_with_divergence
+from qdqbench.eval.metrics.results import Comparison
 from qdqbench.eval.metrics.runners import placed, predict, torch_runner
 from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Scores, Trial, failure_of
 from qdqbench.quantize.pipeline.session import Session
@@ -24,7 +25,6 @@ from qdqbench.quantize.tasks.rows import Split, complete_samples, encode, load_s
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Float32
-from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.system.environment import describe_environment, get_code_identity, now
 

@@ -19,9 +19,9 @@ from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Linear, Norm, Operation, Plan
 from qdqbench.quantize.engine.cuda.reader import CUBIN, TYPES, EngineFile, check_symbols, parse_engine
 from qdqbench.quantize.engine.layers import ATTENTION
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import QdqError, UserError
-from qdqbench.quantize.utils.results import LayerRow
 
 _PRODUCTS = {"gemm": {"IGMMA"}, "attention": {"IMMA"}}  # instructions by source file
 _TYPES = {"int8": "Int8", "fp16": "Half"}

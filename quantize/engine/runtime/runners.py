@@ -13,6 +13,7 @@ import psutil
 from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, compile_model, warm_up
 from qdqbench.quantize.engine.cuda.model import load_kernels
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile, fit_batch
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.engine.runtime.engine import Arrays, BoundRun, Engine
 from qdqbench.quantize.engine.sidecar import check_sidecar, note_sidecar, read_sidecar
 from qdqbench.quantize.models.inputs import pad_columns
@@ -20,7 +21,6 @@ from qdqbench.quantize.tasks.types.kind import LOGITS, join_outputs
 from qdqbench.quantize.utils.arrays import Array, Float32, Int64
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import BackendName, has_profiles
-from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
 MAX_GRAPHS = 16

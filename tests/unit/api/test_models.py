@@ -17,8 +17,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Trai
 
 import qdqbench
 from qdqbench.eval.bench.results import read_bench
+from qdqbench.eval.runs.results import read_results
 from qdqbench.quantize.models.load import load_model
-from qdqbench.quantize.utils.results import read_results
 
 from ...integration.tiny import write_data, write_model
 from ...support.tiny_bert import assert_same_state, calibrate, calibration_batches, recipe_with

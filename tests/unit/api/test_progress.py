@@ -9,7 +9,7 @@ from qdqbench import UserError
 from qdqbench import _progress as bars
 from qdqbench.eval.runs.run import StageProgress
 from qdqbench.quantize.utils.progress import report_phase
-from qdqbench.quantize.utils.results import LogRow
+from qdqbench.quantize.utils.trackers import LogRow
 
 
 def told(progress, draw, *calls):

@@ -9,8 +9,8 @@ from qdqbench.eval.bench.report import speedup_svg, write_bench_reports
 from qdqbench.eval.bench.results import Bench, write_bench
 from qdqbench.eval.runs.report.report import missing_engines, refresh_reports
 from qdqbench.eval.runs.report.verdict import run_verdict
+from qdqbench.eval.runs.results import Results, read_results
 from qdqbench.quantize.report.formats import size
-from qdqbench.quantize.utils.results import Results, read_results
 
 from ...unit.runs.report.test_report import sample as sample_run
 from .test_results import sample_bench

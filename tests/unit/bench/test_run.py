@@ -14,10 +14,10 @@ from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, Ben
 from qdqbench.eval.bench.run import TimeLeft, estimate_parts, run_bench
 from qdqbench.eval.bench.systems import BenchPlan, Config, Entry, Preparation, SharedWork, systems_of
 from qdqbench.eval.bench.target import BatchedSplit, Target
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.progress import duration
-from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system.gpu import Gpu
 
 from .test_rounds import FakeLane, FakeTimer

@@ -20,12 +20,12 @@ from hypothesis.extra import numpy as hnp
 from qdqbench.quantize.calibration import ptq, softmax
 from qdqbench.quantize.calibration import record as calibration
 from qdqbench.quantize.calibration.fakequant import quantizers
+from qdqbench.quantize.calibration.record import summarize_spread
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.results import summarize_spread
 
 from ...support import tiny_bert as bert
 

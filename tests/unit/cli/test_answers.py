@@ -9,9 +9,9 @@ import typer
 
 from qdqbench.cli import run, schemas
 from qdqbench.cli.app import app, main
+from qdqbench.eval.runs.results import Results
 from qdqbench.quantize.recipe.schema import shipped_recipes
 from qdqbench.quantize.utils.errors import CheckFailed
-from qdqbench.quantize.utils.results import Results
 
 from ...unit.runs.test_stage_table import partial_results
 

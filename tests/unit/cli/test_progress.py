@@ -9,7 +9,7 @@ from qdqbench.cli import progress
 from qdqbench.eval.runs import run
 from qdqbench.quantize.pipeline.pipeline import Stage
 from qdqbench.quantize.utils.progress import report_phase
-from qdqbench.quantize.utils.results import LogRow
+from qdqbench.quantize.utils.trackers import LogRow
 
 ROW = LogRow(step=7, epoch=0.5, learning_rate=1e-5, loss=0.25)
 STAGES = ["baseline", "quantize", "qat", "export"]

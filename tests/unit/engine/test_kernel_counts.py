@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from qdqbench.quantize.engine.layers import format_count, kernel_kind, select_profile
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.lint.inspection import EngineFacts
-from qdqbench.quantize.utils.results import LayerRow
 
 from ...support.layer_tables import bert
 

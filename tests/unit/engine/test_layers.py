@@ -23,8 +23,8 @@ from qdqbench.quantize.engine.layers import (
     read_table,
     why_not,
 )
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.results import LayerRow
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 SELF = "/bert/encoder/layer.0/attention/self"

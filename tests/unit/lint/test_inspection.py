@@ -17,6 +17,7 @@ from qdqbench.quantize.engine.layers import (
     shorten_node,
     types_text,
 )
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.lint.inspection import (
     EngineFacts,
     Inspection,
@@ -29,7 +30,6 @@ from qdqbench.quantize.lint.inspection import (
     split_time,
 )
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.results import LayerRow
 
 from ...support.graphs import model_of
 from ...support.layer_tables import NORM, bert, inspector_json

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from qdqbench.eval.metrics.parity import BORDER, LIMIT_FRACTION, Boundary, _fed, compare_layers, force
+from qdqbench.eval.metrics.results import MAX_OUTPUT_ERROR, Parity, ParityRow
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.index import GraphIndex, module_of
 from qdqbench.quantize.lint.check import check_model
 from qdqbench.quantize.models.attention import MASK_FILL
-from qdqbench.quantize.utils.comparison import MAX_OUTPUT_ERROR, Parity, ParityRow
 
 from ...support.families import write_model
 from ...support.tiny_bert import (

@@ -17,15 +17,15 @@ from pydantic import BaseModel
 from qdqbench.cli.run import print_results
 from qdqbench.eval.bench.report import bench_of, bench_report
 from qdqbench.eval.bench.results import Bench, BenchRow, write_bench
+from qdqbench.eval.metrics.results import GateIssue
 from qdqbench.eval.runs.comparison import comparison_report
 from qdqbench.eval.runs.gate import judge_speed
 from qdqbench.eval.runs.report.report import refresh_reports, run_report, too_slow
+from qdqbench.eval.runs.results import read_results, write_results
 from qdqbench.eval.selection.search.report import search_report
 from qdqbench.eval.selection.search.results import Search, SearchOutcome
 from qdqbench.quantize.report.document import Block, Cell, Columns, Fold, Report, Table
-from qdqbench.quantize.utils.comparison import GateIssue
 from qdqbench.quantize.utils.errors import CheckFailed
-from qdqbench.quantize.utils.results import read_results, write_results
 
 from ...support.compared import sample_comparison
 from ...support.records import comparison, speedup

@@ -8,17 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.eval.metrics.gate import MOST_SAMPLES, judge, limit, samples_to_tell
+from qdqbench.eval.metrics.results import Comparison, Gate, StageResult
 from qdqbench.eval.runs.gate import cannot_hold, issue_sentence, judge_gate, judge_speed
 from qdqbench.eval.selection.search.confirm import judge_confirmed
 from qdqbench.eval.selection.search.results import ConfirmedRecipe
 from qdqbench.eval.selection.sensitivity.measure import choose_point
 from qdqbench.eval.selection.sensitivity.results import CurvePoint
+from qdqbench.eval.verification.results import PredictionsCheck
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import GateSettings as Asked
 from qdqbench.quantize.tasks.task import GLUE
-from qdqbench.quantize.utils.comparison import Comparison, Gate
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
-from qdqbench.quantize.utils.results import PredictionsCheck, StageResult
 
 from ...support import records
 

@@ -3,9 +3,8 @@
 import pytest
 
 from qdqbench.eval.runs.collect import model_changes
-from qdqbench.quantize.calibration.record import CalibrationRecord, ChannelSplit, Smoothing
+from qdqbench.quantize.calibration.record import CalibrationRecord, ChannelSplit, Smoothing, SoftmaxRow
 from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.utils.results import SoftmaxRow
 
 LAYER = "bert.encoder.layer.0"
 SELF = f"{LAYER}.attention.self"

@@ -10,19 +10,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from qdqbench.eval.metrics.results import Gate, GateIssue, Parity, StageResult
 from qdqbench.eval.runs.gate import issue_sentence, judge_stages
 from qdqbench.eval.runs.report.report import stage_cell, stages_report
+from qdqbench.eval.runs.results import FileRow, Results
+from qdqbench.quantize.calibration.record import QuantizerRow
+from qdqbench.quantize.engine.results import EngineResult
+from qdqbench.quantize.lint.codes import FindingRow
+from qdqbench.quantize.pipeline.pipeline import Timing
 from qdqbench.quantize.report.render import render_screen
-from qdqbench.quantize.utils.comparison import Gate, GateIssue, Parity
-from qdqbench.quantize.utils.results import (
-    EngineResult,
-    FileRow,
-    FindingRow,
-    QuantizerRow,
-    Results,
-    StageResult,
-    Timing,
-)
 
 from ...support.records import comparison, engine_result
 from .report.test_report import parity_of, parity_row

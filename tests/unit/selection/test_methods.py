@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from qdqbench.eval.metrics.results import Comparison
 from qdqbench.eval.selection import methods as side_by_side
 from qdqbench.eval.selection.methods import METHODS, MethodRow, Methods, list_sections, methods_report
 from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Failure, Scores, Trial
@@ -14,7 +15,6 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.report.document import Table
 from qdqbench.quantize.tasks.task import Task
-from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support import records

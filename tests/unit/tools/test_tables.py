@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from qdqbench.eval.bench.results import headline_of, over_fastest, row_of, write_bench
+from qdqbench.eval.runs.results import write_results
 from qdqbench.quantize.recipe.schema import adapt_recipe, load_recipe
 from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.results import write_results
 
 from ...tools import tables
 from ...tools.tables import BEGIN, END, differences, figures_of, insert, markdown, read_records, run_of

@@ -8,11 +8,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from qdqbench.eval.runs.results import read_results
 from qdqbench.eval.runs.run import StageProgress
 from qdqbench.eval.runs.tracked import TrackedRun
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
-from qdqbench.quantize.utils.results import LogRow, read_results
-from qdqbench.quantize.utils.trackers import open_tracker, require_tracker
+from qdqbench.quantize.utils.trackers import LogRow, open_tracker, require_tracker
 
 MEASURED = Path(__file__).parents[3] / "docs/measured-cpu/sst2-openvino-int8-linears"
 CONFIG = {"recipe": "bert-int8-linears"}

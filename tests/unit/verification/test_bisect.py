@@ -14,6 +14,7 @@ from onnx import helper
 
 from qdqbench.eval.verification.bisect import BisectResult, bisect, bisect_lines, bisect_run, run_onnxruntime
 from qdqbench.eval.verification.checks import compare_tensors, kept_positions
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.graph.index import GraphIndex
 from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.pipeline.pipeline import open_run
@@ -21,7 +22,6 @@ from qdqbench.quantize.pipeline.session import RunConfig
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
-from qdqbench.quantize.utils.results import LayerRow
 from qdqbench.quantize.utils.system import gpu
 
 from ...support.tiny_bert import HIDDEN, LAYERS, exported, padded_batch, tensor

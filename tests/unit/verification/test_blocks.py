@@ -20,6 +20,7 @@ from qdqbench.eval.verification.blocks import (
     stitch,
 )
 from qdqbench.eval.verification.checks import BlockSums
+from qdqbench.eval.verification.results import BlockCheck
 from qdqbench.quantize.calibration.bias import add_biases_temporarily
 from qdqbench.quantize.calibration.fakequant.native import use_frozen_weights
 from qdqbench.quantize.calibration.record import get_state_shifts
@@ -27,7 +28,6 @@ from qdqbench.quantize.models.families.known import BERT, MODERNBERT
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_model, prepare_model
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.results import BlockCheck
 
 from ...support.tiny_bert import (
     HIDDEN,

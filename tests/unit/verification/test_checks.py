@@ -27,6 +27,7 @@ from qdqbench.eval.verification.checks import (
     verification_failures,
 )
 from qdqbench.eval.verification.engine import batch_of, block_cases, shape_cases
+from qdqbench.eval.verification.results import BlockCheck, Verification
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.models.load import load_model
@@ -36,7 +37,6 @@ from qdqbench.quantize.tasks.types.classification import REGRESSION
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.tasks.types.tokens import Tagged
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.results import BlockCheck, Verification
 from qdqbench.quantize.utils.system.gpu import Gpu
 
 from ...support.pages import Page

@@ -18,6 +18,7 @@ from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.engine.build import build, require_int8
 from qdqbench.quantize.engine.layers import float_residuals
 from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.index import GraphIndex, list_int8_norms, prune
 from qdqbench.quantize.graph.precision import QDQ
@@ -28,7 +29,6 @@ from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, parse_recipe
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.results import LayerRow
 
 from ....support import tiny_bert as bert
 from ....support.tiny_modernbert import new_modernbert

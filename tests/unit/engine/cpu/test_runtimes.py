@@ -16,11 +16,11 @@ from qdqbench.quantize.engine.build import build, list_gemms
 from qdqbench.quantize.engine.cpu_runtimes import choose_compute, compile_model, name_products, warm_up
 from qdqbench.quantize.engine.layers import is_int8
 from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.engine.results import EngineResult, LayerRow
 from qdqbench.quantize.graph.export import FORMS, ExportSettings, finish_graph, trace
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
-from qdqbench.quantize.utils.results import EngineResult, LayerRow
 from qdqbench.quantize.utils.system.cpu import Cpu
 
 from ....support import cpus

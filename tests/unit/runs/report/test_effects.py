@@ -5,12 +5,20 @@ import re
 import pytest
 
 from qdqbench.eval.bench import results as timed
+from qdqbench.eval.metrics.results import (
+    ChangedPrediction,
+    ChangedPredictions,
+    Classes,
+    ClassRow,
+    LayerError,
+    LayerErrors,
+)
 from qdqbench.eval.runs.report import sections
 from qdqbench.eval.runs.report.report import run_report
+from qdqbench.eval.runs.results import ModelChange
 from qdqbench.quantize.report.document import Columns, Report, Table
 from qdqbench.quantize.report.formats import cleaned
 from qdqbench.quantize.report.render import render_html, render_markdown
-from qdqbench.quantize.utils import comparison as schema
 
 from ....support.pages import HOSTILE, Page
 from ....support.records import speedup
@@ -22,11 +30,11 @@ MODULE = "bert.encoder.layer.{}.output.dense"
 def answer(number, change="regressed", **fields):
     words = {"text": f"text {number}", "label": "good", "fp32": "good", "prediction": "bad"}
     known = {"fp32_margin": 0.25, "margin": 0.125, "change": change, "distance": 0.5}
-    return schema.ChangedPrediction(sample=number, **(words | known | fields))
+    return ChangedPrediction(sample=number, **(words | known | fields))
 
 
 def changed(rows, count=None, **counts):
-    return schema.ChangedPredictions(
+    return ChangedPredictions(
         stage="onnxruntime",
         split="validation",
         prediction_type="class",
@@ -40,22 +48,20 @@ def changed(rows, count=None, **counts):
 
 def confusion(names=("bad", "good")):
     rows = [
-        schema.ClassRow(
-            name=name, n=10, fp32=0.9, recall=0.8, delta=-0.1, delta_stderr=0.05, regressed=1, fixed=0
-        )
+        ClassRow(name=name, n=10, fp32=0.9, recall=0.8, delta=-0.1, delta_stderr=0.05, regressed=1, fixed=0)
         for name in names
     ]
     made = [[8 if a == b else 2 for b in range(len(names))] for a in range(len(names))]
     base = [[9 if a == b else 1 for b in range(len(names))] for a in range(len(names))]
-    return schema.Classes(stage="onnxruntime", unit="samples", rows=rows, fp32=base, confusion=made)
+    return Classes(stage="onnxruntime", unit="samples", rows=rows, fp32=base, confusion=made)
 
 
 def errors():
     linears = [(MODULE.format(n), "linear", 0.01 * (n + 1), None) for n in range(4)]
     blocks = [(f"layer.{n}", "block", 0.02, 0.02 * (n + 1)) for n in range(4)]
     names = ("name", "what", "isolated", "cumulative")
-    rows = [schema.LayerError(**dict(zip(names, row, strict=True))) for row in linears + blocks]
-    return schema.LayerErrors(n=16, rows=rows)
+    rows = [LayerError(**dict(zip(names, row, strict=True))) for row in linears + blocks]
+    return LayerErrors(n=16, rows=rows)
 
 
 def full(text="text", **fields):
@@ -64,7 +70,7 @@ def full(text="text", **fields):
         "changed_predictions": changed(rows, **{"regressed": 1, "fixed": 1}),
         "classes": confusion((text, "good")),
         "layer_errors": errors(),
-        "model_changes": [schema.ModelChange(what="tanh GELU", count=6, description=f"GELU {text}")],
+        "model_changes": [ModelChange(what="tanh GELU", count=6, description=f"GELU {text}")],
     }
     return sample(**(given | fields))
 

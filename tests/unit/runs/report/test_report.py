@@ -13,17 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from qdqbench.eval.metrics.results import Gate, GateIssue, Parity, ParityRow, Speedup, StageResult
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.report import charts, report, sections
 from qdqbench.eval.runs.report import verdict as wording
+from qdqbench.eval.runs.results import FileRow, Results
+from qdqbench.eval.verification.results import BlockCheck, Verification
+from qdqbench.quantize.calibration.record import QuantizerRow, SoftmaxRow
+from qdqbench.quantize.engine.results import EngineResult, LayerRow
+from qdqbench.quantize.lint.codes import FindingRow
+from qdqbench.quantize.pipeline.pipeline import Timing
 from qdqbench.quantize.report import formats
 from qdqbench.quantize.report import svg as plots
 from qdqbench.quantize.report.document import Tile
 from qdqbench.quantize.report.render import prose, render_screen
-from qdqbench.quantize.utils import results as schema
-from qdqbench.quantize.utils.comparison import Gate, GateIssue, Parity, ParityRow
-from qdqbench.quantize.utils.results import FileRow, FindingRow, Results, StageResult
-from qdqbench.quantize.utils.speedup import Speedup
 
 from ....support.pages import HOSTILE, Page, offline, plain
 from ....support.records import comparison, engine_result, speedup
@@ -40,12 +43,12 @@ LINEARS = (
 GARBLED = f"{HOSTILE} \ud800"  # cannot be encoded
 
 
-def kernels(layer: int, prefix: str) -> list[schema.LayerRow]:
+def kernels(layer: int, prefix: str) -> list[LayerRow]:
     """Kernels of one layer as TensorRT-RTX writes them: each GEMM, then a kernel that scales its result."""
     base = f"/{prefix.replace('.', '/')}/layer.{layer}"
 
-    def row(name: str, kind: str, nodes: list[str], inputs: str, outputs: str) -> schema.LayerRow:
-        return schema.LayerRow(
+    def row(name: str, kind: str, nodes: list[str], inputs: str, outputs: str) -> LayerRow:
+        return LayerRow(
             name=name,
             kind=kind,
             onnx=[f"{base}/{node}" for node in nodes],
@@ -65,17 +68,15 @@ def kernels(layer: int, prefix: str) -> list[schema.LayerRow]:
     return rows
 
 
-def engine(layers: int, prefix: str) -> schema.EngineResult:
+def engine(layers: int, prefix: str) -> EngineResult:
     table = [row for layer in range(layers) for row in kernels(layer, prefix)]
     half: dict[str, Any] = {name: ["Half"] for name in ("inputs", "constants", "outputs")}
     for node in ("/bert/pooler/dense/Gemm", "/classifier/Gemm"):
-        table.append(
-            schema.LayerRow(name="__myl_FcAddTanh_myl0_6", kind="runtime_fusion", onnx=[node], **half)
-        )
+        table.append(LayerRow(name="__myl_FcAddTanh_myl0_6", kind="runtime_fusion", onnx=[node], **half))
     return engine_result(6 * layers, attention_fused=layers, layers=table)
 
 
-def built(**changes: Any) -> schema.EngineResult:
+def built(**changes: Any) -> EngineResult:
     return engine(6, "bert.encoder").model_copy(update=changes)
 
 
@@ -135,7 +136,7 @@ def sample(layers: int = 6, prefix: str = "bert.encoder", **changes: Any) -> Res
         }
         for kind, values in (("input", read), ("weight", weight)):
             path = f"{module}.{kind}_quantizer"
-            quantizers.append(schema.QuantizerRow(name=path, module=module, kind=kind, **values))
+            quantizers.append(QuantizerRow(name=path, module=module, kind=kind, **values))
     rows = [
         parity_row(module, 1_048_576, (index * 997) % 2400, error=0.0004 + 0.00001 * index)
         for index, module in enumerate(modules)
@@ -174,7 +175,7 @@ def sample(layers: int = 6, prefix: str = "bert.encoder", **changes: Any) -> Res
         "engine": engine(layers, prefix),
         "gate": Gate(passed=True, max_drop=0.01),
         "timings": {
-            name: schema.Timing(wall_s=wall, cpu_s=20.5, peak_rss_bytes=peak, reused=name == "build")
+            name: Timing(wall_s=wall, cpu_s=20.5, peak_rss_bytes=peak, reused=name == "build")
             for name, wall, peak in (
                 ("baseline", 13.2, 1_310_000_000),
                 ("calibrate", 8.4, 1_720_000_000),
@@ -407,7 +408,7 @@ def test_attentions_and_residuals_are_part_of_the_verdict(changes: dict[str, Any
 def test_the_loss_of_an_int8_softmax_stands_in_both_reports(tmp_path: Path) -> None:
     row = {"module": "layer.0.self", "zeroed": 0.331, "clipped": 0.012, "error": 0.254}
     lengths = ((384, 0.5, True), (64, 1, False))
-    rows = [schema.SoftmaxRow(length=n, amax=amax, centered=centered, **row) for n, amax, centered in lengths]
+    rows = [SoftmaxRow(length=n, amax=amax, centered=centered, **row) for n, amax, centered in lengths]
     markdown, page = written(sample(softmax=rows), tmp_path)
     assert "| `layer.0.self` | 384 | 0.5 | centered | 33.1 % | 1.2 % | 25.4 % |" in markdown
     assert "| `layer.0.self` | 64 | 1 | | 33.1 % | 1.2 % | 25.4 % |" in markdown
@@ -602,11 +603,11 @@ def test_the_accuracy_chart_holds_every_stage_and_metric() -> None:
 def test_blocks_that_hold_are_not_marked_for_what_else_failed() -> None:
     limits = {"quantization_error": 0.2, "limit": 0.2, "position_error": 0.1, "position_limit": 0.2}
     limits |= {"systematic_error": 0.0, "systematic_limit": 0.1}
-    block = schema.BlockCheck(name="layer.0", n=1, error=0.1, nonfinite=0, nonfinite_shapes=[], **limits)
+    block = BlockCheck(name="layer.0", n=1, error=0.1, nonfinite=0, nonfinite_shapes=[], **limits)
     results = sample()
     for error, shown in ((0.1, ("1 / 1", "")), (0.3, ("0 / 1", "bad"))):
         blocks = [block.model_copy(update={"error": error})]
-        results.verification = schema.Verification.model_construct(
+        results.verification = Verification.model_construct(
             reference="fake_quant", blocks=blocks, blocks_not_checked=None, passed=False
         )
         (tile,) = (row for row in report._tiles(results) if row.title == "engine blocks")

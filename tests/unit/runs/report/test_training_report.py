@@ -11,21 +11,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from qdqbench.eval.metrics.results import Comparison
 from qdqbench.eval.runs.report import training
 from qdqbench.eval.runs.report import verdict as wording
+from qdqbench.eval.runs.results import QAT_STAGES, STAGES, Results
 from qdqbench.quantize.report import formats
 from qdqbench.quantize.report.document import Block, Chart, Columns, Pairs, Table
 from qdqbench.quantize.report.render import prose, render_screen
-from qdqbench.quantize.utils.comparison import Comparison
-from qdqbench.quantize.utils.results import (
-    QAT_STAGES,
-    STAGES,
-    Finetuning,
-    LogRow,
-    Results,
-    Spread,
-    TrainingRun,
-)
+from qdqbench.quantize.training.results import Finetuning, Spread, TrainingRun
+from qdqbench.quantize.utils.trackers import LogRow
 
 from ....support.pages import Page, offline, plain
 from .test_report import GARBLED, measured, one_line, poisoned, terminal, written

@@ -3,13 +3,13 @@
 import pytest
 from rich.console import Console
 
+from qdqbench.eval.metrics.results import GateIssue
 from qdqbench.eval.selection.auto.report import auto_report, explain_step, unmet_lines
 from qdqbench.eval.selection.auto.results import Auto, AutoChoice, AutoStep, Criteria, NestedFolds, Proposal
 from qdqbench.eval.selection.search.results import Source
 from qdqbench.eval.selection.trials.results import Failure
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.report.render import render_screen, write_report
-from qdqbench.quantize.utils.comparison import GateIssue
 
 from ....support.records import comparison, draw_record, speedup, step_run
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from qdqbench.eval.metrics.results import Gate, GateIssue
 from qdqbench.eval.selection.auto import run
 from qdqbench.eval.selection.auto.results import AutoStep, NestedFolds, Proposal, choose_step
 from qdqbench.eval.selection.auto.run import Evaluation, StepAnswers, list_drops, list_unmet
@@ -12,7 +13,6 @@ from qdqbench.eval.selection.trials.store import Store
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.tasks.types.encoded import Encoded
-from qdqbench.quantize.utils.comparison import Gate, GateIssue
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 from ....support.records import comparison, speedup, step_run

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qdqbench.eval.metrics.results import Comparison
 from qdqbench.eval.selection.sensitivity import measure as sensitivity
 from qdqbench.eval.selection.sensitivity.measure import attention_of, choose_point, make_recipe
 from qdqbench.eval.selection.sensitivity.results import CurvePoint
@@ -11,7 +12,6 @@ from qdqbench.quantize.models.families.family import KINDS
 from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.utils.comparison import Comparison
 
 from ....support import records, tiny_bert
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from qdqbench.eval.metrics.results import Comparison
 from qdqbench.eval.selection.sensitivity import results as schema
 from qdqbench.eval.selection.sensitivity.report import (
     _shorten,
@@ -17,7 +18,6 @@ from qdqbench.eval.selection.sensitivity.results import CandidateRow, Sensitivit
 from qdqbench.eval.selection.trials.results import Scores, write_result
 from qdqbench.quantize.report.document import Chart, Columns
 from qdqbench.quantize.report.render import render_screen
-from qdqbench.quantize.utils.comparison import Comparison
 from qdqbench.quantize.utils.errors import UserError
 
 from ....support import records

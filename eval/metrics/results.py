@@ -1,4 +1,4 @@
-"""Schemas in results files: a stage against FP32, by prediction and by layer, and the gate."""
+"""Records of an evaluation: a stage, its comparison with FP32, parity with fake quantization, the gate."""
 
 import math
 from typing import Literal
@@ -229,26 +229,69 @@ class LayerErrors(Strict):
     rows: list[LayerError] = field("Linear layers, then blocks, in the order of the model.")
 
 
-class ModelChange(Strict):
-    """Change of the model by the recipe, besides Q/DQ."""
+SpeedVerdict = Literal["faster", "slower", "inconclusive"]
 
-    what: str = field(
-        "Name of the change, such as `training`, `bias correction`, `tanh GELU`, `smoothing`, `INT8 "
-        "attention`, `FP16`."
+
+class Speedup(Strict):
+    """Speed-up of a system over its baseline, timed interleaved in the same rounds."""
+
+    system: str = field("Name of the system.")
+    baseline: str = field("Name of the baseline.")
+    config: str = field("Config that both ran, such as `b32 s128`.")
+    value: float = field("`baseline_ms` / `system_ms`; below 1: slower.")
+    ci95_low: float | None = field(
+        "Lower end of the 95% confidence interval, by bootstrap over rounds; null with fewer than three."
     )
-    count: int = field("Number of changed parts, as the description names them.")
-    description: str = field("Change in a sentence.")
+    ci95_high: float | None = field(
+        "Upper end of the 95% confidence interval; null with fewer than three rounds."
+    )
+    system_ms: float = field("Latency of the system in ms: median over rounds of the rounds' medians.")
+    baseline_ms: float = field("Latency of the baseline in ms, likewise.")
+    quick: bool = field("True in results of a run whose bench is the quick one.", default=False)
+
+    @property
+    def interval(self) -> str:
+        """The 95% interval in brackets; empty with fewer than three rounds."""
+        if self.ci95_low is None or self.ci95_high is None:
+            return ""
+        return f"[{self.ci95_low:.2f}, {self.ci95_high:.2f}]"
+
+    @property
+    def verdict(self) -> SpeedVerdict:
+        if self.ci95_low is not None and self.ci95_high is not None and self.ci95_low <= 1 <= self.ci95_high:
+            return "inconclusive"
+        return "slower" if self.value < 1 else "faster"
 
 
-class EngineSize(Strict):
-    """An engine without INT8 that the run's bench built, of the backend of the run's own."""
+class StageResult(Strict):
+    """One stage of evaluation."""
 
-    name: str = field("Label in the bench.")
-    precision: Literal["fp16", "bf16", "fp32"] = field("Compute precision.")
-    bytes: int = field("Size of the engine in bytes.")
+    status: Literal["done", "skipped"] = field("`done`, or `skipped` with a reason.")
+    reason: str | None = field("Reason why it was skipped; null when it ran.", default=None)
+    metrics: dict[str, float] = field(
+        "Metrics by name, primary first, from 0 to 1 (correlations from -1): `accuracy`, `f1`, `matthews`, "
+        "`pearson`, `spearman`; entities: `f1`, `precision`, `recall` (seqeval, micro) and `accuracy` by "
+        "word; questions: `f1` and `exact_match` (SQuAD); the suffix `_mm` is MNLI's mismatched split.",
+        default={},
+    )
+    stderr: dict[str, float] = field(
+        "Standard error of each metric over the samples, regardless of tokens or windows per sample.",
+        default={},
+    )
+    n: int = field(
+        "Number of samples of the first evaluation split, whose metrics have no suffix.", default=0
+    )
+    vs_fp32: Comparison | None = field(
+        "Paired comparison; null for `fp32` itself and for skipped stages.", default=None
+    )
+    detail: str | None = field(
+        "Library, version, provider and precision that ran; null for skipped stages.", default=None
+    )
 
 
 GateState = Literal["passed", "failed", "not_evaluated", "inconclusive"]
+
+
 GateCode = Literal[
     "accuracy",
     "baseline",
@@ -260,6 +303,8 @@ GateCode = Literal[
     "recipe",
     "verification",
 ]
+
+
 IssueState = Literal["failed", "within_noise", "not_evaluated", "inconclusive"]
 
 

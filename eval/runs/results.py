@@ -1,0 +1,196 @@
+"""Schema of `results.json`: every number of a run."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from qdqbench.eval.metrics.results import (
+    ChangedPredictions,
+    Classes,
+    Comparison,
+    Gate,
+    LayerErrors,
+    Parity,
+    Speedup,
+    StageResult,
+)
+from qdqbench.eval.verification.results import Verification
+from qdqbench.quantize.calibration.record import QuantizerRow, SoftmaxRow
+from qdqbench.quantize.engine.profiles import Lengths
+from qdqbench.quantize.engine.results import EngineResult
+from qdqbench.quantize.lint.codes import FindingRow
+from qdqbench.quantize.pipeline.pipeline import Timing
+from qdqbench.quantize.training.results import TrainingRun
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.schema import Strict, Tabular, field, read, stage_rows
+
+
+class ModelChange(Strict):
+    """Change of the model by the recipe, besides Q/DQ."""
+
+    what: str = field(
+        "Name of the change, such as `training`, `bias correction`, `tanh GELU`, `smoothing`, `INT8 "
+        "attention`, `FP16`."
+    )
+    count: int = field("Number of changed parts, as the description names them.")
+    description: str = field("Change in a sentence.")
+
+
+class EngineSize(Strict):
+    """An engine without INT8 that the run's bench built, of the backend of the run's own."""
+
+    name: str = field("Label in the bench.")
+    precision: Literal["fp16", "bf16", "fp32"] = field("Compute precision.")
+    bytes: int = field("Size of the engine in bytes.")
+
+
+SCHEMA_VERSION = 3
+
+
+RESULTS_FILE = "results.json"
+
+
+STAGES = ("fp32", "fake_quant", "onnxruntime", "engine")
+
+
+QAT_STAGES = ("fp32", "ptq", "fake_quant", "onnxruntime", "engine")  # fake_quant is the trained model
+
+
+class FileRow(Strict):
+    """One exported file."""
+
+    name: str = field("Path in the run directory.")
+    bytes: int = field("Size in bytes.")
+    fp32_ratio: float | None = field(
+        "Size divided by that of the FP32 graph; null for other files than ONNX."
+    )
+
+
+class Results(Tabular):
+    """Every number of one run, or of its stages up to one; what those do not write has its default."""
+
+    schema_version: int = field("Version of this schema.", default=SCHEMA_VERSION)
+    until: str | None = field(
+        "Last stage that was requested, or `evaluate`; null once the run has its report.", default=None
+    )
+    created: str = field("Time of the end, ISO 8601, UTC.")
+    command: str = field("Command line.")
+    recipe: dict[str, Any] = field("Recipe with every default filled in, as in `recipe.yaml`.")
+    model: dict[str, Any] = field(
+        "Name, sha256 of the files (for a hub model: of id and commit), `revision` (commit of a hub model, "
+        "null for a folder), number of parameters, architecture."
+    )
+    task: dict[str, Any] = field("Name, metrics (the primary one first), label names.")
+    data: dict[str, Any] = field(
+        "Source of the data, `revision` (commit of a hub data set, null for a folder), calibration and "
+        "evaluation splits with their number of samples."
+    )
+    seed: int = field("Seed of all random numbers.")
+    quantized_layers: list[str] = field("Linear layers in INT8.", default=[])
+    quantized_attention: list[str] = field("Attention layers in INT8.", default=[])
+    quantized_residual: list[str] = field("Modules whose residual is in INT8.", default=[])
+    high_precision_layers: list[str] = field("Linear layers that stay in FP16 or FP32.", default=[])
+    quantizers: list[QuantizerRow] = field(
+        "Calibrated quantizers; empty for a recipe without INT8.", default=[]
+    )
+    softmax: list[SoftmaxRow] = field("Cost of INT8 by softmax; empty without INT8 attention.", default=[])
+    files: list[FileRow] = field(
+        "Exported ONNX files; before the report all files of the stages.", default=[]
+    )
+    findings: list[FindingRow] = field("Findings of `check` on the quantized ONNX file.", default=[])
+    parity: Parity | None = field(
+        "ONNX Runtime against the fake-quant model, layer by layer; null when not measured.", default=None
+    )
+    stages: dict[str, StageResult] = field(
+        "Evaluation by stage, in this order: `fp32` (PyTorch), `ptq` (only with QAT: quantized PyTorch "
+        "model before training), `fake_quant` (quantized PyTorch model; with QAT after training), "
+        "`onnxruntime` (quantized ONNX file), `engine`.",
+        default={},
+    )
+    skipped: dict[str, str] = field(
+        "Reason by stage that has no result, such as no device to run on.", default={}
+    )
+    changed_predictions: ChangedPredictions | None = field(
+        "Samples with another prediction than FP32 nearest to deployment; null if only FP32 was scored.",
+        default=None,
+    )
+    classes: Classes | None = field(
+        "Confusion and recall by class; null if predictions are not classes.", default=None
+    )
+    layer_errors: LayerErrors | None = field(
+        "Cost of INT8 by layer; null if nothing is quantized.", default=None
+    )
+    model_changes: list[ModelChange] = field(
+        "Changes of the model besides Q/DQ, from the records of calibration and export.", default=[]
+    )
+    fp16: StageResult | None = field(
+        "FP16 graph in ONNX Runtime; null until `qdqbench report RUN --fp16`.", default=None
+    )
+    vs_fp16: Comparison | None = field(
+        "Stage nearest to deployment minus the FP16 graph, on the same samples; null with `fp16`.",
+        default=None,
+    )
+    training: TrainingRun | None = field(
+        "QAT; null for a recipe without `qat`, or before training.", default=None
+    )
+    qat_vs_ptq: Comparison | None = field(
+        "Fake-quant model after QAT minus before it, on the same samples; null without QAT.", default=None
+    )
+    engine: EngineResult | None = field(
+        "Engine; null if none was built (`stages.engine.reason` says why).", default=None
+    )
+    gpu_engine: EngineResult | None = field(
+        "Engine for GPUs, built ahead of time in addition to one for this CPU; null if the run has none.",
+        default=None,
+    )
+    lengths: Lengths | None = field(
+        "Lengths of the evaluation data and the profiles derived from them; null without `shapes: auto`.",
+        default=None,
+    )
+    verification: Verification | None = field(
+        "Outputs of the engine against the reference; null if it was not run or not verified.", default=None
+    )
+    speed: list[Speedup] = field("Speed-ups from the run's bench; empty before it.", default=[])
+    unquantized_engines: list[EngineSize] = field(
+        "Engines without INT8 of the same backend from the run's bench; empty before it.", default=[]
+    )
+    gate: Gate = field("Verdict of the recipe's gate.")
+    timings: dict[str, Timing] = field("Cost by stage, in the order of the run.")
+    warnings: list[str] = field("Caveats of the numbers: `--limit`, skipped stages, partial splits.")
+    notes: list[str] = field(
+        "Notes on how the data were read and calibrated: delimiter, split, rows requested and available.",
+        default=[],
+    )
+    environment: dict[str, Any] = field(
+        "Versions of the libraries, hardware, `git`: commit of the checkout, with the suffix `-dirty` if "
+        "files were changed; null for an installed package."
+    )
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a notebook shows of it."""
+        scores = {
+            name: ", ".join(f"{metric} {value:.4f}" for metric, value in stage.metrics.items())
+            for name, stage in self.stages.items()
+            if stage.status == "done"
+        }
+        done = self.until or ("passed" if self.gate.passed else "failed")
+        return {"recipe": self.recipe["name"], **scores, "until" if self.until else "gate": done}
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        return stage_rows(self.stages)
+
+    @property
+    def trained(self) -> bool:
+        return self.training is not None
+
+    @property
+    def expected_stages(self) -> tuple[str, ...]:
+        return QAT_STAGES if self.trained else STAGES
+
+
+def read_results(folder: Path) -> Results:
+    return read(folder / RESULTS_FILE, Results, "report", f"run `qdqbench report {folder}`")
+
+
+def write_results(folder: Path, results: Results) -> None:
+    files.write_text(folder / RESULTS_FILE, results.model_dump_json(indent=2) + "\n")

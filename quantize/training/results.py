@@ -1,0 +1,82 @@
+"""Records of a training, and the schema of `finetune.json`."""
+
+from typing import Any, Literal
+
+from qdqbench.quantize.utils.schema import Strict, field
+from qdqbench.quantize.utils.shown import Shown
+from qdqbench.quantize.utils.trackers import LogRow
+
+
+class TrainingRun(Strict):
+    """One training run, of one seed."""
+
+    seed: int = field("Seed of the batches, the dropout, the held-out rows, and of a new classifier.")
+    status: Literal["done", "failed"] = field("Status; failed: it diverged or its loss was not a number.")
+    reason: str | None = field("Reason of the failure; null where it is done.", default=None)
+    folder: str | None = field("Folder of the model, relative to the file; null of a QAT.", default=None)
+    settings: dict[str, Any] = field(
+        "The `qat` section of the recipe, or the settings of `finetune`, with every default filled in."
+    )
+    precision: str = field("Precision: `bf16` (autocast), `tf32` or `fp32`.")
+    device: str = field("Name of the GPU, or `CPU`.")
+    processes: int = field("Processes that trained together, one per GPU.")
+    rows: int = field("Training rows, without those held out.")
+    held_out: int = field("Rows of the train split that evaluate the training and are never learned from.")
+    steps: int = field("Optimizer steps done.", default=0)
+    planned_steps: int = field("Optimizer steps that the settings ask for.", default=0)
+    best_step: int = field(
+        "Step whose weights are kept, chosen on the held-out rows; 0: the weights before training.", default=0
+    )
+    stopped: str | None = field(
+        "Reason for the end before the last step; null where there was none.", default=None
+    )
+    seconds: float = field(
+        "Time spent in steps in seconds, without evaluations and checkpoints.", default=0.0
+    )
+    samples_per_s: float | None = field(
+        "Samples per second over `seconds`, of all processes together; null without a step.", default=None
+    )
+    parameters: int = field("Parameters of the model; 0 where they were not counted.", default=0)
+    log: list[LogRow] = field("Losses and evaluations, by step.", default=[])
+    metrics: dict[str, float] = field(
+        "Metrics on the validation split in FP32, the primary one first; of `finetune` only.", default={}
+    )
+    stderr: dict[str, float] = field("Standard error of each metric over the samples.", default={})
+    n: int = field("Samples of the first evaluation split.", default=0)
+    notes: list[str] = field("Events of the training: resumed, a checkpoint that was not whole.", default=[])
+
+
+class Spread(Strict):
+    """A metric over seeds."""
+
+    mean: float = field("Mean over the seeds.")
+    sd: float | None = field("Sample standard deviation (n - 1); null for one seed.")
+    n: int = field("Number of seeds.")
+
+
+class Finetuning(Shown, Strict):
+    """`finetune.json`."""
+
+    schema_version: Literal[1] = field("Version of this schema.", default=1)
+    created: str = field("Time of the end, ISO 8601, UTC.")
+    command: str = field("Command line.")
+    base: dict[str, Any] = field(
+        "Name, sha256 and `revision` (commit, null for a folder) of the encoder at the start."
+    )
+    task: dict[str, Any] = field("Name, metrics (the primary one first), label names.")
+    data: str = field("Fingerprint of the train split.")
+    runs: list[TrainingRun] = field("One training per seed, failed ones too.")
+    spread: dict[str, Spread] = field(
+        "Metrics of the validation split over the seeds that are done, by metric; empty where none is."
+    )
+    best_seed: int | None = field(
+        "Seed with the best score on its held-out rows, never on the validation split; null where all failed."
+    )
+    warnings: list[str] = field("Caveats of the figures: `--limit`, failed seeds.")
+    notes: list[str] = field("Notes on how the data were read.", default=[])
+    environment: dict[str, Any] = field("Versions of the libraries, hardware, git hash.")
+
+    def facts(self) -> dict[str, Any]:
+        """Return what a notebook shows of it."""
+        means = {name: f"{each.mean:.4f}" for name, each in self.spread.items()}
+        return {"seeds": len(self.runs), **means, "best seed": self.best_seed}
