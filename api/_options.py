@@ -374,9 +374,7 @@ class NewRecipeOptions(Options):
 class CacheRecipeOptions(NewRecipeOptions):
     """Options of `recipes from-cache`."""
 
-    onnx: Path | None = field(
-        "ONNX file that was calibrated (default: export the model to get names).", default=None
-    )
+    onnx: Path = field("ONNX file that was calibrated.")
 
 
 class FixCommandOptions(TaskOptions):

@@ -68,9 +68,7 @@ def _print_check(report: "CheckReport", path: Path, every: bool) -> None:
 def diagnose(
     files: Annotated[
         list[Path],
-        typer.Argument(
-            help="Files of one build: ONNX, log, layers, profile, query times, engine, cache; - is stdin."
-        ),
+        typer.Argument(help="Files of one build: ONNX, log, layers, profile, engine, cache; - is stdin."),
     ],
     load_engine: Annotated[
         bool, typer.Option("--load-engine", help="Load the engine to read its layers, if you trust it.")

@@ -19,7 +19,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {  # by command: its page in `PAGES`, and
     "recipes new": ("how-to/write-a-recipe.md", "recipes new --model my-model"),
     "recipes from-cache": (
         "how-to/calibrators-to-qdq.md",
-        "recipes from-cache calibration.cache --model my-model",
+        "recipes from-cache calibration.cache --model my-model --onnx my-model.onnx",
     ),
     "recipes schema": ("reference/recipe.md", "recipes schema"),
     "check": ("how-to/is-it-int8.md", "check model.onnx"),

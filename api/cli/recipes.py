@@ -108,7 +108,7 @@ def recipes_from_cache(
     """Write a recipe with the amax of a calibration cache, for the tensors that can be matched."""
     from qdqbench.quantize.lint.cache_import import recipe_from_cache
 
-    made = recipe_from_cache(cache, options.model, revision=options.revision, onnx_file=options.onnx)
+    made = recipe_from_cache(cache, options.model, options.onnx, revision=options.revision)
     _write_new(made, options, json, _cache_lines)
 
 

@@ -1,4 +1,4 @@
-"""The command line of trtexec (TensorRT 10.14 to 11), and readers of its --exportTimes and --exportProfile.
+"""The command line of trtexec (TensorRT 10.14 to 11), and a reader of its --exportProfile.
 
 Options and formats are those of `sampleOptions.cpp` and `sampleReporting.cpp` in TensorRT's open sources.
 trtexec writes what C++ streams print: names without escapes, `nan` and `inf` where JSON has no such number,
@@ -8,35 +8,21 @@ and six digits of a float.
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from qdqbench.quantize.engine.profiles import Profile, fill_shape
-from qdqbench.quantize.utils.arrays import Float64
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import read_bounded
 
-MAX_BYTES = 64 << 20  # of a file; 300,000 queries in exported times have 60 MB
+MAX_BYTES = 64 << 20  # of a file
 MAX_PARTS = 2_000_000  # lists and objects of a file, each of which takes far more memory than its text
 MAX_KERNELS = 20_000  # BERT-large with four profiles has 1,400
-MAX_QUERIES = 1_000_000
-MAX_MS = 1e9  # of a kernel or a query
+MAX_MS = 1e9  # of a kernel
 # A string may lack its end, and what follows `nan(` is short: each character is looked at once.
 _NOT_A_NUMBER = re.compile(
     r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|([-+]?)\b(nan|inf)\b(?:\([^)\s]{0,64}\))?', re.IGNORECASE | re.DOTALL
 )
-
-
-@dataclass(frozen=True)
-class Times:  # float64 [queries], milliseconds
-    start: Float64  # of its work on the GPU; six digits, so after seconds good to 0.1 ms only
-    h2d: Float64  # copies to the device; 0 without data transfers
-    compute: Float64  # of the GPU
-    d2h: Float64
-    latency: Float64  # the three together
 
 
 def read_profile(path: Path) -> dict[str, float]:
@@ -45,7 +31,7 @@ def read_profile(path: Path) -> dict[str, float]:
         f"{path} is no kernel profile: it must be a list of objects with name and ms (or averageMs), at most "
         f"{MAX_KERNELS}; write it with trtexec --exportProfile"
     )
-    rows = _read_json(path, "a kernel profile")
+    rows = _read_json(path)
     if not isinstance(rows, list) or len(rows) > MAX_KERNELS + 1:
         raise wrong
     times: dict[str, float] = {}
@@ -63,29 +49,9 @@ def read_profile(path: Path) -> dict[str, float]:
     return times
 
 
-def read_times(path: Path) -> Times:
-    own = ("h2d", "compute", "d2h", "latency")
-    fields = {"start": "startComputeMs"} | {name: f"{name}Ms" for name in own}
-    rows = _read_json(path, "exported times")
-    if not isinstance(rows, list) or not rows or len(rows) > MAX_QUERIES:
-        raise UserError(
-            f"{path} must be a list of 1 to {MAX_QUERIES} queries; write it with trtexec --exportTimes"
-        )
-    columns: dict[str, list[float]] = {name: [] for name in fields}
-    for number, row in enumerate(rows):
-        for name, field in fields.items():
-            value = _number(row.get(field)) if isinstance(row, dict) else None
-            if value is None:
-                raise UserError(
-                    f"query {number} of {path} has no {field} from 0 to {MAX_MS:g}, so these are no times of "
-                    "trtexec 10 or 11; write them with --exportTimes"
-                )
-            columns[name].append(value)
-    return Times(**{name: np.array(values) for name, values in columns.items()})
-
-
-def _read_json(path: Path, what: str) -> Any:
+def _read_json(path: Path) -> Any:
     """Return what a JSON file holds, with the NaN and infinities of C++ streams; memory is bounded."""
+    what = "a kernel profile"
     text = read_bounded(path, MAX_BYTES, what, f"{what} that trtexec wrote")
     if text.count("[") + text.count("{") > MAX_PARTS:
         raise UserError(f"{path} has more than {MAX_PARTS} lists and objects, which {what} has not")

@@ -2,21 +2,19 @@
 
 The first line says which version and calibrator wrote it (`TRT-8601-EntropyCalibration2`). Any other line is
 a tensor's name, a colon and eight hex digits: the scale (amax / 127) as float32, the most significant byte
-first. Exporters name tensors after modules, so that the names of two exports mostly agree.
+first. The names are those of the ONNX file that was calibrated.
 """
 
 import math
 import re
 import struct
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import onnx
 
 from qdqbench.quantize.engine.hazards import version_text
-from qdqbench.quantize.graph.export import trace
 from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, GraphIndex, module_of
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.load import create_untrained, prepare_model, read_model_config
@@ -27,9 +25,6 @@ from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import FP16_MAX
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.schema import Strict
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 MAX_CACHE_BYTES = 16 << 20  # BERT-large has some 2,000 tensors and 150 KB
 MAX_NAME = 4096
@@ -87,7 +82,6 @@ def read_cache_file(path: Path) -> CalibrationCache:
     return CalibrationCache(version_text(int(known[1])), known[2], scales)
 
 
-OPSETS = (17, 13)  # below 17 a LayerNorm is several nodes, whose last names the tensor
 SAME_RANGE = ("Cast", "Identity", "Reshape", "Transpose", "Dropout", "Flatten", "Squeeze", "Unsqueeze")
 
 
@@ -103,13 +97,8 @@ class FromCache(Strict):
     unused: int  # tensors of the cache that no INT8 linear reads
 
 
-def recipe_from_cache(
-    cache: Path, model: str, *, revision: str | None = None, onnx_file: Path | None = None
-) -> FromCache:
-    """Write a recipe with the amax of a cache, for the linears whose inputs it names; UserError: it has none.
-
-    Without `onnx_file`, the graph that was calibrated, the model is exported to compare names.
-    """
+def recipe_from_cache(cache: Path, model: str, onnx_file: Path, *, revision: str | None = None) -> FromCache:
+    """Write a recipe with the amax of a cache, for linears of the graph that it names; UserError: none."""
     from qdqbench.quantize.recipe.new import new_recipe  # imports torch, which `diagnose` does without
 
     found = read_cache_file(cache)
@@ -120,7 +109,7 @@ def recipe_from_cache(
     network = prepare_model(create_untrained(model, read_model_config(model, revision)))
     recipe = validate_recipe(data, data["name"])
     plan = resolve(recipe, module_table(network), network.base_model_prefix)
-    graph, read = _reads(found, network, plan.int8, onnx_file)
+    read = input_tensors(read_model(onnx_file), plan.int8, network.base_model_prefix)
     given, tensors, calibrated = dict[str, float](), dict[str, str](), dict[str, str]()
     for linear in plan.int8:
         names = read.get(linear, ())
@@ -134,13 +123,10 @@ def recipe_from_cache(
             quantizer = f"{linear}.input_quantizer"
             given[quantizer], tensors[quantizer] = float(f"{amax:.8g}"), tensor
     if not given:
-        why = "which names no linear of the model"
-        if read:
-            why = f"which reads {next(iter(read.values()))[0][:80]!r}"
         raise UserError(
             f"{cache} cannot be matched with {model}: none of its {len(found.scales)} tensors "
-            f"({name_list(list(found.scales)[:3])}, ...) is the input of an INT8 linear in {graph}, {why}; "
-            "give --onnx with the file that was calibrated, or calibrate again: `qdqbench recipes new`"
+            f"({name_list(list(found.scales)[:3])}, ...) is the input of an INT8 linear in {onnx_file}; give "
+            "the file that was calibrated, or calibrate again: `qdqbench recipes new`"
         )
     count, total = len(given), len(plan.int8)
     source = f"{count} amax of a calibration cache of TensorRT {found.version}"
@@ -149,10 +135,9 @@ def recipe_from_cache(
     data["calibration"]["amax"] = given
     recipe = validate_recipe(data, data["name"])
     shown = "".join(c if c.isprintable() else "?" for c in cache.name)[:100]
-    where = "the ONNX file given" if onnx_file is not None else graph
     head = [
         f"# Written by `qdqbench recipes from-cache` from {shown}",
-        f"# (TensorRT {found.version}, {found.calibrator}), matched with {where}.",
+        f"# (TensorRT {found.version}, {found.calibrator}), matched with the ONNX file given.",
         f"# Given: the inputs of {count} of {total} INT8 linears. Weights, and what is not given, are",
         "# calibrated; `calibration.json` has what calibration found next to what is given.",
         *(f"# calibrated: {linear}: {why}" for linear, why in calibrated.items()),
@@ -162,7 +147,7 @@ def recipe_from_cache(
         text="\n".join([*head, dump_short_recipe(recipe)]),
         version=found.version,
         calibrator=found.calibrator,
-        graph=graph,
+        graph=str(onnx_file),
         given=given,
         tensors=tensors,
         calibrated=calibrated,
@@ -194,21 +179,3 @@ def _same_range(index: GraphIndex, name: str) -> Iterator[str]:
         if node is None or node.op_type not in SAME_RANGE or not node.input:
             return
         name = node.input[0]
-
-
-def _reads(
-    cache: CalibrationCache, network: "PreTrainedModel", linears: Mapping[str, str], onnx_file: Path | None
-) -> tuple[str, dict[str, list[str]]]:
-    prefix = network.base_model_prefix
-    if onnx_file is not None:
-        return str(onnx_file), input_tensors(read_model(onnx_file), linears, prefix)
-    best: tuple[int, str, dict[str, list[str]]] = (-1, "", {})
-    for opset in OPSETS:
-        read = input_tensors(trace(network, opset), linears, prefix)
-        # a bare encoder has no prefix in its names
-        short = {n: [each.replace(f"/{prefix}/", "/", 1) for each in names] for n, names in read.items()}
-        for tried in (read, short):
-            hits = sum(not cache.scales.keys().isdisjoint(names) for names in tried.values())
-            if hits > best[0]:
-                best = (hits, f"an export of the model with opset {opset}", tried)
-    return best[1], best[2]

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from statistics import median
 
 from qdqbench.quantize.engine import layers as tables
 from qdqbench.quantize.engine.backend import capture, choose_backend, inspect_engine
@@ -116,8 +115,6 @@ def _describe_file(evidence: Evidence, kind: str) -> str:  # noqa: PLR0911  one 
         return f"{tables.format_count(evidence.layers)}; {done} of {inspection.gemms} GEMMs in INT8"
     if kind == "profile":
         return f"{len(evidence.profile)} kernels, {sum(evidence.profile.values()):.3f} ms"
-    if kind == "times" and evidence.times is not None:
-        return f"{len(evidence.times.compute)} queries"
     if kind == "engine" and (engine := evidence.engine):
         return f"{engine.backend} {engine.version or 'of an unknown version'}, {engine.bytes} bytes"
     if kind == "cache" and (cache := evidence.cache):
@@ -160,12 +157,10 @@ def find_all(evidence: Evidence) -> Iterator[Finding]:
     if evidence.inspection is not None:
         yield from _gemms(evidence, evidence.inspection, explained)
         yield from _copies(evidence, evidence.inspection.facts)
-    elif evidence.profile:
-        yield from _copies_by_name(evidence, evidence.profile)
     yield from _version(evidence)
-    yield from _times(evidence)
     yield from _implicit(evidence)
     if (log := evidence.log) is not None:
+        yield from _bounds(evidence, log)
         yield from _log_lines(evidence, log)
         yield from _weak_typing(evidence, log)
         yield from _shapes(evidence, log)
@@ -291,21 +286,6 @@ def _copies(evidence: Evidence, facts: EngineFacts) -> Iterator[Finding]:
         yield evidence.finding(code, "slow", text, why, fixes, nodes=nodes, share=share)
 
 
-def _copies_by_name(evidence: Evidence, profile: dict[str, float]) -> Iterator[Finding]:
-    rows = [LayerRow(name=name, kind="", onnx=[], inputs=[], constants=[], outputs=[]) for name in profile]
-    moved = [row for row in rows if "eformat" in row.name or tables.kernel_kind(row) == "layout"]
-    total = sum(profile.values())
-    share = sum(profile[row.name] for row in moved) / total if total else 0.0
-    if share >= _SMALL:
-        what = f"{len(moved)} of {len(rows)} kernels only move, cast or transpose"
-        why = f"for example {tables.base_name(moved[0])[:200]}"
-        fixes = ["give the layer table too (trtexec --exportLayerInfo --profilingVerbosity=detailed)"]
-        nodes, part = [row.name for row in moved], (share, "profiled time")
-        yield evidence.finding(
-            "copies", "slow", what, why, fixes, nodes=nodes, share=part, kinds=["profile"], where=""
-        )
-
-
 def _version(evidence: Evidence) -> Iterator[Finding]:
     engine, log, profile = evidence.engine, evidence.log, evidence.profile
     version = (engine.version if engine else None) or (log.version if log else None)
@@ -330,40 +310,24 @@ def _version(evidence: Evidence) -> Iterator[Finding]:
         yield evidence.finding("version-unknown", "note", what, why, fixes, kinds=kinds)
 
 
-def _times(evidence: Evidence) -> Iterator[Finding]:
-    times, log = evidence.times, evidence.log
-    medians = dict(log.medians) if log else {}
-    if times is not None:
-        columns = {"GPU Compute Time": times.compute, "H2D Latency": times.h2d, "D2H Latency": times.d2h}
-        medians |= {name: float(median(values)) for name, values in columns.items()}
-    compute = medians.get("GPU Compute Time", 0.0)
+def _bounds(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
+    """Find what bounds the time of a query besides its kernels."""
+    compute = log.medians.get("GPU Compute Time", 0.0)
     if not compute:
         return
-
-    def finding(code: str, what: str, why: str, fixes: list[str], share: float) -> Finding:
-        basis = "time of a query"
-        return evidence.finding(code, "slow", what, why, fixes, share=(share, basis), kinds=["times", "log"])
-
-    if (enqueue := medians.get("Enqueue Time", 0.0)) >= compute:
+    if (enqueue := log.medians.get("Enqueue Time", 0.0)) >= compute:
         both = f"launching takes {enqueue:.3f} ms and computing {compute:.3f} ms"
         what = f"{both}: the host is what is measured"
         why = "INT8 cannot be faster while the GPU waits for its next kernel"
-        yield finding("launch-bound", what, why, ["trtexec --useCudaGraph", "use larger batches"], 1.0)
-    copies = medians.get("H2D Latency", 0.0) + medians.get("D2H Latency", 0.0)
-    if (share := copies / (compute + copies)) > _LARGE:
+        fixes = ["trtexec --useCudaGraph", "use larger batches"]
+        share = (1.0, "time of a query")
+        yield evidence.finding("launch-bound", "slow", what, why, fixes, share=share, kinds=["log"])
+    copies = log.medians.get("H2D Latency", 0.0) + log.medians.get("D2H Latency", 0.0)
+    if (part := copies / (compute + copies)) > _LARGE:
         what = f"copies to and from the GPU take {copies:.3f} ms next to {compute:.3f} ms of kernels"
         why = "the comparison of INT8 with FP16 should leave them out"
-        yield finding("transfer-bound", what, why, ["trtexec --noDataTransfers"], share)
-    if times is None or len(times.start) < 2:
-        return
-    # queries of one stream follow each other: in the rest of the time none computes
-    span = float(times.start[-1] + times.compute[-1] - times.start[0])
-    idle = max(0.0, 1 - float(times.compute.sum()) / span) if span > 0 else 0.0
-    if idle > _LARGE:
-        what = f"the GPU computes in {1 - idle:.0%} of the time from the first query to the last"
-        why = "in between it waits for the host or for copies, which INT8 does not make shorter"
-        fixes = ["trtexec --useCudaGraph --noDataTransfers", "use larger batches"]
-        yield finding("gpu-waits", what, why, fixes, idle)
+        share, fixes = (part, "time of a query"), ["trtexec --noDataTransfers"]
+        yield evidence.finding("transfer-bound", "slow", what, why, fixes, share=share, kinds=["log"])
 
 
 def _implicit(evidence: Evidence) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ import onnx
 
 from qdqbench.quantize.engine.layers import find_computing_rows, read_table
 from qdqbench.quantize.engine.results import LayerRow
-from qdqbench.quantize.engine.trtexec import Times, read_profile, read_times
+from qdqbench.quantize.engine.trtexec import read_profile
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.lint.cache_import import CalibrationCache, is_cache, read_cache_file
 from qdqbench.quantize.lint.check import CheckReport, check_model
@@ -166,7 +166,6 @@ _REFUSED = {
 }
 _JSON_KINDS = (  # the first key that is found in the start of the file decides
     ("layers", re.compile(r'"[Ll]ayers"\s*:')),
-    ("times", re.compile(r'"(?:startComputeMs|computeMs|latencyMs)"\s*:')),
     ("profile", re.compile(r'"(?:averageMs|medianMs|ms)"\s*:')),
     ("outputs", re.compile(r'"values"\s*:')),
 )
@@ -175,7 +174,6 @@ KINDS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "log": ("build log", read_log),
     "layers": ("layer table", read_table),
     "profile": ("kernel profile", read_profile),
-    "times": ("query times", read_times),
     "engine": ("engine", read_engine),
     "cache": ("calibration cache", read_cache_file),
 }
@@ -219,8 +217,8 @@ def _json_kind(path: Path, text: str) -> str:
         )
     if not kind:
         raise UserError(
-            f"{path} is JSON, but no layer table, kernel profile or query times; give what trtexec "
-            "wrote with --exportLayerInfo, --exportProfile or --exportTimes, or the inspector's JSON"
+            f"{path} is JSON, but no layer table or kernel profile; give what trtexec wrote with "
+            "--exportLayerInfo or --exportProfile, or the inspector's JSON"
         )
     return kind
 
@@ -232,7 +230,6 @@ class Evidence:
     log: LogFile | None = None
     layers: list[LayerRow] = field(default_factory=list)  # of a table, or of the log
     profile: dict[str, float] = field(default_factory=dict)  # milliseconds by kernel
-    times: Times | None = None
     engine: EngineFile | None = None
     cache: CalibrationCache | None = None
     other_build: str = ""  # why table and graph could not be joined

@@ -54,7 +54,7 @@ from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.cuda.file import read_file, write_safetensors
 from qdqbench.quantize.engine.cuda.names import CAPABILITY, list_kernels
 from qdqbench.quantize.engine.results import EngineResult
-from qdqbench.quantize.engine.trtexec import read_profile, read_times
+from qdqbench.quantize.engine.trtexec import read_profile
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.lint.cache_import import read_cache_file
 from qdqbench.quantize.lint.check import check_file, check_model, to_json
@@ -363,13 +363,12 @@ TARGETS: dict[str, Target] = {
     "arrays": Target(lambda path: read_arrays(path, "write it again"), archives),
     "answers": Target(read_answers, archives),
     "cache": Target(read_cache_file, BASES["cache"]),
-    "times": Target(read_times, BASES["times"], odd_json),
     "profile": Target(read_profile, BASES["profile"], odd_json),
     **{
         f"diagnose {kind}": Target(
             lambda path: json.dumps(diagnose([path]).model_dump(mode="json"), allow_nan=False),
             base,
-            {"onnx": odd_graph, "table": odd_json, "profile": odd_json, "times": odd_json}.get(kind),
+            {"onnx": odd_graph, "table": odd_json, "profile": odd_json}.get(kind),
         )
         for kind, base in BASES.items()
     },

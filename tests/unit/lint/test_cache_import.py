@@ -31,6 +31,13 @@ def graph(folder):
 
 
 @pytest.fixture(scope="module")
+def file(graph, tmp_path_factory):
+    path = tmp_path_factory.mktemp("graph") / "model.onnx"
+    onnx.save(graph, path)
+    return path
+
+
+@pytest.fixture(scope="module")
 def found(folder):
     """Amax that calibration finds for each input."""
     states = tiny.quantized(folder).record.quantizers
@@ -48,9 +55,9 @@ def write_cache(path, graph, amax, *, without=()):
     return path
 
 
-def test_amax_of_a_cache_become_those_of_the_run(folder, graph, found, tmp_path):
+def test_amax_of_a_cache_become_those_of_the_run(folder, graph, file, found, tmp_path):
     amax = {name: value * (0.4 if "layer.1.output" in name else 0.9) for name, value in found.items()}
-    made = recipe_from_cache(write_cache(tmp_path / "c", graph, amax), str(folder))
+    made = recipe_from_cache(write_cache(tmp_path / "c", graph, amax), str(folder), file)
     assert len(made.given) == len(tiny.LINEARS)
     assert made.calibrated == {}
     assert made.unused == 2
@@ -92,36 +99,30 @@ def renamed(graph):
     return twin
 
 
-def test_a_graph_with_numbers_for_names_is_matched_by_its_biases(folder, graph, found, tmp_path):
+def test_a_graph_with_numbers_for_names_is_matched_by_its_biases(folder, graph, file, found, tmp_path):
     old = renamed(graph)
     onnx.save(old, tmp_path / "old.onnx")
     cache = write_cache(tmp_path / "c", old, found)
-    with pytest.raises(UserError, match=r"none of its 10 tensors .* give --onnx"):
-        recipe_from_cache(cache, str(folder))
-    made = recipe_from_cache(cache, str(folder), onnx_file=tmp_path / "old.onnx")
+    with pytest.raises(UserError, match=r"none of its 10 tensors .* give the file that was calibrated"):
+        recipe_from_cache(cache, str(folder), file)
+    made = recipe_from_cache(cache, str(folder), tmp_path / "old.onnx")
     assert {*made.given} == {f"{name}.input_quantizer" for name in tiny.LINEARS}
     assert all(tensor.isdecimal() for tensor in made.tensors.values())
 
 
-def test_a_bare_encoder_has_no_prefix_in_its_names(folder, graph, found, tmp_path):
-    text = write_cache(tmp_path / "c", graph, found).read_text()
-    (tmp_path / "c").write_text(text.replace("/bert/", "/"))
-    assert len(recipe_from_cache(tmp_path / "c", str(folder)).given) == len(tiny.LINEARS)
-
-
-def test_what_a_cache_lacks_is_calibrated_and_named(folder, graph, found, tmp_path):
+def test_what_a_cache_lacks_is_calibrated_and_named(folder, graph, file, found, tmp_path):
     lost, zero = tiny.LINEARS[3], tiny.LINEARS[5]
     cache = write_cache(tmp_path / "c", graph, found | {zero: 0.0}, without=(lost,))
-    made = recipe_from_cache(cache, str(folder))
+    made = recipe_from_cache(cache, str(folder), file)
     assert made.calibrated == {lost: "the cache does not name its input", zero: "its amax in the cache is 0"}
     assert f"# calibrated: {lost}: the cache" in made.text
     assert parse_recipe(made.text, "it").calibration.amax == made.given
 
 
-def test_a_cache_of_another_network_is_refused(folder, tmp_path):
+def test_a_cache_of_another_network_is_refused(folder, file, tmp_path):
     (tmp_path / "c").write_text("TRT-8601-EntropyCalibration2\nconv1: 3c010a14\nconv2: 3c010a14\n")
     with pytest.raises(UserError, match=r"cannot be matched .* \(conv1, conv2, ...\)"):
-        recipe_from_cache(tmp_path / "c", str(folder))
+        recipe_from_cache(tmp_path / "c", str(folder), file)
 
 
 @pytest.mark.parametrize(

@@ -288,21 +288,6 @@ def test_files_of_two_builds_are_not_joined(tmp_path):
     assert "were not joined" in report.joined[0]
 
 
-def exported_times(tmp_path, gap, copies=0.0):
-    """Ten queries of 1 ms, one every `gap` ms."""
-    fields = {"computeMs": 1.0, "h2dMs": copies / 2, "d2hMs": copies / 2, "latencyMs": 1.0 + copies}
-    rows = [fields | {"startComputeMs": number * gap} for number in range(10)]
-    return written(tmp_path, "times.json", json.dumps(rows))
-
-
-def test_where_the_time_of_a_query_goes(tmp_path):
-    assert codes(diagnose([exported_times(tmp_path, 1.0)])) == []
-    waits = one(diagnose([exported_times(tmp_path, 2.0)]), "gpu-waits")
-    assert waits.share == pytest.approx(1 - 10 / 19)
-    copied = one(diagnose([exported_times(tmp_path, 1.0, copies=1.0)]), "transfer-bound")
-    assert copied.share == pytest.approx(0.5)
-
-
 def test_two_of_one_kind_are_refused(tmp_path):
     first, second = saved(tmp_path, float_layer()), saved(tmp_path, healthy(), "other.onnx")
     with pytest.raises(UserError, match="one by one"):

@@ -72,12 +72,6 @@ def profile() -> bytes:
     return json.dumps([{"count": 9}, *rows]).encode()
 
 
-def times() -> bytes:
-    names = ("startH2d", "endH2d", "startCompute", "endCompute", "h2d", "compute", "d2h", "latency")
-    keys = [f"{name}Ms" for name in names]
-    return json.dumps([dict.fromkeys(keys, 0.5) for _ in range(20)]).encode()
-
-
 def cache() -> bytes:
     lines = [f"/layer.{n}/MatMul: {struct.pack('>f', 0.1 + n).hex()}" for n in range(30)]
     return "\n".join(["TRT-8601-EntropyCalibration2", *lines, ""]).encode()
@@ -92,7 +86,6 @@ BASES: dict[str, Callable[[], list[bytes]]] = {
     "log": lambda: [trtexec(*missing_scale("a", "b")).encode(), POLYGRAPHY.encode()],
     "table": lambda: [inspector_json(bert(layers=1), schema).encode() for schema in (10, 11)],
     "profile": lambda: [profile()],
-    "times": lambda: [times()],
     "cache": lambda: [cache()],
     "engine": lambda: [engine()],
 }
