@@ -102,16 +102,16 @@ def compare_calibration(
     recipe: RecipeName = DEFAULT_RECIPE, *, options: CalibrationOptions, json: Json = False
 ) -> None:
     """Compare calibration methods in one table; write the recipe with the best one."""
-    from qdqbench.eval.selection import methods
+    from qdqbench.eval.selection import calibration_comparison as compared
 
     config = options.config(options.find_recipe(recipe).ptq, command_line())
     named, smooths = options.method or (), options.smoothing or ()
     # a wrong name fails before anything is loaded
-    methods.list_sections(config.recipe.calibration, named, smooths)
-    methods.require_quantized(config.recipe)
-    measured = partial(methods.MethodComparison, methods=named, smooths=smooths)
-    found, written = _measure("methods", config, options, measured, methods.methods_report)
-    show_report(found, json, methods.methods_report, *written)
+    compared.list_sections(config.recipe.calibration, named, smooths)
+    compared.require_quantized(config.recipe)
+    measured = partial(compared.CalibrationMeasurement, methods=named, smooths=smooths)
+    found, written = _measure("methods", config, options, measured, compared.calibration_report)
+    show_report(found, json, compared.calibration_report, *written)
 
 
 def _measure(

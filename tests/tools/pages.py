@@ -28,7 +28,7 @@ from qdqbench.eval.runs.comparison import RunComparison
 from qdqbench.eval.runs.results import Results
 from qdqbench.eval.runs.study import Study
 from qdqbench.eval.selection.auto.results import Auto
-from qdqbench.eval.selection.methods import Methods
+from qdqbench.eval.selection.calibration_comparison import CalibrationComparison
 from qdqbench.eval.selection.search.results import Search
 from qdqbench.eval.selection.sensitivity.results import Sensitivity
 from qdqbench.quantize.engine.cuda import match
@@ -52,7 +52,7 @@ FILES: dict[str, tuple[type[BaseModel], ...]] = {  # in this order, each schema 
     "bench.json": (Bench,),
     "compare.json": (RunComparison,),
     "sensitivity.json": (Sensitivity,),
-    "methods.json": (Methods,),
+    "methods.json": (CalibrationComparison,),
     "search.json": (Search,),
     "auto.json": (Auto,),
     "What other commands print with `--json`": tuple(

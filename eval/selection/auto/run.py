@@ -37,7 +37,7 @@ from qdqbench.eval.selection.auto.results import (
     StepRun,
     choose_step,
 )
-from qdqbench.eval.selection.methods import MethodComparison, methods_report
+from qdqbench.eval.selection.calibration_comparison import CalibrationMeasurement, calibration_report
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.eval.selection.search.results import SearchTrial, Source
 from qdqbench.eval.selection.search.study import list_trials, open_worker, run_trials
@@ -369,13 +369,13 @@ def choose_base(before: Sequence[AutoStep], *, moved: bool = False) -> Recipe:
 
 def propose_methods(auto: AutoRun, before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
     folder, base = auto.folder / "methods", choose_base(before)
-    methods = MethodComparison(
+    methods = CalibrationMeasurement(
         auto.open_session(base, folder),
         auto.options.samples,
         evaluates=False,
         progress=lambda done, total, text: auto.say(f"methods: {text}, {done / total:.0%}"),
     ).run()
-    write_result(methods, methods_report(methods), folder)
+    write_result(methods, calibration_report(methods), folder)
     best, given = methods.best, methods.given
     if best is given:
         raise CheckFailed(f"no other calibration is nearer to FP32 than that of {base.name}")

@@ -18,7 +18,7 @@ from qdqbench.eval.runs.report.report import run_report
 from qdqbench.eval.runs.report.training import finetuning_report
 from qdqbench.eval.runs.study import Study, study_report
 from qdqbench.eval.selection.auto.report import auto_report
-from qdqbench.eval.selection.methods import methods_report
+from qdqbench.eval.selection.calibration_comparison import calibration_report
 from qdqbench.eval.selection.search.report import search_report
 from qdqbench.eval.selection.sensitivity.report import sensitivity_report
 from qdqbench.quantize.report.document import Report
@@ -32,7 +32,7 @@ from ...unit.runs.report.test_training_report import failed_run, finetuning, run
 from ...unit.selection.auto.test_report import sample as sample_auto
 from ...unit.selection.search.test_results import sample_search
 from ...unit.selection.sensitivity.test_report import sample as sample_sensitivity
-from ...unit.selection.test_methods import table
+from ...unit.selection.test_calibration_comparison import table
 
 MEASURED = Path(__file__).parents[3] / "docs" / "measured"
 FRAME = re.compile(r"[─-╿]")  # of panels
@@ -60,8 +60,8 @@ SHOWN: dict[str, Callable[[], Report]] = {
     "sensitivity": lambda: sensitivity_report(sample_sensitivity()),
     "auto": lambda: auto_report(sample_auto()),
     "search": lambda: search_report(sample_search()),
-    "methods": lambda: methods_report(table()),
-    "methods, two splits": lambda: methods_report(table(splits=MNLI)),
+    "methods": lambda: calibration_report(table()),
+    "methods, two splits": lambda: calibration_report(table(splits=MNLI)),
     "bench": lambda: bench_report(sample_bench()),
     "bench of many shapes": lambda: bench_report(many_shapes()),
     "bench, measured": lambda: bench_report(read_bench(MEASURED / "base-recipes" / "bench.json")),

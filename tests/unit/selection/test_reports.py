@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from qdqbench.eval.selection.auto.report import auto_report
-from qdqbench.eval.selection.methods import methods_report
+from qdqbench.eval.selection.calibration_comparison import calibration_report
 from qdqbench.eval.selection.search.report import search_report
 from qdqbench.eval.selection.sensitivity.report import sensitivity_report
 from qdqbench.eval.selection.trials.results import write_result
@@ -18,12 +18,12 @@ from ...support.pages import HOSTILE, offline, plain
 from .auto.test_report import sample as sample_auto
 from .search.test_results import sample_search
 from .sensitivity.test_report import sample as sample_sensitivity
-from .test_methods import table
+from .test_calibration_comparison import table
 
 SEARCH = sample_search(model=HOSTILE, warnings=[HOSTILE], notes=[HOSTILE])
 CASES: list[tuple[Any, Report, int]] = [  # with the number of charts
     (sample_auto(HOSTILE), auto_report(sample_auto(HOSTILE)), 1),
-    (table(name=HOSTILE), methods_report(table(name=HOSTILE)), 2),
+    (table(name=HOSTILE), calibration_report(table(name=HOSTILE)), 2),
     (SEARCH, search_report(SEARCH), 1),
     (sample_sensitivity(HOSTILE), sensitivity_report(sample_sensitivity(HOSTILE)), 3),
 ]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qdqbench.eval.selection.methods import METHODS
+from qdqbench.eval.selection.calibration_comparison import METHODS
 from qdqbench.eval.selection.trials.calibrations import apply_methods, collect_ranges, describe_cost
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers

@@ -7,8 +7,14 @@ from typing import Any
 import pytest
 
 from qdqbench.eval.metrics.results import Comparison
-from qdqbench.eval.selection import methods as side_by_side
-from qdqbench.eval.selection.methods import METHODS, MethodRow, Methods, list_sections, methods_report
+from qdqbench.eval.selection import calibration_comparison as side_by_side
+from qdqbench.eval.selection.calibration_comparison import (
+    METHODS,
+    CalibrationComparison,
+    CalibrationRow,
+    calibration_report,
+    list_sections,
+)
 from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Failure, Scores, Trial
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -89,14 +95,14 @@ def row(
     failed: bool = False,
     smoothing: float | str = "none",
     splits: tuple[str, ...] = ("validation",),
-) -> MethodRow:
+) -> CalibrationRow:
     recipe = load_recipe("bert-int8-linears")
     section = recipe.calibration.model_copy(update={"method": method, "smoothing": smoothing})
     recipe = recipe.model_copy(update={"calibration": section})
     trial = Trial(recipe=recipe, origin="given" if given else "calibration")
     if failed:
         trial.failure = Failure(code="check", text=HOSTILE)
-        return MethodRow(trial=trial)
+        return CalibrationRow(trial=trial)
     place = "bert.encoder.layer.0.output.dense.input_quantizer"
     trial.calibration = CalibrationCost(seconds=12.34, amax_over_rms=44.4, amax_over_rms_at=place)
     sqnr = None if best else 21.5
@@ -105,12 +111,14 @@ def row(
         **{split: comparison(-0.02 if best else -0.001) for split in splits},
     }
     above = value - 0.001
-    return MethodRow(trial=trial, best=best, above_best=above, above_best_stderr=0.0002, ties=value < 0.0014)
+    return CalibrationRow(
+        trial=trial, best=best, above_best=above, above_best_stderr=0.0002, ties=value < 0.0014
+    )
 
 
-def table(*, name: str = "tiny", splits: tuple[str, ...] = ("validation",)) -> Methods:
+def table(*, name: str = "tiny", splits: tuple[str, ...] = ("validation",)) -> CalibrationComparison:
     data = {"split": "train", "samples": 256, "calibration": 512, "rows": 3668}
-    return Methods(
+    return CalibrationComparison(
         **records.draw_record(name, task={"name": "mrpc"}, data=data, metric="f1"),
         fp32={split: Scores(metrics={"f1": 0.855}, stderr={"f1": 0.01}, n=400) for split in splits},
         rows=[
@@ -124,7 +132,7 @@ def table(*, name: str = "tiny", splits: tuple[str, ...] = ("validation",)) -> M
 
 
 def test_words_and_figures_of_the_table() -> None:
-    report = methods_report(table())
+    report = calibration_report(table())
     assert report.verdict is not None
     (grid,) = [block for block in report.sections[0].blocks if isinstance(block, Table)]
     cells = [dict(zip(grid.columns, each.cells, strict=False)) for each in grid.rows]
@@ -140,7 +148,7 @@ def test_words_and_figures_of_the_table() -> None:
 
 
 def test_each_validation_split_has_its_columns() -> None:
-    report = methods_report(table(splits=("validation_matched", "validation_mismatched")))
+    report = calibration_report(table(splits=("validation_matched", "validation_mismatched")))
     (grid,) = [block for block in report.sections[0].blocks if isinstance(block, Table)]
     shown = [name for name in grid.columns if "F1" in name]
     names = ("F1 (matched)", "F1 (mismatched)")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from qdqbench.eval.selection.methods import Methods
+from qdqbench.eval.selection.calibration_comparison import CalibrationComparison
 from qdqbench.eval.selection.trials.results import DRAW
 from qdqbench.eval.selection.trials.store import Trials
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -20,7 +20,7 @@ NARROW = ("--method", "max", "--method", "percentile/99.9", "--smoothing", "none
 
 
 def read_methods(folder):
-    return Methods.model_validate_json((folder / "methods.json").read_text())
+    return CalibrationComparison.model_validate_json((folder / "methods.json").read_text())
 
 
 def lasting(found):
@@ -165,17 +165,17 @@ def test_both_splits_of_mnli(qdqbench, given, recipe, tmp_path):
 
 
 def test_a_row_that_fails_does_not_stop_the_others(qdqbench, sst2, recipe, tmp_path, monkeypatch):
-    from qdqbench.eval.selection import methods
+    from qdqbench.eval.selection import calibration_comparison
     from qdqbench.quantize.utils.errors import CheckFailed
 
-    honest = methods.apply_methods
+    honest = calibration_comparison.apply_methods
 
     def broken(shared, plan):
         if any(scaling.method == "max" for scaling in plan.scaling.values()):
             raise CheckFailed("amax is a joke")
         return honest(shared, plan)
 
-    monkeypatch.setattr(methods, "apply_methods", broken)
+    monkeypatch.setattr(calibration_comparison, "apply_methods", broken)
     out = tmp_path / "out"
     options = (recipe(ATTENTION), *sst2.options, "--samples", 64, "--out")
     done = fine(qdqbench("compare-calibration", *options, out, *NARROW))

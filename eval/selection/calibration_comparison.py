@@ -52,7 +52,7 @@ ALPHA = 0.65  # of SmoothQuant where the recipe does not smooth
 EXTRA = 64  # channels for copies where the recipe does not split
 
 
-class MethodRow(Strict):
+class CalibrationRow(Strict):
     """One calibration section."""
 
     trial: Trial = field("Recipe with another calibration section.")
@@ -85,19 +85,19 @@ class MethodRow(Strict):
         return ", ".join(parts)
 
 
-class Methods(DrawRecord):
+class CalibrationComparison(DrawRecord):
     """Everything that `qdqbench compare-calibration` measured."""
 
     fp32: dict[str, Scores] = field("Metrics of FP32 by evaluation split.")
-    rows: list[MethodRow] = field("Calibration sections, the recipe's own first.")
+    rows: list[CalibrationRow] = field("Calibration sections, the recipe's own first.")
     timings: dict[str, float] = field("`total_s`: time of the whole comparison in seconds.")
 
     @property
-    def best(self) -> MethodRow:
+    def best(self) -> CalibrationRow:
         return next(row for row in self.rows if row.best)
 
     @property
-    def given(self) -> MethodRow:
+    def given(self) -> CalibrationRow:
         return self.rows[0]
 
 
@@ -156,7 +156,7 @@ def require_quantized(recipe: Recipe) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class MethodCase:
+class CalibrationCase:
     recipe: Recipe
     plan: Plan
 
@@ -169,7 +169,7 @@ class MethodCase:
         return self.section.model_dump_json()
 
 
-def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str]) -> list[MethodCase]:
+def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str]) -> list[CalibrationCase]:
     recipe = session.recipe
     sections = list_sections(recipe.calibration, methods, smooths)
     require_quantized(recipe)
@@ -178,12 +178,12 @@ def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str])
     plan = resolve(recipe, modules, prefix)
     if not plan.family.splittable(plan.int8):
         sections = [section for section in sections if not section.outlier_channel_splitting]
-    cases: dict[Any, MethodCase] = {}
+    cases: dict[Any, CalibrationCase] = {}
     for section in sections:
         variant = recipe.model_copy(update={"calibration": section})
         plan = resolve(variant, modules, prefix)
         key = tuple(plan.scaling.items()), section.bias_correction, section.outlier_channel_splitting
-        cases.setdefault(key, MethodCase(variant, plan))
+        cases.setdefault(key, CalibrationCase(variant, plan))
     if same := len(sections) - len(cases):
         session.notes.append(
             f"{same} combinations come to the same as another under the rules of recipe "
@@ -193,7 +193,7 @@ def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str])
 
 
 @dataclasses.dataclass
-class MethodComparison:
+class CalibrationMeasurement:
     session: Session
     samples: int
     methods: Sequence[str] = ()
@@ -208,10 +208,10 @@ class MethodComparison:
         path = self.session.folder / f"methods.{TRIALS}"
         return Trials(self.session, self.samples, path, evaluates=self.evaluates, advance=self._advance)
 
-    def run(self) -> Methods:
+    def run(self) -> CalibrationComparison:
         start, trials = time.perf_counter(), self.trials
         cases, earlier = list_cases(self.session, self.methods, self.smooths), trials.store.seconds
-        groups: dict[str, list[MethodCase]] = {}  # that share their passes over the calibration data
+        groups: dict[str, list[CalibrationCase]] = {}  # that share their passes over the calibration data
         passes = 0
         for case in cases:
             splitting = case.section.outlier_channel_splitting
@@ -233,7 +233,7 @@ class MethodComparison:
         self._done += rows
         self.progress(self._done, self._total, text)
 
-    def _try_group(self, group: list[MethodCase]) -> dict[str, Trial]:
+    def _try_group(self, group: list[CalibrationCase]) -> dict[str, Trial]:
         """Try cases that share their passes; those are made where a case is left to measure."""
         session, known = self.session, self.trials.store.trials
         pending = [case for case in group if case.key not in known]
@@ -263,11 +263,11 @@ class MethodComparison:
             session.notes += [note for note in notes if note not in session.notes]
         return tried
 
-    def _draft(self, case: MethodCase, **fields: Any) -> Trial:
+    def _draft(self, case: CalibrationCase, **fields: Any) -> Trial:
         given = case.section == self.session.recipe.calibration
         return Trial(recipe=case.recipe, origin="given" if given else "calibration", **fields)
 
-    def _try_case(self, case: MethodCase, shared: SharedCalibration, passes_s: float) -> Trial:
+    def _try_case(self, case: CalibrationCase, shared: SharedCalibration, passes_s: float) -> Trial:
         def calibrate() -> tuple["PreTrainedModel", CalibrationCost]:
             start = time.perf_counter()
             model, states = apply_methods(shared, case.plan)
@@ -280,7 +280,7 @@ class MethodComparison:
 
         return self.trials.measure(case.key, self._draft(case), calibrate)
 
-    def _summarize(self, tried: list[Trial], wall_s: float) -> Methods:
+    def _summarize(self, tried: list[Trial], wall_s: float) -> CalibrationComparison:
         session, trials, recipe = self.session, self.trials, self.session.recipe
         rows = compare_trials(tried)
         best = next(row.section for row in rows if row.best)
@@ -292,10 +292,10 @@ class MethodComparison:
         splits = [split for split in trials.encoded if split != DRAW]
         about["data"]["evaluation"] = {split: len(trials.encoded[split].gold) for split in splits}
         fp32 = {split: trials.fp32_scores(split) for split in splits}
-        return Methods(**about, fp32=fp32, rows=rows, timings={"total_s": wall_s})
+        return CalibrationComparison(**about, fp32=fp32, rows=rows, timings={"total_s": wall_s})
 
 
-def compare_trials(tried: list[Trial]) -> list[MethodRow]:
+def compare_trials(tried: list[Trial]) -> list[CalibrationRow]:
     done = [trial for trial in tried if not trial.failure]
     if not done:
         failure = tried[0].failure
@@ -304,7 +304,7 @@ def compare_trials(tried: list[Trial]) -> list[MethodRow]:
     best = min(done, key=lambda trial: trial.divergence)
     rows = []
     for trial in tried:
-        row = MethodRow(trial=trial.model_copy(update={"divergences": []}))
+        row = CalibrationRow(trial=trial.model_copy(update={"divergences": []}))
         if not trial.failure:
             more = np.array(trial.divergences) - np.array(best.divergences)
             row.best, row.above_best = trial is best, float(more.mean())
@@ -314,7 +314,7 @@ def compare_trials(tried: list[Trial]) -> list[MethodRow]:
     return rows
 
 
-def methods_report(methods: Methods) -> doc.Report:
+def calibration_report(methods: CalibrationComparison) -> doc.Report:
     methods = cleaned(methods)
     wall = seconds(methods.timings["total_s"])
     settings = [("batch size", str(methods.batch_size)), ("time of all rows", wall)]
@@ -355,14 +355,14 @@ def methods_report(methods: Methods) -> doc.Report:
             doc.Section("methods", "Methods", blocks),
             doc.Section("charts", "Charts", [doc.Columns([[chart] for chart in charts])], on=doc.PAGE),
         ],
-        doc.Verdict("", "The best method", methods_headline(methods)),
+        doc.Verdict("", "The best method", calibration_headline(methods)),
         tiles=[*tiles, doc.Tile("methods", str(len(methods.rows)), wall)],
         warnings=methods.warnings,
         notes=[sentence(note) for note in methods.notes],
     )
 
 
-def methods_headline(methods: Methods) -> str:
+def calibration_headline(methods: CalibrationComparison) -> str:
     best, given = methods.best, methods.given
     text = f"Best: {best.name}, with a divergence of {best.trial.divergence:.2e}"
     if best is given:
@@ -380,17 +380,17 @@ def methods_headline(methods: Methods) -> str:
     return f"{text} Against FP32 on validation: {', '.join(scores)}." if scores else text
 
 
-def _metric(methods: Methods, split: str) -> str:
+def _metric(methods: CalibrationComparison, split: str) -> str:
     of = f" ({split.removeprefix('validation_')})" if len(methods.fp32) > 1 else ""
     return f"{label(methods.metric)}{of}"
 
 
-def _share(methods: Methods, trial: Trial) -> str:
+def _share(methods: CalibrationComparison, trial: Trial) -> str:
     given = methods.given.trial
     return "" if given.failure or not given.divergence else f"{trial.divergence / given.divergence:.0%}"
 
 
-def _table(methods: Methods) -> doc.Table:
+def _table(methods: CalibrationComparison) -> doc.Table:
     metrics = [_metric(methods, split) for split in methods.fp32]
     pairs = [name for metric in metrics for name in (metric, f"{metric} against FP32")]
     return doc.Table(
@@ -402,7 +402,7 @@ def _table(methods: Methods) -> doc.Table:
     )
 
 
-def _row(methods: Methods, method: MethodRow) -> doc.Row:
+def _row(methods: CalibrationComparison, method: CalibrationRow) -> doc.Row:
     states = [("best", method.best), ("=", method.ties and not method.best), ("the recipe", method.is_given)]
     marks = ", ".join(mark for mark, holds in states if holds)
     name = doc.Cell(method.name, note=marks, short=f"{method.name} ({marks})" if marks else None)
@@ -434,7 +434,7 @@ def _shorten(name: str) -> str:
     return name
 
 
-def _draw_split(methods: Methods, split: str) -> str:
+def _draw_split(methods: CalibrationComparison, split: str) -> str:
     rows = [(each, each.trial.scores[split]) for each in methods.rows if not each.trial.failure]
     is_draw = split == DRAW
     title = f"{label(methods.metric)} against FP32, {split}"
