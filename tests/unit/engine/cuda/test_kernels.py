@@ -1,5 +1,6 @@
 """The kernels themselves, compiled for this CPU, against the interpreter of their plan."""
 
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from qdqbench.quantize.engine.cuda import runtime
 from qdqbench.quantize.engine.cuda.driver import AttentionArguments
 from qdqbench.quantize.engine.cuda.match import match_graph
-from qdqbench.quantize.engine.cuda.names import NORM_PARTS, STATIONARY, TILES
+from qdqbench.quantize.engine.cuda.names import NORM_PARTS, STATIONARY, TILES, list_kernels
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Norm, Plan, Tensor
 from qdqbench.quantize.engine.cuda.tokens import pack_tokens
@@ -27,10 +28,12 @@ from ....support.cuda_kernels import (
     make_gemm,
 )
 from ....support.emulate import COMPILER, EmulatedEngine, Emulator, compile_kernels, map_tiles
+from ....support.long import mark_long
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 RECIPES = ["bert-int8-attention", "bert-int8-residual", "bert-int8-residual-fused"]
 CASES = [*product(RECIPES, (32, 64)), ("bert-int8-linears", 32)]
+SHORT = [CASES[0], CASES[5], CASES[6]]  # these have every kernel of the others
 
 
 @pytest.fixture(autouse=True)
@@ -40,19 +43,20 @@ def tiles_for_the_emulator(monkeypatch):
 
 @pytest.fixture(scope="module")
 def packed(made_once):
-    """The graph, plan and arrays of each case."""
+    """The graph, plan and arrays of a case."""
 
+    @cache
     def make(recipe, size):
         folder = made_once(f"cuda-wide-{recipe}-{size}", lambda path: write_wide(path, recipe, size))
         graph = onnx.load(folder / "model.onnx")
         return graph, *pack(match_graph(graph))
 
-    return {case: make(*case) for case in CASES}
+    return make
 
 
 @pytest.fixture(scope="module")
 def emulator(packed, made_once):
-    plans = [plan for _, plan, _ in packed.values()] + [make_gemm(64, 64, *each)[0] for each in EPILOGUES]
+    plans = [packed(*case)[1] for case in SHORT] + [make_gemm(64, 64, *each)[0] for each in EPILOGUES]
     plans += [make_norm(128 * parts, codes)[0] for parts, codes in product(NORM_PARTS, range(4))]
     plans.append(DENSE[0].plan())
     return Emulator(made_once("emulated", lambda folder: compile_kernels(plans, folder)))
@@ -70,25 +74,28 @@ def make_norm(width, codes):
     return plan, {name: each.astype(np.float32) for name, each in arrays.items()}
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize(
-    "lengths", [(9, 4, 16), pytest.param((129, 1, 1), marks=pytest.mark.long), (150, 30)]
-)
+@pytest.mark.parametrize("case", mark_long(CASES, {*CASES} - {*SHORT}), ids=str)
+@pytest.mark.parametrize("lengths", mark_long([(9, 4, 16), (129, 1, 1), (150, 30)], [(129, 1, 1)]), ids=str)
 def test_every_kernel_makes_what_the_interpreter_makes(case, lengths, packed, emulator):
-    graph, plan, arrays = packed[case]
+    graph, plan, arrays = packed(*case)
     compare_kernels(
         EmulatedEngine(plan, arrays, emulator), pack_tokens(plan, arrays, batch_for(graph, lengths))
     )
 
 
-@given(
-    lengths=st.lists(st.integers(1, 140), min_size=1, max_size=3),
-    case=st.sampled_from(CASES[:6]),
-    heads=st.integers(1, 2),
-)
-@settings(max_examples=8)
+@pytest.mark.long
+def test_short_cases_have_every_kernel(packed):
+    first, all_of_them = (
+        {name for case in cases for name in list_kernels(packed(*case)[1])} for cases in (SHORT, CASES)
+    )
+    assert first == all_of_them
+
+
+@given(lengths=st.lists(st.integers(1, 140), min_size=1, max_size=3), heads=st.integers(1, 2))
+@settings(max_examples=3)
+@pytest.mark.parametrize("case", mark_long(CASES[:6], {*CASES} - {*SHORT}), ids=str)
 def test_kernels_take_any_lengths_of_rows(packed, emulator, lengths, case, heads):
-    graph, plan, arrays = packed[case]
+    graph, plan, arrays = packed(*case)
     tokens = pack_tokens(plan, arrays, batch_for(graph, (*lengths,)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "choose_heads", lambda *_: heads)  # of a block, one after the other

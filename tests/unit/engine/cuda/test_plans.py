@@ -51,8 +51,12 @@ def graph_of(made_once):
 
 
 def _with_long(cases):
-    """A graph does not tell QAT from PTQ, `-residual-fused` has all of `-residual`, XLM-R is as RoBERTa."""
-    long = [case for case in cases if case[-1].endswith(("-qat", "-residual")) or case[0] in LIKE_ROBERTA]
+    """A graph does not tell QAT from PTQ, `-residual-fused` has all of `-residual`, XLM-R is as RoBERTa.
+
+    Layers of another family are as BERT's: what is its own is in each of its graphs.
+    """
+    again = ("-qat", "-residual"), ("-qat", "-residual", "-fp16", "-ffn", "-linears")
+    long = [case for case in cases if case[-1].endswith(again[case[0] != "bert"]) or case[0] in LIKE_ROBERTA]
     return mark_long(cases, long)
 
 
