@@ -12,8 +12,8 @@ from qdqbench.eval.runs.report.verdict import run_verdict
 from qdqbench.eval.runs.results import Results, read_results
 from qdqbench.quantize.report.formats import size
 
-from ...unit.runs.report.test_report import sample as sample_run
-from .test_results import sample_bench
+from ...support.benches import bench_that_is, sample_bench
+from ...support.runs import sample as sample_run
 
 
 def told(bench: Bench, folder: Path, own: bool = True, **changes) -> tuple[Results, dict[str, str]]:
@@ -26,17 +26,6 @@ def told(bench: Bench, folder: Path, own: bool = True, **changes) -> tuple[Resul
     return found, {name: re.sub(r"\\([\[\]])", r"\1", text) for name, text in texts.items()}
 
 
-def bench_with(kind: str) -> Bench:
-    bench = sample_bench()
-    for cell in bench.configs:
-        for ratio in cell.speedups:
-            if kind != "slower" and ratio.verdict == "slower":
-                ratio.value, ratio.ci95_low, ratio.ci95_high = 1.01, 1.005, 1.02
-            if kind == "unclear":
-                ratio.ci95_low = 0.99
-    return bench
-
-
 @pytest.mark.parametrize(
     ("kind", "mark"),
     [
@@ -47,7 +36,7 @@ def bench_with(kind: str) -> Bench:
     ],
 )
 def test_each_page_has_the_speed_of_results_json(kind: str, mark: str, tmp_path: Path) -> None:
-    bench = bench_with(kind)
+    bench = bench_that_is(kind)
     gate = sample_run().gate.model_copy(update={"min_speedup": 9.0 if kind == "below the gate" else None})
     results, pages = told(bench, tmp_path, gate=gate)
     heading = re.search(r"<h2>Speed(.*?)</h2>", pages["report.html"])

@@ -22,10 +22,10 @@ from qdqbench.quantize.report.document import Cell
 from qdqbench.quantize.report.render import render_screen
 from qdqbench.quantize.utils.files import sha256
 
+from ...support.benches import SLOW_REASON, bench_row, sample_bench
 from ...support.pages import HOSTILE, offline, plain
 from ...support.records import speedup
-from ...unit.runs.report.test_report import sample as sample_run
-from .test_results import REASON, sample_bench, sample_row
+from ...support.runs import sample as sample_run
 
 
 def terminal(bench, width=120):
@@ -44,7 +44,7 @@ def test_what_a_reader_must_know_is_on_every_page(tmp_path):
     )
     (line,) = report.slow_lines(bench)
     assert line.startswith("b1 s128: INT8 engine is slower than FP16 engine, 0.90x")
-    assert line.endswith(REASON)
+    assert line.endswith(SLOW_REASON)
     clocks = "1755 to 1755 MHz, 412 to 412 W, 44 to 44 °C"
     assert report.clocks(bench) == f"clock and power while measured: {clocks}"
     needles = (
@@ -53,7 +53,9 @@ def test_what_a_reader_must_know_is_on_every_page(tmp_path):
     )  # fmt: skip
     for text in (terminal(bench, 300), *pages(bench, tmp_path).values()):
         assert [needle for needle in needles if needle not in text] == []
-        places = [text.index(words) for words in ("an error here", REASON, "a warning here", "a note here")]
+        places = [
+            text.index(words) for words in ("an error here", SLOW_REASON, "a warning here", "a note here")
+        ]
         assert places == sorted(places)
     html = (tmp_path / "bench.html").read_text(encoding="utf-8")
     assert f"<li>{line}</li>" in html.partition("<nav")[0]
@@ -87,7 +89,7 @@ def bench_with(name, label):
     bench = sample_bench()
     bench.systems.insert(1, BenchSystem(name=name, label=label, precision="int8", backend=""))
     cell = bench.configs[0]
-    cell.rows.insert(1, sample_row(name, 0.6, 1))
+    cell.rows.insert(1, bench_row(name, 0.6, 1))
     cell.speedups = compute_speedups(cell.rows, "b1 s128", 0)
     return bench, cell
 
@@ -230,7 +232,7 @@ def test_a_run_gets_a_section(tmp_path):
     assert '<section id="speed"' in made["report.html"]
     assert "## Speed" in made["report.md"]
     assert made["report.html"].count("<svg") >= 3
-    for needle in ("1.25x", "torch.compile FP16", REASON):
+    for needle in ("1.25x", "torch.compile FP16", SLOW_REASON):
         assert needle in made["report.html"]
         assert needle in made["report.md"]
 

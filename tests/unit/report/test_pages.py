@@ -13,10 +13,10 @@ from qdqbench.eval.bench.results import write_bench
 from qdqbench.eval.runs.report.report import write_reports
 from qdqbench.quantize.report.render import write_report
 
+from ...support.benches import sample_bench
 from ...support.long import mark_long
-from ...unit.bench.test_results import sample_bench
-from ...unit.runs.report.test_report import sample as sample_run
-from .test_terminal import SHOWN
+from ...support.reports import REPORTS
+from ...support.runs import sample as sample_run
 
 
 def _run(folder: Path) -> None:
@@ -25,7 +25,7 @@ def _run(folder: Path) -> None:
 
 
 def _write(kind: str, folder: Path) -> None:
-    write_report(SHOWN[kind](), folder, kind)
+    write_report(REPORTS[kind](), folder, kind)
 
 
 OTHERS = ("search", "methods", "sensitivity", "bench", "finetune", "auto", "compare")

@@ -27,13 +27,12 @@ from qdqbench.eval.selection.search.results import Search, SearchOutcome
 from qdqbench.quantize.report.document import Block, Cell, Columns, Fold, Report, Table
 from qdqbench.quantize.utils.errors import CheckFailed
 
+from ...support import runs
+from ...support.benches import bench_that_is, sample_bench
+from ...support.choices import NOTHING, sample_search
 from ...support.compared import sample_comparison
 from ...support.records import comparison, speedup
-from ...unit.bench.test_one_figure import bench_with
-from ...unit.bench.test_results import sample_bench
-from ...unit.runs.test_gate import run_gate
-from ...unit.selection.search.test_results import NOTHING, sample_search
-from ..runs.report import test_report as runs
+from ...support.runs import run_gate
 
 MODULES = [
     "eval.runs.gate",
@@ -121,9 +120,9 @@ COMMANDS: dict[str, Callable[[Path], Outcome]] = {
     "search, failed": lambda _: _search(sample_search(outcome=SearchOutcome(chosen=1, issues=DETAIL))),
     "search, nothing holds": lambda _: _search(sample_search(**NOTHING)),
     "bench, slower": lambda folder: _bench(sample_bench(), folder),
-    "bench, faster": lambda folder: _bench(bench_with("faster"), folder),
-    "bench, below the gate": lambda folder: _bench(bench_with("faster"), folder, 9.0),
-    "bench, inconclusive": lambda folder: _bench(bench_with("unclear"), folder),
+    "bench, faster": lambda folder: _bench(bench_that_is("faster"), folder),
+    "bench, below the gate": lambda folder: _bench(bench_that_is("faster"), folder, 9.0),
+    "bench, inconclusive": lambda folder: _bench(bench_that_is("unclear"), folder),
     "bench, failed": lambda folder: _bench(_failed_bench(), folder),
     "bench, nothing": lambda folder: _bench(sample_bench(configs=[], complete=False), folder),
     "compare": lambda _: Outcome(comparison_report(sample_comparison()), sample_comparison()),

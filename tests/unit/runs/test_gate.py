@@ -1,15 +1,14 @@
 """One meaning of `max_drop`: what one command lets pass, no other fails."""
 
-from types import SimpleNamespace
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.eval.metrics.gate import MOST_SAMPLES, judge, limit, samples_to_tell
-from qdqbench.eval.metrics.results import Comparison, Gate, StageResult
-from qdqbench.eval.runs.gate import cannot_hold, issue_sentence, judge_gate, judge_speed
+from qdqbench.eval.metrics.results import Comparison, Gate
+from qdqbench.eval.runs.gate import cannot_hold, issue_sentence, judge_speed
 from qdqbench.eval.selection.search.confirm import judge_confirmed
 from qdqbench.eval.selection.search.results import ConfirmedRecipe
 from qdqbench.eval.selection.sensitivity.measure import choose_point
@@ -17,27 +16,16 @@ from qdqbench.eval.selection.sensitivity.results import CurvePoint
 from qdqbench.eval.verification.results import PredictionsCheck
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import GateSettings as Asked
-from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 
 from ...support import records
+from ...support.runs import run_gate
 
 
 def comparison(**drops: tuple[float, float]) -> Comparison:
     """Of a drop and its standard error by metric."""
     deltas = {name: -drop for name, (drop, _) in drops.items()}
     return records.comparison(deltas, {name: error for name, (_, error) in drops.items()}, n=277)
-
-
-def run_gate(task: str, max_drop: float, **stages: Comparison) -> Gate:
-    """The gate of a run whose stages have these differences from FP32, and nothing else to fail by."""
-    recipe = SimpleNamespace(gate=Asked(max_drop=max_drop, require_int8=False), quantizes=True)
-    session: Any = SimpleNamespace(config=SimpleNamespace(task=GLUE[task]), recipe=recipe)
-    nothing: dict[str, Any] = dict.fromkeys(("parity", "verification", "engine"))
-    rows = {"fp32": StageResult(status="done")}
-    rows |= {name: StageResult(status="done", vs_fp32=versus) for name, versus in stages.items()}
-    results: Any = SimpleNamespace(**nothing, findings=[], speed=[], stages=rows)
-    return judge_gate(session, results)
 
 
 def confirmation(max_drop: float, **stages: Comparison) -> list[str]:

@@ -21,8 +21,8 @@ from qdqbench.quantize.pipeline.pipeline import Timing
 from qdqbench.quantize.report.render import render_screen
 
 from ...support.records import comparison, engine_result
-from .report.test_report import parity_of, parity_row
-from .report.test_training_report import run_of as training_run
+from ...support.runs import parity_of, parity_row
+from ...support.trainings import run_of as training_run
 
 
 def partial_results(*stages: str, failures: Sequence[str] = (), **fields) -> Results:

@@ -2,29 +2,18 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from qdqbench.eval.metrics.results import Comparison
 from qdqbench.eval.selection import calibration_comparison as side_by_side
-from qdqbench.eval.selection.calibration_comparison import (
-    METHODS,
-    CalibrationComparison,
-    CalibrationRow,
-    calibration_report,
-    list_sections,
-)
-from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Failure, Scores, Trial
+from qdqbench.eval.selection.calibration_comparison import METHODS, calibration_report, list_sections
 from qdqbench.quantize.pipeline.session import RunConfig, Session
-from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.report.document import Table
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support import records
-from ...support.pages import HOSTILE
+from ...support.choices import sample_calibrations
 from ...support.tiny_bert import recipe_with
 
 OWN = Calibration()
@@ -82,57 +71,8 @@ def test_what_is_no_method_is_named(methods: list[str], smooths: list[str], name
     assert "\n" not in str(caught.value)
 
 
-def comparison(delta: float, **changes: Any) -> Comparison:
-    return records.comparison({"f1": delta}, 0.004, **changes)
-
-
-def row(
-    method: str,
-    value: float,
-    *,
-    best: bool = False,
-    given: bool = False,
-    failed: bool = False,
-    smoothing: float | str = "none",
-    splits: tuple[str, ...] = ("validation",),
-) -> CalibrationRow:
-    recipe = load_recipe("bert-int8-linears")
-    section = recipe.calibration.model_copy(update={"method": method, "smoothing": smoothing})
-    recipe = recipe.model_copy(update={"calibration": section})
-    trial = Trial(recipe=recipe, origin="given" if given else "calibration")
-    if failed:
-        trial.failure = Failure(code="check", text=HOSTILE)
-        return CalibrationRow(trial=trial)
-    place = "bert.encoder.layer.0.output.dense.input_quantizer"
-    trial.calibration = CalibrationCost(seconds=12.34, amax_over_rms=44.4, amax_over_rms_at=place)
-    sqnr = None if best else 21.5
-    trial.scores = {
-        DRAW: comparison(0.0, divergence=value, divergence_stderr=value / 10, sqnr_db=sqnr),
-        **{split: comparison(-0.02 if best else -0.001) for split in splits},
-    }
-    above = value - 0.001
-    return CalibrationRow(
-        trial=trial, best=best, above_best=above, above_best_stderr=0.0002, ties=value < 0.0014
-    )
-
-
-def table(*, name: str = "tiny", splits: tuple[str, ...] = ("validation",)) -> CalibrationComparison:
-    data = {"split": "train", "samples": 256, "calibration": 512, "rows": 3668}
-    return CalibrationComparison(
-        **records.draw_record(name, task={"name": "mrpc"}, data=data, metric="f1"),
-        fp32={split: Scores(metrics={"f1": 0.855}, stderr={"f1": 0.01}, n=400) for split in splits},
-        rows=[
-            row("max", 0.005, given=True, splits=splits),
-            row("mse", 0.0013, splits=splits),
-            row("entropy", 0.001, best=True, smoothing=0.65, splits=splits),
-            row("percentile/99.9", 0.0, failed=True),
-        ],
-        timings={"total_s": 100.0},
-    )
-
-
 def test_words_and_figures_of_the_table() -> None:
-    report = calibration_report(table())
+    report = calibration_report(sample_calibrations())
     assert report.verdict is not None
     (grid,) = [block for block in report.sections[0].blocks if isinstance(block, Table)]
     cells = [dict(zip(grid.columns, each.cells, strict=False)) for each in grid.rows]
@@ -148,7 +88,7 @@ def test_words_and_figures_of_the_table() -> None:
 
 
 def test_each_validation_split_has_its_columns() -> None:
-    report = calibration_report(table(splits=("validation_matched", "validation_mismatched")))
+    report = calibration_report(sample_calibrations(splits=("validation_matched", "validation_mismatched")))
     (grid,) = [block for block in report.sections[0].blocks if isinstance(block, Table)]
     shown = [name for name in grid.columns if "F1" in name]
     names = ("F1 (matched)", "F1 (mismatched)")

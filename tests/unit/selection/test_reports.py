@@ -14,16 +14,13 @@ from qdqbench.eval.selection.trials.results import write_result
 from qdqbench.quantize.report.document import Report
 from qdqbench.quantize.report.render import render_screen
 
+from ...support.choices import sample_auto, sample_calibrations, sample_search, sample_sensitivity
 from ...support.pages import HOSTILE, offline, plain
-from .auto.test_report import sample as sample_auto
-from .search.test_results import sample_search
-from .sensitivity.test_report import sample as sample_sensitivity
-from .test_calibration_comparison import table
 
 SEARCH = sample_search(model=HOSTILE, warnings=[HOSTILE], notes=[HOSTILE])
 CASES: list[tuple[Any, Report, int]] = [  # with the number of charts
     (sample_auto(HOSTILE), auto_report(sample_auto(HOSTILE)), 1),
-    (table(name=HOSTILE), calibration_report(table(name=HOSTILE)), 2),
+    (sample_calibrations(name=HOSTILE), calibration_report(sample_calibrations(name=HOSTILE)), 2),
     (SEARCH, search_report(SEARCH), 1),
     (sample_sensitivity(HOSTILE), sensitivity_report(sample_sensitivity(HOSTILE)), 3),
 ]

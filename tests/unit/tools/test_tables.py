@@ -14,11 +14,11 @@ from qdqbench.quantize.recipe.schema import adapt_recipe, load_recipe
 from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils.errors import UserError
 
+from ...support.benches import sample_bench
+from ...support.runs import sample as sample_run
+from ...support.trainings import qat_run
 from ...tools import tables
 from ...tools.tables import BEGIN, END, differences, figures_of, insert, markdown, read_records, run_of
-from ...unit.bench.test_results import sample_bench
-from ...unit.runs.report.test_report import sample as sample_run
-from ...unit.runs.report.test_training_report import qat_run
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "tables"

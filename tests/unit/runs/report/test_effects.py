@@ -5,74 +5,16 @@ import re
 import pytest
 
 from qdqbench.eval.bench import results as timed
-from qdqbench.eval.metrics.results import (
-    ChangedPrediction,
-    ChangedPredictions,
-    Classes,
-    ClassRow,
-    LayerError,
-    LayerErrors,
-)
 from qdqbench.eval.runs.report import sections
 from qdqbench.eval.runs.report.report import run_report
-from qdqbench.eval.runs.results import ModelChange
 from qdqbench.quantize.report.document import Columns, Report, Table
 from qdqbench.quantize.report.formats import cleaned
 from qdqbench.quantize.report.render import render_html, render_markdown
 
 from ....support.pages import HOSTILE, Page
 from ....support.records import speedup
-from .test_report import measured, one_line, sample, written
-
-MODULE = "bert.encoder.layer.{}.output.dense"
-
-
-def answer(number, change="regressed", **fields):
-    words = {"text": f"text {number}", "label": "good", "fp32": "good", "prediction": "bad"}
-    known = {"fp32_margin": 0.25, "margin": 0.125, "change": change, "distance": 0.5}
-    return ChangedPrediction(sample=number, **(words | known | fields))
-
-
-def changed(rows, count=None, **counts):
-    return ChangedPredictions(
-        stage="onnxruntime",
-        split="validation",
-        prediction_type="class",
-        n=872,
-        count=len(rows) if count is None else count,
-        counts=counts or {"regressed": len(rows)},
-        rows=rows,
-        file="changed.csv",
-    )
-
-
-def confusion(names=("bad", "good")):
-    rows = [
-        ClassRow(name=name, n=10, fp32=0.9, recall=0.8, delta=-0.1, delta_stderr=0.05, regressed=1, fixed=0)
-        for name in names
-    ]
-    made = [[8 if a == b else 2 for b in range(len(names))] for a in range(len(names))]
-    base = [[9 if a == b else 1 for b in range(len(names))] for a in range(len(names))]
-    return Classes(stage="onnxruntime", unit="samples", rows=rows, fp32=base, confusion=made)
-
-
-def errors():
-    linears = [(MODULE.format(n), "linear", 0.01 * (n + 1), None) for n in range(4)]
-    blocks = [(f"layer.{n}", "block", 0.02, 0.02 * (n + 1)) for n in range(4)]
-    names = ("name", "what", "isolated", "cumulative")
-    rows = [LayerError(**dict(zip(names, row, strict=True))) for row in linears + blocks]
-    return LayerErrors(n=16, rows=rows)
-
-
-def full(text="text", **fields):
-    rows = [answer(3, text=text, fp32=text), answer(5, "fixed", text=None)]
-    given = {
-        "changed_predictions": changed(rows, **{"regressed": 1, "fixed": 1}),
-        "classes": confusion((text, "good")),
-        "layer_errors": errors(),
-        "model_changes": [ModelChange(what="tanh GELU", count=6, description=f"GELU {text}")],
-    }
-    return sample(**(given | fields))
+from ....support.runs import OUTPUT, answer, changed, confusion, effects, measured, sample
+from .test_report import one_line, written
 
 
 def written_sections(results):
@@ -84,7 +26,7 @@ def written_sections(results):
 
 
 def test_the_sections_hold_what_results_hold(tmp_path):
-    markdown, html = written(full(), tmp_path)
+    markdown, html = written(effects(), tmp_path)
     text = one_line(Page(html).text)
     said = "Of 872 samples of validation 2 (0.2%) have another answer in ONNX Runtime than in FP32: 1 regr"
     for shown in (text, markdown):
@@ -93,11 +35,11 @@ def test_the_sections_hold_what_results_hold(tmp_path):
         assert "16 samples" in shown
         assert "GELU text" in shown
     assert "All 8 linears and blocks" in text
-    assert f"Largest alone: {MODULE.format(3)} 4.0%" in text
+    assert f"Largest alone: {OUTPUT.format(3)} 4.0%" in text
     assert "not found" in text
     assert "not found" in markdown
     assert sections.EVALUATE_FP16 in text
-    worst = re.findall(r"`[^`]+` ([\d.]+)%", [*sections.layer_sections(full())][-1].blocks[0])
+    worst = re.findall(r"`[^`]+` ([\d.]+)%", [*sections.layer_sections(effects())][-1].blocks[0])
     assert [float(share) for share in worst] == [4.0, 3.0, 2.0]
 
 
@@ -106,14 +48,14 @@ PARTS = ["changed_predictions", "classes", "layer_errors", "model_changes"]
 
 @pytest.mark.parametrize("part", PARTS)
 def test_what_a_run_has_not_is_not_shown(part):
-    _, html = written_sections(full(**{part: [] if part == "model_changes" else None}))
+    _, html = written_sections(effects(**{part: [] if part == "model_changes" else None}))
     anchor = dict(zip(PARTS, ("changed", "classes", "errors", "besides"), strict=True))
     assert f'id="{anchor[part]}"' not in html
     assert sum(f'id="{name}"' in html for name in anchor.values()) == 3
 
 
 def test_texts_of_users_stay_text():
-    markdown, html = written_sections(full(HOSTILE))
+    markdown, html = written_sections(effects(HOSTILE))
     assert "<script>alert" not in html
     assert "<script>alert" not in re.sub(r"`[^`\n]*`", "code", markdown)
     rows = [line for line in markdown.splitlines() if line.startswith("| 3 |")]

@@ -5,13 +5,10 @@ import math
 import re
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.metrics.results import Comparison
 from qdqbench.eval.runs.report import training
 from qdqbench.eval.runs.report import verdict as wording
 from qdqbench.eval.runs.results import QAT_STAGES, STAGES, Results
@@ -22,113 +19,12 @@ from qdqbench.quantize.training.results import Finetuning, Spread, TrainingRun
 from qdqbench.quantize.utils.trackers import LogRow
 
 from ....support.pages import Page, offline, plain
-from .test_report import GARBLED, measured, one_line, poisoned, terminal, written
-from .test_report import sample as sample_run
+from ....support.runs import GARBLED, poisoned
+from ....support.runs import sample as sample_run
+from ....support.trainings import failed_run, finetuning, log_of, qat_run, run_of
+from .test_report import one_line, terminal, written
 
 DISTANCE = "held-out distance from FP32's answers"
-REASON = (
-    "training diverged: after step 230 the model gives the same answer whatever the input, for 2 evaluations "
-    "in a row; lower learning_rate (now 0.0005) or raise warmup_ratio"
-)
-
-
-def log_of(seed: int, steps: int = 460, evaluations: int = 10, first: bool = False) -> list[LogRow]:
-    """Loss every 10 steps, and evaluations with the metrics of MRPC."""
-    draw = np.random.default_rng(seed)
-    due = {round(steps * (number + 1) / evaluations) for number in range(evaluations)}
-    rows = []
-    for step in sorted({0, *range(10, steps + 1, 10), *due}):
-        part = step / steps
-        if step:
-            loss = 0.12 + 0.55 * math.exp(-3 * part) + 0.03 * draw.standard_normal()
-            rate = 5e-5 * (1 - part)
-            rows.append(LogRow(step=step, epoch=4 * part, loss=loss, learning_rate=rate, gradient_norm=2.1))
-        if step in due or (first and step == 0):
-            f1 = 0.82 + 0.06 * (1 - math.exp(-4 * part)) + 0.008 * draw.standard_normal()
-            values = {"loss": 0.35 + 0.2 * (part - 0.5) ** 2, "f1": f1, "accuracy": f1 - 0.04}
-            if first:  # QAT is judged by its distance from FP32
-                values = {"distance": 0.9 - f1, **values}
-            score = -values["distance"] if first else f1
-            rows.append(LogRow(step=step, epoch=4 * part, score=score, values=values))
-    return rows
-
-
-def run_of(seed: int, **changes: Any) -> TrainingRun:
-    log = changes.pop("log", None) or log_of(seed)
-    judged = [row for row in log if row.score is not None]
-    fields: dict[str, Any] = {
-        "seed": seed,
-        "status": "done",
-        "folder": f"seed-{seed}/model",
-        "settings": {"epochs": 4, "learning_rate": 5e-5, "batch_size": 32, "patience": None, "seed": seed},
-        "precision": "bf16",
-        "device": "NVIDIA H200",
-        "processes": 1,
-        "rows": 3301,
-        "held_out": 367,
-        "steps": 460,
-        "planned_steps": 460,
-        "best_step": max(judged, key=lambda row: row.score or -9).step if judged else 0,
-        "seconds": 19.4 + seed,
-        "samples_per_s": 758.3,
-        "parameters": 22_713_986,
-        "log": log,
-        "metrics": {"f1": 0.861 + 0.004 * seed, "accuracy": 0.811 + 0.003 * seed},
-        "stderr": {"f1": 0.0155, "accuracy": 0.0192},
-        "n": 408,
-    }
-    return TrainingRun.model_validate(fields | changes)
-
-
-def failed_run(seed: int, **changes: Any) -> TrainingRun:
-    blank = {"status": "failed", "reason": REASON, "log": [], "metrics": {}, "stderr": {}, "n": 0}
-    blank |= {"folder": None, "steps": 0, "best_step": 0, "seconds": 0.0, "samples_per_s": None}
-    return run_of(seed).model_copy(update=blank | changes)
-
-
-def finetuning(runs: list[TrainingRun], **changes: Any) -> Finetuning:
-    done = [run for run in runs if run.status == "done"]
-    spread = {}
-    for name in done[0].metrics if done else ():
-        found = [run.metrics[name] for run in done]
-        sd = float(np.std(found, ddof=1)) if len(found) > 1 else None
-        spread[name] = Spread(mean=float(np.mean(found)), sd=sd, n=len(found))
-    fields: dict[str, Any] = {
-        "created": "2026-07-01T12:00:00+00:00",
-        "command": "qdqbench finetune --model encoder --task mrpc --data glue --seeds 5 --out made",
-        "base": {"name": "minilm-l6", "sha256": "9f" * 32},
-        "task": {"name": "mrpc", "metrics": ["f1", "accuracy"], "labels": ["different", "same"]},
-        "data": "glue/mrpc/train 3668 rows",
-        "runs": runs,
-        "spread": spread,
-        "best_seed": done[-1].seed if done else None,
-        "warnings": [f"seed {run.seed} failed: {run.reason}" for run in runs if run.status == "failed"],
-        "environment": {"gpu": "NVIDIA H200", "versions": {"torch": "2.13.0", "accelerate": "1.14.0"}},
-    }
-    return Finetuning.model_validate(fields | changes)
-
-
-def comparison(delta: float, error: float, within_noise: bool, metric: str = "accuracy") -> Comparison:
-    versus = measured({metric: 0.9}, delta, within_noise).vs_fp32
-    assert versus is not None
-    versus.delta_stderr = {metric: error}
-    return versus
-
-
-def qat_run(gain: float = 0.0147, within: bool = False, ptq: float = -0.017, **changes: Any) -> Results:
-    """A run of the sample recipe with QAT."""
-    stages = {
-        "fp32": measured({"accuracy": 0.8968}, None),
-        "ptq": measured({"accuracy": 0.8968 + ptq}, ptq, abs(ptq) <= 0.0042),
-        "fake_quant": measured({"accuracy": 0.8968 + ptq + gain}, ptq + gain, abs(ptq + gain) <= 0.0042),
-        "onnxruntime": measured({"accuracy": 0.8956}, -0.0012),
-        "engine": measured({"accuracy": 0.8945}, -0.0023),
-    }
-    settings = {"epochs": 3, "learning_rate": 2e-5, "amax": "learned"}
-    settings |= {"distill": {"logits": 1.0, "hidden": 0.0}}
-    training = run_of(0, log=log_of(3, first=True), metrics={}, stderr={}, n=0, settings=settings)
-    fields = {"stages": stages, "training": training, "qat_vs_ptq": comparison(gain, 0.0042, within)}
-    return sample_run(**(fields | changes))
 
 
 def row_of(**values: float) -> LogRow:

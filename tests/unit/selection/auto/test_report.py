@@ -5,95 +5,17 @@ from rich.console import Console
 
 from qdqbench.eval.metrics.results import GateIssue
 from qdqbench.eval.selection.auto.report import auto_report, explain_step, unmet_lines
-from qdqbench.eval.selection.auto.results import Auto, AutoChoice, AutoStep, Criteria, NestedFolds, Proposal
-from qdqbench.eval.selection.search.results import Source
+from qdqbench.eval.selection.auto.results import AutoChoice, AutoStep
 from qdqbench.eval.selection.trials.results import Failure
-from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.report.render import render_screen, write_report
 
-from ....support.records import comparison, draw_record, speedup, step_run
+from ....support.choices import sample_auto
 
 LATE = "it needs about 71.5 s, as the last step did, and"
 
 
-def versus(delta, error):
-    return {"validation": comparison({"matthews": delta}, error)}
-
-
-def drop(value):
-    where = {"code": "accuracy", "state": "failed", "stage": "engine", "metric": "matthews"}
-    return GateIssue(**where, value=value, stderr=0.006, limit=0.005)
-
-
-def done(name, kind, delta, previous=None, *, nested=None, issues=()):
-    recipe = load_recipe("bert-int8-linears").model_copy(update={"name": name})
-    source = Source(mode="latency", cpu="a CPU", backend="openvino", version="1", batch=32, length=128)
-    run = step_run(
-        folder=f"{name}/run",
-        engine=f"{name}/run/engine/model.engine",
-        int8_linears=36,
-        previous=previous,
-        vs_previous=versus(0.02, 0.004) if previous else {},
-        source=source,
-        issues=issues,
-        nested=nested,
-    )
-    return AutoStep(
-        recipe=recipe,
-        origin="shipped" if kind == "shipped" else "calibration",
-        scores=versus(delta, 0.006),
-        speedup=speedup(1.4, 1.3, 1.5, ms=1.5),
-        name=name,
-        kind=kind,
-        status="done",
-        proposal=Proposal(base="bert-int8-linears", samples=512, share=0.4, method="percentile/99.99"),
-        estimate_s=60.0,
-        seconds=71.5,
-        run=run,
-    )
-
-
-def skipped(name):
-    return AutoStep(
-        recipe=None, origin="qat", name=name, kind=name, status="skipped", skipped="budget", estimate_s=71.5
-    )
-
-
-def sample(name="a-model", *, passed=True):
-    nested = NestedFolds(folds=5, scores=versus(-0.004, 0.007), others=0.2, unmet=[])
-    second = {"nested": nested} if passed else {"issues": [drop(0.02)]}
-    spent = {"estimate_s": 20.0, "seconds": 3.0, "failure": Failure(code="check", text=name)}
-    search = {"origin": "tpe", "name": "search", "kind": "search", "status": "failed"}
-    steps = [
-        done("bert-int8-linears", "shipped", -0.029, issues=[drop(0.029)]),
-        done("methods", "methods", -0.002 if passed else -0.02, "bert-int8-linears", **second),
-        skipped("islands"),
-        AutoStep(recipe=None, **search, **spent),
-        skipped("qat"),
-    ]
-    about = draw_record(name, metric="matthews", task={"name": "cola", "metrics": ["matthews"]})
-    about |= {"data": {"source": name, "evaluation": {"validation": 1043}, "proposals": 512, "limit": None}}
-    return Auto(
-        **{key: value for key, value in about.items() if key in Auto.model_fields},
-        folder="runs/a",
-        gate=Criteria(max_drop=0.005),
-        fp32={"matthews": 0.42},
-        budget_s=160.0,
-        elapsed_s=146.0,
-        steps=steps,
-        choice=AutoChoice(
-            passed=passed,
-            step="methods",
-            recipe="runs/a/best.yaml",
-            engine="runs/a/methods/run/engine/model.engine",
-            run="runs/a/methods/run",
-            command="qdqbench run runs/a/best.yaml --model a-model --task cola",
-        ),
-    )
-
-
 def pages(folder, **how):
-    write_report(auto_report(sample(**how)), folder, "auto")
+    write_report(auto_report(sample_auto(**how)), folder, "auto")
     return [(folder / f"auto.{kind}").read_text() for kind in ("html", "md")]
 
 
@@ -115,7 +37,7 @@ def test_the_report_tells_the_story(tmp_path):
 
 
 def test_what_the_samples_cannot_tell_is_in_the_verdict():
-    auto = sample()
+    auto = sample_auto()
     few = GateIssue(
         code="accuracy",
         state="inconclusive",
@@ -144,12 +66,12 @@ def test_none_that_holds_is_said_with_what_the_best_lacks(tmp_path):
 
 
 def test_the_terminal_tells_a_reason_beside_its_step(capsys):
-    Console(width=80).print(render_screen(auto_report(sample())))
+    Console(width=80).print(render_screen(auto_report(sample_auto())))
     assert f"islands: Skipped: {LATE}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_table_of_the_steps():
-    table = sample().to_frame().set_index("step")
+    table = sample_auto().to_frame().set_index("step")
     assert table.loc["methods", "delta"] == -0.002
     assert list(table.status) == ["done", "done", "skipped", "failed", "skipped"]
 
@@ -164,13 +86,13 @@ def test_a_table_of_the_steps():
     ],
 )
 def test_reasons_in_words(reason, words):
-    auto = sample()
+    auto = sample_auto()
     auto.steps[-1].skipped = reason
     assert words in explain_step(auto, auto.steps[-1])
 
 
 def test_no_finished_step_names_each_reason_once():
-    auto = sample()
+    auto = sample_auto()
     auto.choice = AutoChoice(passed=False, step=None)
     failed = {"origin": "shipped", "kind": "shipped", "status": "failed"}
     failed["failure"] = Failure(code="check", text="FP32 is wrong")

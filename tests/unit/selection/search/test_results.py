@@ -10,39 +10,23 @@ from qdqbench.eval.selection.search import confirm, report, results
 from qdqbench.eval.selection.search.confirm import compare_drops, explain_no_int8, judge_confirmed, rivals_of
 from qdqbench.eval.selection.search.report import describe_choice, search_report
 from qdqbench.eval.selection.search.results import ConfirmedRecipe, SearchOutcome, Source
-from qdqbench.eval.selection.trials.results import Failure, Scores
-from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.eval.selection.trials.results import Failure
 from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.report.render import render_screen, write_report
 from qdqbench.quantize.utils.errors import UserError
 
 from ....support import records
+from ....support.choices import (
+    GATE,
+    LINEARS,
+    NOTHING,
+    chosen_by,
+    confirmed,
+    failed_trial,
+    sample_search,
+    trial_of,
+)
 from ....support.pages import offline, plain
-
-GATE = GateSettings(max_drop=0.003)
-LINEARS = load_recipe("bert-int8-linears")
-
-
-def trial_of(number, drop, divergence, ms, **changes):
-    error = changes.pop("error", 0.0001)
-    return records.search_trial(number, divergence, 2 / ms, drop, error, recipe=LINEARS, **changes)
-
-
-def failed_trial(number, text="no"):
-    return results.SearchTrial(
-        number=number, recipe=None, origin="tpe", failure=Failure(code="check", text=text)
-    )
-
-
-def confirmed(name, drop, ms, error=0.001, **changes):
-    fields = {"name": name, "recipe": LINEARS, "origin": "shipped", "speedup": records.speedup(2 / ms, ms=ms)}
-    fields["scores"] = {"validation": records.comparison({"accuracy": -drop}, error)}
-    return ConfirmedRecipe.model_validate(fields | changes)
-
-
-def chosen_by(trials, gate=GATE):
-    results.mark_trials(trials, gate, "divergence")
-    return results.choose_trial(trials, gate)
 
 
 @pytest.mark.parametrize(
@@ -199,41 +183,6 @@ def test_reports_name_the_baseline(tmp_path):
         text = path.read_text()
         assert "over BF16" in text
         assert "over FP16" not in text
-
-
-def sample_search(**changes):
-    trials = [
-        trial_of(0, 0.001, 0.1, 1.5, origin="given"),
-        trial_of(1, 0.002, 0.2, 1.2),
-        trial_of(2, 0.002, 0.2, 1.3, origin="shipped", shipped="bert-int8-ffn"),
-        failed_trial(3, "out of <memory> | bar"),
-    ]
-    outcome = chosen_by(trials)
-    outcome.passed = True
-    shared = ("created", "command", "metric", "recipe", "environment")
-    values = {name: value for name, value in records.draw_record("x").items() if name in shared} | {
-        "model": "folder/my-model",
-        "task": "sst2",
-        "settings": {"samples": 1024},
-        "study": "x",
-        "objective": "divergence",
-        "ranking": results.Ranking(units=[(0, "qkv"), (1, "ffn-in")], attention=[1, 0], file="x.json"),
-        "source": Source(mode="latency", gpu="g", backend="b", version="v", batch=32, length=128),
-        "fp32": {"validation": Scores(metrics={"accuracy": 0.9}, stderr={"accuracy": 0.01}, n=872)},
-        "trials": trials,
-        "outcome": outcome,
-        "confirmed": [
-            confirmed("found", 0.0, 1.2, origin="tpe"),
-            confirmed("bert-int8-ffn", -0.01, 1.1, dominates=True),
-        ],
-        "agreement": compare_drops(trials[1], confirmed("found", 0.0, 1.2)),
-        "warnings": ["4 trials are few"],
-        "notes": [],
-    }
-    return results.Search.model_validate(values | changes)
-
-
-NOTHING = {"outcome": SearchOutcome(), "confirmed": [], "agreement": None}
 
 
 @pytest.mark.parametrize("changes", [{}, NOTHING, NOTHING | {"trials": []}])

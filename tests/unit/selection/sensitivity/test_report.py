@@ -1,72 +1,27 @@
 """The schema is documented, and the reports say what it holds, whatever the names are."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
 
-from qdqbench.eval.metrics.results import Comparison
-from qdqbench.eval.selection.sensitivity import results as schema
 from qdqbench.eval.selection.sensitivity.report import (
     _shorten,
     choice_text,
     sensitivity_headline,
     sensitivity_report,
 )
-from qdqbench.eval.selection.sensitivity.results import CandidateRow, Sensitivity, ranking, read_sensitivity
-from qdqbench.eval.selection.trials.results import Scores, write_result
+from qdqbench.eval.selection.sensitivity.results import ranking, read_sensitivity
+from qdqbench.eval.selection.trials.results import write_result
 from qdqbench.quantize.report.document import Chart, Columns
 from qdqbench.quantize.report.render import render_screen
 from qdqbench.quantize.utils.errors import UserError
 
-from ....support import records
-
-KINDS = {"attention.self.query": "qkv", "attention.output.dense": "output", "output.dense": "ffn-out"}
-
-
-def compared(amount: float, drop: float = 0.001) -> Comparison:
-    sqnr = None if amount == 0 else 20.0
-    spread = {"divergence": amount, "divergence_stderr": amount / 10, "sqnr_db": sqnr}
-    return records.comparison({"accuracy": -drop}, 0.002, **spread)
-
-
-def row(name: str, group: Any, kind: str, layer: int | None, *values: float) -> CandidateRow:
-    """Return a row with one divergence, of only this, or two, of all but this too."""
-    only, *rest = values
-    fields: dict[str, Any] = {"modules": [f"bert.{name}"], "diagnostic": kind == "embeddings"}
-    fields |= {"only": compared(only), "all_but": compared(rest[0], 0.05) if rest else None}
-    return CandidateRow(name=name, group=group, kind=kind, layer=layer, **fields)
-
-
-def sample(name: str = "a-model") -> Sensitivity:
-    rows = [
-        row(f"encoder.layer.{n}.{part}", "linear", kind, n, 0.001 * (n + place), 0.01 + place / 100)
-        for n in range(3)
-        for place, (part, kind) in enumerate(KINDS.items())
-    ]
-    rows += [row("classifier", "linear", "classifier", None, 0.5)]
-    rows += [row("encoder.layer.1", "block", "block", 1, 0.01, 0.01)]
-    rows += [row("embeddings", "kind", "embeddings", None, 0.02)]
-    order = [row.modules[0] for row in ranking(rows)]
-    points = [(0, 0.05), (1, 0.04), (2, 0.02), (4, 0.01)]
-    return Sensitivity(
-        **records.draw_record(name),
-        fp32=Scores(metrics={"accuracy": 0.9}, stderr={"accuracy": 0.01}, n=512),
-        full=compared(0.05, 0.03),
-        int8=order,
-        rows=rows,
-        curve=[
-            schema.CurvePoint(kept=kept, linears=order[:kept], attention=[], comparison=compared(amount))
-            for kept, amount in points
-        ],
-        choice=schema.SensitivityChoice(kept=2, reached=True, file="recipe.yaml"),
-        timings={"candidates_s": 200.0, "this_run_s": 220.0},
-    )
+from ....support.choices import compared, sample_sensitivity
 
 
 def test_ranking_is_by_divergence_of_what_a_recipe_can_keep() -> None:
-    found = ranking(sample().rows)
+    found = ranking(sample_sensitivity().rows)
     amounts = [row.only.distance for row in found]
     assert amounts == sorted(amounts, reverse=True)
     assert len(found) == 9
@@ -74,8 +29,10 @@ def test_ranking_is_by_divergence_of_what_a_recipe_can_keep() -> None:
 
 
 def test_file_is_read_back(tmp_path: Path) -> None:
-    write_result(sample(), sensitivity_report(sample()), tmp_path)
-    assert read_sensitivity(tmp_path) == read_sensitivity(tmp_path / "sensitivity.json") == sample()
+    write_result(sample_sensitivity(), sensitivity_report(sample_sensitivity()), tmp_path)
+    assert (
+        read_sensitivity(tmp_path) == read_sensitivity(tmp_path / "sensitivity.json") == sample_sensitivity()
+    )
 
 
 @pytest.mark.parametrize("text", ["{}", '{"schema_version": 1}', "nothing"])
@@ -86,7 +43,7 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_reports_hold_every_candidate(tmp_path: Path) -> None:
-    found = sample()
+    found = sample_sensitivity()
     write_result(found, sensitivity_report(found), tmp_path)
     for kind in ("md", "html"):
         text = (tmp_path / f"sensitivity.{kind}").read_text()
@@ -98,20 +55,20 @@ def test_reports_hold_every_candidate(tmp_path: Path) -> None:
 
 
 def test_headline_names_the_worst() -> None:
-    text = sensitivity_headline(sample())
+    text = sensitivity_headline(sample_sensitivity())
     assert "encoder.layer.2.output.dense, alone makes 8% of it" in text  # 0.004 of 0.05
     assert "+0.0300 ± 0.0020." in text.replace(", divergence", ".")  # no noise
 
 
 def test_a_terminal_marks_noise_beside_a_short_name(capsys: pytest.CaptureFixture[str]) -> None:
-    Console(width=80).print(render_screen(sensitivity_report(sample())))
+    Console(width=80).print(render_screen(sensitivity_report(sample_sensitivity())))
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("layer.2.output.dense") and "noise" in line for line in lines)
 
 
 def test_nothing_to_divide_by() -> None:
     """A model that INT8 does not change at all."""
-    found = sample()
+    found = sample_sensitivity()
     found.full, found.choice.kept = compared(0, 0), 0
     for each in found.rows:
         each.only = compared(0, 0)
@@ -135,7 +92,7 @@ def test_nothing_to_divide_by() -> None:
     ],
 )
 def test_choice_in_words(kept: int, reached: bool, words: str) -> None:
-    found = sample()
+    found = sample_sensitivity()
     found.choice.kept, found.choice.reached = kept, reached
     assert words in choice_text(found)
 

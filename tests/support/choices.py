@@ -1,0 +1,258 @@
+"""Results of the commands that choose a recipe; every number is invented."""
+
+from typing import Any
+
+from qdqbench.eval.metrics.results import Comparison, GateIssue
+from qdqbench.eval.selection.auto.results import Auto, AutoChoice, AutoStep, Criteria, NestedFolds, Proposal
+from qdqbench.eval.selection.calibration_comparison import CalibrationComparison, CalibrationRow
+from qdqbench.eval.selection.search.confirm import compare_drops
+from qdqbench.eval.selection.search.results import (
+    ConfirmedRecipe,
+    Ranking,
+    Search,
+    SearchOutcome,
+    SearchTrial,
+    Source,
+    choose_trial,
+    mark_trials,
+)
+from qdqbench.eval.selection.sensitivity.results import (
+    CandidateRow,
+    CurvePoint,
+    Sensitivity,
+    SensitivityChoice,
+    ranking,
+)
+from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Failure, Scores, Trial
+from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.recipe.sections import GateSettings
+
+from .pages import HOSTILE
+from .records import comparison, draw_record, search_trial, speedup, step_run
+
+GATE = GateSettings(max_drop=0.003)
+
+
+LINEARS = load_recipe("bert-int8-linears")
+
+
+def trial_of(number: int, drop: float, divergence: float, ms: float, **changes: Any) -> SearchTrial:
+    error = changes.pop("error", 0.0001)
+    return search_trial(number, divergence, 2 / ms, drop, error, recipe=LINEARS, **changes)
+
+
+def failed_trial(number: int, text: str = "no") -> SearchTrial:
+    return SearchTrial(number=number, recipe=None, origin="tpe", failure=Failure(code="check", text=text))
+
+
+def confirmed(name: str, drop: float, ms: float, error: float = 0.001, **changes: Any) -> ConfirmedRecipe:
+    fields = {"name": name, "recipe": LINEARS, "origin": "shipped", "speedup": speedup(2 / ms, ms=ms)}
+    fields["scores"] = {"validation": comparison({"accuracy": -drop}, error)}
+    return ConfirmedRecipe.model_validate(fields | changes)
+
+
+def chosen_by(trials: list[SearchTrial], gate: GateSettings = GATE) -> SearchOutcome:
+    mark_trials(trials, gate, "divergence")
+    return choose_trial(trials, gate)
+
+
+def sample_search(**changes: Any) -> Search:
+    trials = [
+        trial_of(0, 0.001, 0.1, 1.5, origin="given"),
+        trial_of(1, 0.002, 0.2, 1.2),
+        trial_of(2, 0.002, 0.2, 1.3, origin="shipped", shipped="bert-int8-ffn"),
+        failed_trial(3, "out of <memory> | bar"),
+    ]
+    outcome = chosen_by(trials)
+    outcome.passed = True
+    shared = ("created", "command", "metric", "recipe", "environment")
+    values = {name: value for name, value in draw_record("x").items() if name in shared} | {
+        "model": "folder/my-model",
+        "task": "sst2",
+        "settings": {"samples": 1024},
+        "study": "x",
+        "objective": "divergence",
+        "ranking": Ranking(units=[(0, "qkv"), (1, "ffn-in")], attention=[1, 0], file="x.json"),
+        "source": Source(mode="latency", gpu="g", backend="b", version="v", batch=32, length=128),
+        "fp32": {"validation": Scores(metrics={"accuracy": 0.9}, stderr={"accuracy": 0.01}, n=872)},
+        "trials": trials,
+        "outcome": outcome,
+        "confirmed": [
+            confirmed("found", 0.0, 1.2, origin="tpe"),
+            confirmed("bert-int8-ffn", -0.01, 1.1, dominates=True),
+        ],
+        "agreement": compare_drops(trials[1], confirmed("found", 0.0, 1.2)),
+        "warnings": ["4 trials are few"],
+        "notes": [],
+    }
+    return Search.model_validate(values | changes)
+
+
+NOTHING = {"outcome": SearchOutcome(), "confirmed": [], "agreement": None}
+
+
+def drops(delta: float, error: float) -> dict[str, Comparison]:
+    return {"validation": comparison({"matthews": delta}, error)}
+
+
+def drop_issue(value: float) -> GateIssue:
+    where = {"code": "accuracy", "state": "failed", "stage": "engine", "metric": "matthews"}
+    return GateIssue(**where, value=value, stderr=0.006, limit=0.005)
+
+
+def step_of(
+    name: str, kind: Any, delta: float, previous: str | None = None, *, nested: Any = None, issues: Any = ()
+) -> AutoStep:
+    recipe = LINEARS.model_copy(update={"name": name})
+    source = Source(mode="latency", cpu="a CPU", backend="openvino", version="1", batch=32, length=128)
+    run = step_run(
+        folder=f"{name}/run",
+        engine=f"{name}/run/engine/model.engine",
+        int8_linears=36,
+        previous=previous,
+        vs_previous=drops(0.02, 0.004) if previous else {},
+        source=source,
+        issues=issues,
+        nested=nested,
+    )
+    return AutoStep(
+        recipe=recipe,
+        origin="shipped" if kind == "shipped" else "calibration",
+        scores=drops(delta, 0.006),
+        speedup=speedup(1.4, 1.3, 1.5, ms=1.5),
+        name=name,
+        kind=kind,
+        status="done",
+        proposal=Proposal(base="bert-int8-linears", samples=512, share=0.4, method="percentile/99.99"),
+        estimate_s=60.0,
+        seconds=71.5,
+        run=run,
+    )
+
+
+def skipped_step(name: Any) -> AutoStep:
+    return AutoStep(
+        recipe=None, origin="qat", name=name, kind=name, status="skipped", skipped="budget", estimate_s=71.5
+    )
+
+
+def sample_auto(name: str = "a-model", *, passed: bool = True) -> Auto:
+    nested = NestedFolds(folds=5, scores=drops(-0.004, 0.007), others=0.2, unmet=[])
+    second = {"nested": nested} if passed else {"issues": [drop_issue(0.02)]}
+    spent = {"estimate_s": 20.0, "seconds": 3.0, "failure": Failure(code="check", text=name)}
+    search = {"origin": "tpe", "name": "search", "kind": "search", "status": "failed"}
+    steps = [
+        step_of("bert-int8-linears", "shipped", -0.029, issues=[drop_issue(0.029)]),
+        step_of("methods", "methods", -0.002 if passed else -0.02, "bert-int8-linears", **second),
+        skipped_step("islands"),
+        AutoStep(recipe=None, **search, **spent),
+        skipped_step("qat"),
+    ]
+    about = draw_record(name, metric="matthews", task={"name": "cola", "metrics": ["matthews"]})
+    about |= {"data": {"source": name, "evaluation": {"validation": 1043}, "proposals": 512, "limit": None}}
+    return Auto(
+        **{key: value for key, value in about.items() if key in Auto.model_fields},
+        folder="runs/a",
+        gate=Criteria(max_drop=0.005),
+        fp32={"matthews": 0.42},
+        budget_s=160.0,
+        elapsed_s=146.0,
+        steps=steps,
+        choice=AutoChoice(
+            passed=passed,
+            step="methods",
+            recipe="runs/a/best.yaml",
+            engine="runs/a/methods/run/engine/model.engine",
+            run="runs/a/methods/run",
+            command="qdqbench run runs/a/best.yaml --model a-model --task cola",
+        ),
+    )
+
+
+KINDS = {"attention.self.query": "qkv", "attention.output.dense": "output", "output.dense": "ffn-out"}
+
+
+def compared(amount: float, drop: float = 0.001) -> Comparison:
+    sqnr = None if amount == 0 else 20.0
+    spread = {"divergence": amount, "divergence_stderr": amount / 10, "sqnr_db": sqnr}
+    return comparison({"accuracy": -drop}, 0.002, **spread)
+
+
+def candidate(name: str, group: Any, kind: str, layer: int | None, *values: float) -> CandidateRow:
+    """Return a row with one divergence, of only this, or two, of all but this too."""
+    only, *rest = values
+    fields: dict[str, Any] = {"modules": [f"bert.{name}"], "diagnostic": kind == "embeddings"}
+    fields |= {"only": compared(only), "all_but": compared(rest[0], 0.05) if rest else None}
+    return CandidateRow(name=name, group=group, kind=kind, layer=layer, **fields)
+
+
+def sample_sensitivity(name: str = "a-model") -> Sensitivity:
+    rows = [
+        candidate(f"encoder.layer.{n}.{part}", "linear", kind, n, 0.001 * (n + place), 0.01 + place / 100)
+        for n in range(3)
+        for place, (part, kind) in enumerate(KINDS.items())
+    ]
+    rows += [candidate("classifier", "linear", "classifier", None, 0.5)]
+    rows += [candidate("encoder.layer.1", "block", "block", 1, 0.01, 0.01)]
+    rows += [candidate("embeddings", "kind", "embeddings", None, 0.02)]
+    order = [row.modules[0] for row in ranking(rows)]
+    points = [(0, 0.05), (1, 0.04), (2, 0.02), (4, 0.01)]
+    return Sensitivity(
+        **draw_record(name),
+        fp32=Scores(metrics={"accuracy": 0.9}, stderr={"accuracy": 0.01}, n=512),
+        full=compared(0.05, 0.03),
+        int8=order,
+        rows=rows,
+        curve=[
+            CurvePoint(kept=kept, linears=order[:kept], attention=[], comparison=compared(amount))
+            for kept, amount in points
+        ],
+        choice=SensitivityChoice(kept=2, reached=True, file="recipe.yaml"),
+        timings={"candidates_s": 200.0, "this_run_s": 220.0},
+    )
+
+
+def calibration_row(
+    method: str,
+    value: float,
+    *,
+    best: bool = False,
+    given: bool = False,
+    failed: bool = False,
+    smoothing: float | str = "none",
+    splits: tuple[str, ...] = ("validation",),
+) -> CalibrationRow:
+    section = LINEARS.calibration.model_copy(update={"method": method, "smoothing": smoothing})
+    recipe = LINEARS.model_copy(update={"calibration": section})
+    trial = Trial(recipe=recipe, origin="given" if given else "calibration")
+    if failed:
+        trial.failure = Failure(code="check", text=HOSTILE)
+        return CalibrationRow(trial=trial)
+    place = "bert.encoder.layer.0.output.dense.input_quantizer"
+    trial.calibration = CalibrationCost(seconds=12.34, amax_over_rms=44.4, amax_over_rms_at=place)
+    sqnr = None if best else 21.5
+    trial.scores = {
+        DRAW: comparison({"f1": 0.0}, 0.004, divergence=value, divergence_stderr=value / 10, sqnr_db=sqnr),
+        **{split: comparison({"f1": -0.02 if best else -0.001}, 0.004) for split in splits},
+    }
+    above = value - 0.001
+    return CalibrationRow(
+        trial=trial, best=best, above_best=above, above_best_stderr=0.0002, ties=value < 0.0014
+    )
+
+
+def sample_calibrations(
+    *, name: str = "tiny", splits: tuple[str, ...] = ("validation",)
+) -> CalibrationComparison:
+    data = {"split": "train", "samples": 256, "calibration": 512, "rows": 3668}
+    return CalibrationComparison(
+        **draw_record(name, task={"name": "mrpc"}, data=data, metric="f1"),
+        fp32={split: Scores(metrics={"f1": 0.855}, stderr={"f1": 0.01}, n=400) for split in splits},
+        rows=[
+            calibration_row("max", 0.005, given=True, splits=splits),
+            calibration_row("mse", 0.0013, splits=splits),
+            calibration_row("entropy", 0.001, best=True, smoothing=0.65, splits=splits),
+            calibration_row("percentile/99.9", 0.0, failed=True),
+        ],
+        timings={"total_s": 100.0},
+    )

@@ -1,0 +1,106 @@
+"""A report of every kind, of made-up results: what pages, terminals and golden files are tested on."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from qdqbench.eval.bench.report import bench_report
+from qdqbench.eval.bench.results import read_bench
+from qdqbench.eval.runs.comparison import comparison_report
+from qdqbench.eval.runs.report.report import run_report, stages_report
+from qdqbench.eval.runs.report.training import finetuning_report
+from qdqbench.eval.runs.results import Results
+from qdqbench.eval.runs.study import Study, study_report
+from qdqbench.eval.selection.auto.report import auto_report
+from qdqbench.eval.selection.calibration_comparison import calibration_report
+from qdqbench.eval.selection.search.report import search_report
+from qdqbench.eval.selection.sensitivity.report import sensitivity_report
+from qdqbench.quantize.calibration.record import SoftmaxRow
+from qdqbench.quantize.pipeline.pipeline import Timing
+from qdqbench.quantize.report.document import Report
+
+from .benches import bench_that_is, many_shapes, sample_bench
+from .choices import NOTHING, sample_auto, sample_calibrations, sample_search, sample_sensitivity
+from .compared import sample_comparison
+from .records import speedup
+from .runs import bare, effects, failed, measured, mnli, regression, sample, verification, without_engine
+from .trainings import failed_run, finetuning, qat_run, run_of
+
+MEASURED = Path(__file__).parents[2] / "docs" / "measured"
+MNLI = ("validation_matched", "validation_mismatched")
+
+
+def measured_study() -> Study:
+    """A study whose rows are not kept."""
+    fields = json.loads((MEASURED / "mrpc-qat" / "summary.json").read_text(encoding="utf-8"))
+    del fields["kind"]
+    return Study(**fields, data="glue", seeds=[0, 1, 2], rows=[])
+
+
+def timed_run() -> Results:
+    """A run of two layers with all that a report can show, and a bench behind its speed."""
+    speed = [speedup(1.4, 1.3, 1.5), speedup(1.31, 0.9, 1.6, config="b1 s128")]
+    half = measured({"accuracy": 0.8945}, -0.0023)
+    versus = measured({"accuracy": 0.8956}, 0.0011).vs_fp32
+    softmax = {"module": "bert.encoder.layer.0.attention.self", "length": 384, "amax": 0.5, "centered": True}
+    return effects(
+        layers=2,
+        speed=speed,
+        fp16=half,
+        vs_fp16=versus,
+        verification=verification(),
+        softmax=[SoftmaxRow(**softmax, zeroed=0.331, clipped=0.012, error=0.254)],
+    )
+
+
+def stages() -> Report:
+    """What the stage commands print, of a run with QAT whose engine was not run."""
+    names = (
+        "baseline",
+        "quantize",
+        "ptq",
+        "qat",
+        "fake_quant",
+        "export",
+        "check",
+        "parity",
+        "build",
+        "verify",
+    )
+    calibration = {"method": "max", "samples": 512, "split": "train"}
+    results = qat_run(
+        layers=2,
+        data={"calibration": calibration},
+        timings={name: Timing(wall_s=12.3, peak_rss_bytes=1, reused=name == "build") for name in names},
+        verification=verification(),
+        skipped={"engine": "no GPU"},
+    )
+    results.timings["engine"] = results.timings["verify"]
+    return stages_report(results, Path("runs/a"))
+
+
+REPORTS: dict[str, Callable[[], Report]] = {
+    "run": lambda: run_report(timed_run(), sample_bench(), Path("runs/a")),
+    "run-alone": lambda: run_report(sample()),
+    "run-qat": lambda: run_report(qat_run(layers=2)),
+    "run-failed": lambda: run_report(failed()),
+    "run-planned": lambda: run_report(without_engine()),
+    "run-two-splits": lambda: run_report(mnli()),
+    "run-regression": lambda: run_report(regression()),
+    "run-fp32": lambda: run_report(bare()),
+    "stages": stages,
+    "bench": lambda: bench_report(sample_bench()),
+    "bench-inconclusive": lambda: bench_report(bench_that_is("unclear")),
+    "bench-many-shapes": lambda: bench_report(many_shapes()),
+    "bench-measured": lambda: bench_report(read_bench(MEASURED / "base-recipes" / "bench.json")),
+    "compare": lambda: comparison_report(sample_comparison()),
+    "sensitivity": lambda: sensitivity_report(sample_sensitivity()),
+    "methods": lambda: calibration_report(sample_calibrations()),
+    "methods-two-splits": lambda: calibration_report(sample_calibrations(splits=MNLI)),
+    "search": lambda: search_report(sample_search()),
+    "search-nothing": lambda: search_report(sample_search(**NOTHING)),
+    "auto": lambda: auto_report(sample_auto()),
+    "auto-nothing": lambda: auto_report(sample_auto(passed=False)),
+    "finetune": lambda: finetuning_report(finetuning([run_of(0), run_of(1), failed_run(2)])),
+    "study": lambda: study_report(measured_study()),
+}

@@ -1,0 +1,51 @@
+"""Every kind of report as Markdown and on a terminal of 80 columns, held to `tests/golden/reports`.
+
+A change that is meant to change a report writes the files anew, to be read as a diff:
+
+RECORD_GOLDEN=1 .venv/bin/python -m pytest tests/unit/report/test_golden.py
+"""
+
+import os
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from qdqbench.quantize.report.document import Report
+from qdqbench.quantize.report.render import render_markdown, render_screen
+
+from ...support.reports import REPORTS
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "reports"
+BESIDES = (
+    "run-alone",
+    "bench-many-shapes",
+    "bench-measured",
+    "methods-two-splits",
+)  # shown by others as well
+
+
+def on_screen(report: Report) -> str:
+    """What a terminal shows, and the tiles, which only a page has."""
+    stream = StringIO()
+    Console(file=stream, width=80).print(render_screen(report))
+    tiles = [f"{tile.title}: {tile.value} [{tile.state}] {tile.remark}" for tile in report.tiles]
+    lines = [*stream.getvalue().splitlines(), *(["", "Tiles of the page:"] if tiles else []), *tiles]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+@pytest.mark.parametrize("name", [name for name in REPORTS if name not in BESIDES])
+def test_a_report_is_as_it_was(name: str) -> None:
+    report = REPORTS[name]()
+    for kind, text in (("md", render_markdown(report)), ("txt", on_screen(report))):
+        path = GOLDEN / f"{name}.{kind}"
+        if os.environ.get("RECORD_GOLDEN"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8"), f"{path.name}: {__doc__}"
+
+
+def test_no_file_is_left_over() -> None:
+    held = {name for name in REPORTS if name not in BESIDES}
+    assert {path.stem for path in GOLDEN.iterdir()} == held
