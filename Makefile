@@ -10,16 +10,16 @@ lint: ## in the active environment
 	ruff format --check .
 
 types:
-	python tests/types.py
+	python tools/types.py
 
 docs: ## the site, in build/docs; needs pip install -e '.[docs]'
 	zensical build --strict
 
 bindings: ## TensorRT 10 and 11 bindings for tests/unit/engine/test_backend_bindings.py
-	tests/fetch_bindings.sh
+	tools/fetch_bindings.sh
 
 benchmark: ## cost of each stage: make benchmark MODEL=... TASK=... DATA=...
-	python tests/tools/benchmark.py --model $(MODEL) --task $(TASK) --data $(DATA)
+	python tools/benchmark.py --model $(MODEL) --task $(TASK) --data $(DATA)
 
 clean:
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -104,7 +104,7 @@ def main() -> None:
         call("sh", ROOT / "tests" / "fetch_bindings.sh", BIN / "python")
         call(BIN / "ruff", "check", ".")
         call(BIN / "ruff", "format", "--check", ".")
-        call(BIN / "python", "tests/types.py")
+        call(BIN / "python", "tools/types.py")
         call(BIN / "lint-imports", PYTHONPATH="build/types")  # the links that types.py made
         if compiling:
             compiling.wait()

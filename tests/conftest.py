@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # each worker is one core; before torch is imported
-# The same draws in every run, so that no run fails by luck; `tests/tools/fuzz.py` searches at random.
+# The same draws in every run, so that no run fails by luck; `tools/fuzz.py` searches at random.
 settings.register_profile("fixed", max_examples=40, deadline=None, derandomize=True, database=None)
 # Hypothesis draws the same everywhere where CI is set, unless told otherwise.
 _RANDOM = settings(

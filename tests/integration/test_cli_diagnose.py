@@ -7,12 +7,12 @@ import numpy as np
 import onnx
 import pytest
 from onnxruntime.quantization import quantize_dynamic
+from tools.foreign import export_fp32
 
 from ..support.build_logs import missing_scale, trtexec
 from ..support.foreign_layer import float_layer, samples, write_dynamic, write_static
 from ..support.layer_tables import bert, inspector_json
 from ..support.tiny_layer import healthy
-from ..tools.foreign import export_fp32
 from .tiny import fine, refused
 
 

@@ -89,7 +89,7 @@ class TestTexts:
         done = qdqbench("check", folder / "model.int8.onnx", "--recipe", "roberta-int8-attention")
         assert done.code == 0, done.err
 
-    @pytest.mark.skipif(not (BINDINGS / "tritonclient").is_dir(), reason="needs tests/fetch_bindings.sh")
+    @pytest.mark.skipif(not (BINDINGS / "tritonclient").is_dir(), reason="needs tools/fetch_bindings.sh")
     def test_servers_embed_as_the_run_was_evaluated(self, folder, tmp_path):
         texts = Session(read_config(folder), folder).eval_splits["validation"][0].dataset["text"][:8]
         with np.load(folder / "logits" / "onnxruntime.npz") as saved:

@@ -190,7 +190,7 @@ def test_a_server_answers_as_the_run_was_evaluated(runs, kind, tmp_path):
     assert same >= 23  # a flip of rounding may change one
 
 
-@pytest.mark.skipif(not (BINDINGS / "tritonclient").is_dir(), reason="needs tests/fetch_bindings.sh")
+@pytest.mark.skipif(not (BINDINGS / "tritonclient").is_dir(), reason="needs tools/fetch_bindings.sh")
 @pytest.mark.parametrize("kind", KINDS)
 def test_triton_answers_as_the_run_was_evaluated(runs, kind, tmp_path):
     made = export_triton(runs[kind], tmp_path / "out", kind)

@@ -1,4 +1,4 @@
-"""The deployed folder as libraries read it; `tests/tools/consumers.py` asks the libraries themselves."""
+"""The deployed folder as libraries read it; `tools/consumers.py` asks the libraries themselves."""
 
 import filecmp
 import json

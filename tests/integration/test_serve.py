@@ -14,12 +14,13 @@ import pytest
 
 pytest.importorskip("fastapi", reason="needs fastapi: pip install 'qdqbench[serve]'")
 
+from tools import load_serve
+
 from qdqbench.quantize.deployment.server.served import open_served
 from qdqbench.quantize.utils.errors import UserError
 
 from ..support import fake_served
 from ..support.http_client import Client, finished
-from ..tools import load_serve
 from .served import Asked, with_cpu_engine
 from .tiny import MAIN, environment, refused
 

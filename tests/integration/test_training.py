@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from tools.tables import markdown, read_records
 
 import qdqbench
 from qdqbench.eval.runs.results import Results
@@ -23,7 +24,6 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.training.results import Finetuning
 
 from ..support.modelopt_folder import load_modelopt
-from ..tools.tables import markdown, read_records
 from .tiny import MAIN, call_alone, refused, write_data
 
 QUICK = ("--epochs", "2", "--num-evals", "2", "--batch-size", "16")

@@ -25,7 +25,7 @@ from ..support.triton_stub import InferenceRequest, Repository, Tensor
 from .tiny import refused
 
 pytestmark = pytest.mark.skipif(
-    not (triton_stub.BINDINGS / "tritonclient").is_dir(), reason="needs tests/fetch_bindings.sh"
+    not (triton_stub.BINDINGS / "tritonclient").is_dir(), reason="needs tools/fetch_bindings.sh"
 )
 
 

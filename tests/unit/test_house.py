@@ -110,7 +110,8 @@ def test_nothing_below_imports_the_public_names():
 def test_every_path_that_a_document_names_exists(document):
     text = document.read_text()
     inline = re.findall(
-        r"`((?:api|quantize|eval|recipes|tests|docs)/[\w./-]*)`", re.sub(r"```.*?```", "", text, flags=re.S)
+        r"`((?:api|quantize|eval|recipes|tests|tools|docs)/[\w./-]*)`",
+        re.sub(r"```.*?```", "", text, flags=re.S),
     )
     pictured = re.findall(r"\b((?:quantize|eval)/[a-z]+|(?:api|recipes)/)(?=[ ,:\"])", text)
     missing = [name for name in {*inline, *pictured} if not (ROOT / name).exists()]

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import typer.main
+from tools import pages
 
 from qdqbench.cli.app import app
 
 from ..support.prose import read_prose
-from ..tools import pages
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

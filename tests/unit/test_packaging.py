@@ -141,7 +141,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
     """A commit, the sdist made from a checkout of it, unpacked, and the wheel made from that, installed."""
     home = tmp_path_factory.mktemp("built")
     checkout, dist, installed = home / "checkout", home / "dist", home / "site-packages"
-    for folder in (*FOLDERS, "tests", "docs", ".ci", ".github"):
+    for folder in (*FOLDERS, "tests", "tools", "docs", ".ci", ".github"):
         shutil.copytree(ROOT / folder, checkout / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for path in ROOT.iterdir():
         if path.is_file() and path.name != ".git":

@@ -9,6 +9,7 @@ import onnx
 import pytest
 import typer
 import yaml
+from tools.tables import markdown, read_records
 from typer.testing import CliRunner
 
 from qdqbench import _bench as api_bench
@@ -27,7 +28,6 @@ from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
 from ...support.tiny_bert import INT8, recipe_with
-from ...tools.tables import markdown, read_records
 
 QUICK = ["--cpu", "--no-baselines", "--length", "16", "--batch", "3", "--rounds", "3", "--iterations", "2"]
 

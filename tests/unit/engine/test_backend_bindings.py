@@ -1,6 +1,6 @@
 """What the engine shim uses of the API is in TensorRT 10.16, TensorRT 11.4 and the installed TensorRT-RTX.
 
-TensorRT itself is far too large to fetch for this. Its bindings alone (tests/fetch_bindings.sh) import over
+TensorRT itself is far too large to fetch for this. Its bindings alone (tools/fetch_bindings.sh) import over
 stub libraries that export the few C symbols they link to, which is enough to look at classes, enum members
 and signatures.
 """
@@ -224,7 +224,7 @@ def binding(request) -> dict:
     tag = "Tag: cp{}{}-".format(*sys.version_info[:2])
     wheels = list(folder.glob("*.dist-info/WHEEL"))
     if not wheels or tag not in wheels[0].read_text():
-        pytest.skip(f"no bindings of TensorRT {request.param} for this Python; run tests/fetch_bindings.sh")
+        pytest.skip(f"no bindings of TensorRT {request.param} for this Python; run tools/fetch_bindings.sh")
     answer = probe("tensorrt_bindings", folder, str(request.getfixturevalue("stubs")))
     assert answer["version"] == request.param
     return answer

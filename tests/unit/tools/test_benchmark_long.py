@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ...tools.benchmark_long import table
+from tools.benchmark_long import table
 
 DOCS = Path(__file__).parents[3] / "docs"
 

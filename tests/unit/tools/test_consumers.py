@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-from ...tools import consumers
-from ...tools.consumers import PAGE, Block, compare, program, read_blocks
+from tools import consumers
+from tools.consumers import PAGE, Block, compare, program, read_blocks
 
 ANSWERS = [[{"label": "good", "score": 0.9}, {"label": "bad", "score": 0.1}]] * 2
 

@@ -1,17 +1,16 @@
-"""What tests/tools/false_alarms.py counts as a caught fault."""
+"""What tools/false_alarms.py counts as a caught fault."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 from onnx import helper
+from tools import false_alarms
 
 from qdqbench.eval.stages import stages
 from qdqbench.eval.verification import engine
 from qdqbench.quantize.pipeline import artifacts, ownership
 from qdqbench.quantize.utils.errors import UserError
-
-from ...tools import false_alarms
 
 
 @pytest.mark.parametrize(

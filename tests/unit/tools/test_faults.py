@@ -1,8 +1,7 @@
-"""What tests/tools/faults.py takes for the same, and what it complains about."""
+"""What tools/faults.py takes for the same, and what it complains about."""
 
 import pytest
-
-from ...tools.faults import Ended, content, differences
+from tools.faults import Ended, content, differences
 
 
 @pytest.mark.parametrize(

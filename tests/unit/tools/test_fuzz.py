@@ -7,10 +7,9 @@ import random
 from pathlib import Path
 
 import pytest
+from tools import fuzz
 
 from qdqbench.quantize.utils.errors import UserError
-
-from ...tools import fuzz
 
 
 def fragile(path: Path) -> None:

@@ -3,8 +3,7 @@
 from types import SimpleNamespace
 
 import numpy as np
-
-from ...tools.kernel_times import random_tokens, table, time_alone
+from tools.kernel_times import random_tokens, table, time_alone
 
 
 class Engine:

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 from scipy.stats import linregress
-
-from ...tools import load_serve
-from ...tools.load_serve import (
+from tools import load_serve
+from tools.load_serve import (
     SAMPLE_S,
     SOAKED,
     Load,

@@ -1,13 +1,12 @@
-"""The data of tests/tools/make_heads.py: honest rows that the tasks read."""
+"""The data of tools/make_heads.py: honest rows that the tasks read."""
 
 import numpy as np
 import pandas as pd
 import pytest
+from tools import make_heads
 
 from qdqbench.quantize.tasks.rows import add_tag_classes, load_split
 from qdqbench.quantize.tasks.task import get_task
-
-from ...tools import make_heads
 
 PLACES = ("Rome", "New York", "Oslo", "Lima")
 PAIRS = [

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 import pytest
-
-from ...tools.make_picture import HEIGHT, ROOT, WIDTH, write_page
+from tools.make_picture import HEIGHT, ROOT, WIDTH, write_page
 
 PNG, MOST_BYTES = b"\x89PNG\r\n\x1a\n", 200_000
 

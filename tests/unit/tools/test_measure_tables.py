@@ -7,15 +7,8 @@ from pathlib import Path
 
 import pytest
 import typer
-
-from qdqbench.cli.app import app
-from qdqbench.quantize.models.load import load_tokenizer
-from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
-from qdqbench.quantize.tasks.rows import encode, load_split
-from qdqbench.quantize.tasks.task import get_task
-
-from ...tools import measure_tables
-from ...tools.measure_tables import (
+from tools import measure_tables
+from tools.measure_tables import (
     LATE,
     UNSPLIT,
     Step,
@@ -25,7 +18,13 @@ from ...tools.measure_tables import (
     write_squad_lengths,
     write_unsplit,
 )
-from ...tools.real_size.measure import TIMED
+from tools.real_size.measure import TIMED
+
+from qdqbench.cli.app import app
+from qdqbench.quantize.models.load import load_tokenizer
+from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
+from qdqbench.quantize.tasks.rows import encode, load_split
+from qdqbench.quantize.tasks.task import get_task
 
 # writes the file that its first argument names into --out, after the seconds of its second
 CHILD = """

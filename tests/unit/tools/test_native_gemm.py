@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "tools" / "native_gemm"
+FOLDER = Path(__file__).parents[3] / "tools" / "native_gemm"
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,7 @@ import subprocess
 import sys
 
 import pytest
-
-from ...tools import newest
+from tools import newest
 
 
 @pytest.mark.parametrize(("fails", "ran"), [(None, 5), ("onnxruntime", 3), ("list", 4)])

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import typer.main
+from tools import pages
 
 import qdqbench
 from qdqbench.cli.app import app
@@ -13,14 +14,12 @@ from qdqbench.quantize.recipe.schema import Recipe, shipped_recipes
 from qdqbench.quantize.recipe.shipped import list_shipped
 from qdqbench.quantize.tasks.task import KINDS
 
-from ...tools import pages
-
 
 @pytest.mark.parametrize("name", pages.PAGES)
 def test_a_page_is_what_the_code_says(name):
     _, mark, body = (pages.ROOT / name).read_text(encoding="utf-8").partition(pages.MARK)
     assert mark
-    assert body == f"\n{pages.PAGES[name]()}", "write it with `python tests/tools/pages.py`"
+    assert body == f"\n{pages.PAGES[name]()}", "write it with `python tools/pages.py`"
 
 
 def test_every_parameter_and_every_function_has_a_meaning():

@@ -1,9 +1,10 @@
-"""tests/tools/port_family.py: a BERT in the layout of other families."""
+"""tools/port_family.py: a BERT in the layout of other families."""
 
 import dataclasses
 
 import pytest
 import torch
+from tools import port_family
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification, AutoTokenizer
 
 from qdqbench.quantize.models.load import load_encoder
@@ -12,7 +13,6 @@ from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from ...support.families import SIZES, write_model
 from ...support.tiny_bert import VOCABULARY
 from ...support.tiny_embedder import write_sentence_folder
-from ...tools import port_family
 
 TEXTS = [" ".join(VOCABULARY[5:9]), " ".join(VOCABULARY[6:20])]
 

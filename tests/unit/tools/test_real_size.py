@@ -11,11 +11,10 @@ import pytest
 import torch
 import typer
 from safetensors.torch import load_file, save_file
+from tools.real_size import heal, measure
 from transformers import MPNetConfig, MPNetModel
 
 from qdqbench.cli.app import app
-
-from ...tools.real_size import heal, measure
 
 
 @pytest.fixture(scope="module")

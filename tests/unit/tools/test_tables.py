@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tools import tables
+from tools.tables import BEGIN, END, differences, figures_of, insert, markdown, read_records, run_of
 
 from qdqbench.eval.bench.results import headline_of, over_fastest, row_of, write_bench
 from qdqbench.eval.runs.results import write_results
@@ -17,8 +19,6 @@ from qdqbench.quantize.utils.errors import UserError
 from ...support.benches import sample_bench
 from ...support.runs import sample as sample_run
 from ...support.trainings import qat_run
-from ...tools import tables
-from ...tools.tables import BEGIN, END, differences, figures_of, insert, markdown, read_records, run_of
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "tables"
@@ -50,7 +50,7 @@ def test_the_pages_and_the_figures_hold_what_was_measured():
             for path, text in tables.contents()}  # fmt: skip
     assert made.keys() == {*tables.PAGES, tables.FIGURES}
     for name, (there, text) in made.items():
-        assert there == text, f"write {name} with `python tests/tools/tables.py`"
+        assert there == text, f"write {name} with `python tools/tables.py`"
 
 
 @pytest.mark.long

@@ -2,7 +2,8 @@
 
 import json
 
-from ...tools import try_fix
+from tools import try_fix
+
 from ..test_house import ROOT
 
 RESULTS = ROOT / "docs" / "measured-foreign" / "sst2.json"

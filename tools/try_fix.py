@@ -1,8 +1,8 @@
 """What `fix` makes of files that other tools wrote: INT8 GEMMs in the engine and accuracy, before and after.
 
-    python tests/tools/foreign.py --model MODEL --data DATA --out FOLDER
-    python tests/tools/try_fix.py FOLDER --model MODEL --data DATA --results docs/measured-foreign/sst2.json
-    python tests/tools/try_fix.py --markdown docs/measured-foreign/sst2.json   (its table)
+    python tools/foreign.py --model MODEL --data DATA --out FOLDER
+    python tools/try_fix.py FOLDER --model MODEL --data DATA --results docs/measured-foreign/sst2.json
+    python tools/try_fix.py --markdown docs/measured-foreign/sst2.json   (its table)
 
 DATA holds sst2/validation.parquet in the columns of `nyu-mll/glue`. Accuracy is ONNX Runtime's, whole split.
 """

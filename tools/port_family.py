@@ -1,7 +1,7 @@
 """Rewrite a BERT into another family's layout, so that the family is measured on weights with real outliers.
 
-    python tests/tools/port_family.py my-bert roberta my-roberta
-    python tests/tools/port_family.py all-MiniLM-L6-v2 xlm-roberta minilm-as-xlmr
+    python tools/port_family.py my-bert roberta my-roberta
+    python tools/port_family.py all-MiniLM-L6-v2 xlm-roberta minilm-as-xlmr
 
 A classifier becomes a classifier, a sentence-transformers folder one as well. RoBERTa, XLM-R, CamemBERT and
 MPNet give the same logits for single texts: token types become part of the positions, which move behind the

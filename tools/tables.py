@@ -1,8 +1,8 @@
 """Measured tables of the documents, and `recipes/figures.json`, from the results files in `docs/measured*`.
 
-    python tests/tools/tables.py             write every page, and the figures
-    python tests/tools/tables.py --check     change nothing; exit status 2 where something would change
-    python tests/tools/tables.py --summarize docs/measured
+    python tools/tables.py             write every page, and the figures
+    python tools/tables.py --check     change nothing; exit status 2 where something would change
+    python tools/tables.py --summarize docs/measured
 
 A page gets its tables between two markers; `cuda.md` has two pairs. The same files give the same bytes, in
 any order. `--summarize` replaces the `results.json`, `study.json` and `search.json` of new runs by a
@@ -63,7 +63,7 @@ from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import SECOND
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
     "docs/results/cpu.md": "docs/measured-cpu",
     "docs/results/families.md": "docs/measured-families",
@@ -869,7 +869,7 @@ def markdown(records: Sequence[Any]) -> str:
     notes, runs = Notes(), _of("run", records)
     benches = [without_changed(bench) for bench in _of("bench", records)]
     parts = [
-        "Written by `tests/tools/tables.py` from results files; do not edit by hand.",
+        "Written by `tools/tables.py` from results files; do not edit by hand.",
         *accuracy_tables(runs, notes),
         *training_tables(runs, notes),
         *mean_tables(runs, notes),

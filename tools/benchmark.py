@@ -1,8 +1,8 @@
 """Cost of a whole run, stage by stage, and of calibration against the number of samples; wall time of
 `qdqbench sensitivity`.
 
-    python tests/tools/benchmark.py --model FOLDER --task sst2 --data FOLDER
-    python tests/tools/benchmark.py --model FOLDER --task sst2 --data FOLDER --only-run
+    python tools/benchmark.py --model FOLDER --task sst2 --data FOLDER
+    python tools/benchmark.py --model FOLDER --task sst2 --data FOLDER --only-run
 
 Every measurement is a fresh process. Prints one table each; exit status 0 unless a run fails.
 

@@ -1,6 +1,6 @@
 """Faults injected for real into whole commands on a tiny model: how each command ends, and what is lost.
 
-    python -m tests.tools.faults [--seed N] [--moments N] [--disks N] [--folders N] [--commands run,qat]
+    python -m tools.faults [--seed N] [--moments N] [--disks N] [--folders N] [--commands run,qat]
 
 Signals come at moments that are uniform over the undisturbed duration, to the main process or the whole
 group; disks are tmpfs of random sizes, so it needs root. After each fault the same command must end as the

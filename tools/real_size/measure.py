@@ -1,10 +1,10 @@
 """Everything behind `docs/measured-real` that needs a GPU: fine-tunings, and runs of recipes, side by side.
 
     nvidia-cuda-mps-control -d
-    python -m tests.tools.real_size.measure all --models MODELS --data GLUE --work WORK --out OUT --gpus 2
+    python -m tools.real_size.measure all --models MODELS --data GLUE --work WORK --out OUT --gpus 2
     echo quit | nvidia-cuda-mps-control
-    python tests/tools/measure_tables.py lengths-real --models WORK --data GLUE --out OUT
-    python tests/tools/tables.py --summarize OUT
+    python tools/measure_tables.py lengths-real --models WORK --data GLUE --out OUT
+    python tools/tables.py --summarize OUT
 
 MODELS holds `mpnet` and `minilm-l6`, which are all-mpnet-base-v2 and all-MiniLM-L6-v2 with weights in FP16.
 `train` heals `bert-base` from `mpnet` (heal.py), and fine-tunes all three on the tasks. `runs` takes each
@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
-from tests.tools.measure_tables import PROGRAM, REAL, TUNED, find_idle, name_run
+from tools.measure_tables import PROGRAM, REAL, TUNED, find_idle, name_run
 
 HEAL = Path(__file__).with_name("heal.py")
 SMALL = "minilm-l6"

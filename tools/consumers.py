@@ -1,6 +1,6 @@
 """Load the deploy folders of runs with the libraries that read them, and compare with the answers of the run.
 
-python tests/tools/consumers.py RUN [RUN ...]
+python tools/consumers.py RUN [RUN ...]
 
 The programs are the blocks of docs/how-to/other-libraries.md. Each environment is made once under
 build/consumers, by pip or npm. The last line of a run is exit status 1 if a library differs.
@@ -20,7 +20,7 @@ import numpy as np
 
 from qdqbench.quantize.pipeline.session import Session, read_config
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "how-to" / "other-libraries.md"
 HOME = ROOT / "build" / "consumers"
 ROWS = 64

@@ -1,6 +1,6 @@
 """Time of a training step (forward, loss, backward, AdamW) of a BERT, unquantized and with fake quantization.
 
-    python tests/tools/benchmark_qat.py --batch 32 --length 128 --model minilm
+    python tools/benchmark_qat.py --batch 32 --length 128 --model minilm
 
 Variants: `plain`, the model before quantization; `sdpa`, the same with PyTorch's fused attention;
 `modelopt`, with ModelOpt's quantizers; `native`, with `quantize/calibration/fakequant/native.py`; `learned`,

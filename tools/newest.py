@@ -1,6 +1,6 @@
 """Run the fast unit tests with the newest versions that the registry has, in an environment of its own.
 
-python tests/tools/newest.py [PACKAGE ...]
+python tools/newest.py [PACKAGE ...]
 
 The newest are those within the bounds of `pyproject.toml`. A package named here goes past its bound, which
 shows whether the bound can be raised.
@@ -13,7 +13,7 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def commands(python: Path, beyond: Sequence[str]) -> list[list[str | Path]]:

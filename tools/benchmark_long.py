@@ -1,6 +1,6 @@
 """What the INT8 softmax costs on long inputs: fake-quant accuracy and loss by length and form of the softmax.
 
-    python tests/tools/benchmark_long.py --model FOLDER --task mrpc --data FOLDER --out FOLDER
+    python tools/benchmark_long.py --model FOLDER --task mrpc --data FOLDER --out FOLDER
 
 Texts are stretched: `repeat` says each text again until it fills its part of the length, which keeps its
 label; `context` puts the same texts of other rows, drawn with seed 0, behind both sentences of a pair.

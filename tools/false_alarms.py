@@ -1,6 +1,6 @@
 """Rates of layer parity on tiny models: false alarms of healthy graphs, and planted faults that it catches.
 
-    python -m tests.tools.false_alarms [--seeds N] [--families bert,roberta] [--runs N [--faults N]]
+    python -m tools.false_alarms [--seeds N] [--families bert,roberta] [--runs N [--faults N]]
 
 Healthy: families x recipes x classes x seeds x compute x form of weights. Every second model of a family with
 BERT's names has channels that are the same in every token, on a border of rounding. `--runs` takes that many

@@ -1,8 +1,8 @@
 """A bounded load test of `qdqbench serve` over loopback: what it holds, and figures as JSON.
 
-    python tests/tools/load_serve.py RUN [--seconds 20] [--workers 1] [--texts FILE] [--out load.json]
-    python tests/tools/load_serve.py --fake
-    python tests/tools/load_serve.py --soak 60
+    python tools/load_serve.py RUN [--seconds 20] [--workers 1] [--texts FILE] [--out load.json]
+    python tools/load_serve.py --fake
+    python tools/load_serve.py --soak 60
 
 With `--fake` the engine is one whose times are known: 40 ms a batch and 4 ms a row. Ends by itself after some
 six times `--seconds`; exit status 1 where something does not hold.
@@ -36,7 +36,7 @@ import psutil
 
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from integration.tiny import FILLERS, WORDS
 from support.http_client import Client
 
@@ -299,7 +299,7 @@ def table(found):
 
 def start(arguments, order=None):
     """The server's process and its port."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     if arguments.fake or order:
         settings = {
             "port": 0,

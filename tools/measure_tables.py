@@ -1,10 +1,10 @@
 """Everything behind the measured tables that needs a GPU, again, in chunks of less than nine minutes each.
 
-    python tests/tools/measure_tables.py --list
-    python tests/tools/measure_tables.py bench --out docs/measured
-    python tests/tools/measure_tables.py runs-sst2 --models MODELS --data GLUE --out docs/measured
-    python tests/tools/tables.py --summarize docs/measured
-    python tests/tools/tables.py
+    python tools/measure_tables.py --list
+    python tools/measure_tables.py bench --out docs/measured
+    python tools/measure_tables.py runs-sst2 --models MODELS --data GLUE --out docs/measured
+    python tools/tables.py --summarize docs/measured
+    python tools/tables.py
 
 A chunk needs no other one. Its results go to OUT/NAME, as the folders of `docs/measured` are called; with
 --keep what is there already is not measured again. What does not end within the limit is left out and told.

@@ -1,6 +1,6 @@
 """Accuracy and amax over draws of calibration rows: how many rows are enough, and of which texts.
 
-    python -m tests.tools.real_size.draws MODEL sst2 --data GLUE --rows 64 512 --seeds 10 --out draws.json
+    python -m tools.real_size.draws MODEL sst2 --data GLUE --rows 64 512 --seeds 10 --out draws.json
 
 Each draw calibrates MODEL anew and evaluates its fake-quant model on the validation split. With --texts the
 rows are those of another task's train split. A row of the result is written as soon as it is there. At the

@@ -1,6 +1,6 @@
 """Print what kernels of an engine of backend cuda take: each alone, and all in a CUDA graph without a pause.
 
-    python -m tests.tools.kernel_times model.int8.engine --shape 128x128 --shape 32x384
+    python -m tools.kernel_times model.int8.engine --shape 128x128 --shape 32x384
 
 Alone, a kernel has the GPU's full clock; each time is a median over repetitions. The graph runs for half a
 second first, so its time is that of a hot GPU. Token ids are random.

@@ -1,6 +1,6 @@
 """The picture of the README: the first screen of a measured run's report, in a real browser, light and dark.
 
-    python tests/tools/make_picture.py
+    python tools/make_picture.py
 
 The run is one of `docs/measured-cpu`, whose results file is whole, with the bench of its engine, written as
 `qdqbench report` writes it.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from qdqbench.eval.runs.report.report import refresh_reports
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "docs" / "measured-cpu"
 RUN, BENCH = MEASURED / "sst2-openvino-int8-linears", MEASURED / "sst2-bench-128"
 WIDTH, HEIGHT = 1180, 578

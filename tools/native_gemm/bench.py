@@ -1,6 +1,6 @@
 """What native INT8 kernels of Hopper give at the GEMMs of BERT: ours, CUTLASS, Triton, cuBLASLt and PyTorch.
 
-    python tests/tools/native_gemm/bench.py --cutlass cutlass --out native_gemm.json
+    python tools/native_gemm/bench.py --cutlass cutlass --out native_gemm.json
 
 `--cutlass` (or CUTLASS_DIR) is a checkout of NVIDIA/cutlass, whose headers nvcc compiles; without one only
 Triton and PyTorch are measured, and the result says so. Each contestant is a CUDA graph of 12 launches with

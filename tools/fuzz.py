@@ -1,6 +1,6 @@
 """Random search for inputs that break a reader: damaged bytes and disfigured graphs, for a limited time.
 
-    python -m tests.tools.fuzz [--minutes 5] [--seed N] [TARGET ...]
+    python -m tools.fuzz [--minutes 5] [--seed N] [TARGET ...]
 
 A target is a reader of foreign files, an endpoint of `serve`, which reads the bytes of a connection, or
 `hypothesis`: the property tests with random draws. Rounds go over all targets, 20 s each, with a new seed.
@@ -71,7 +71,7 @@ from qdqbench.quantize.utils.arrays import read_arrays
 from qdqbench.quantize.utils.errors import QdqError
 from qdqbench.quantize.utils.schema import read
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 FOUND = ROOT / "tests" / "golden" / "broken_files.json"
 SECONDS, MEGABYTES = 20.0, 700  # of CPU and of memory for one case
 ROUND_S = 20.0  # of a target

@@ -1,6 +1,6 @@
 """Measure a run's plan of CUDA kernels without a GPU: its interpreter against ONNX Runtime on the same file.
 
-python tests/tools/interpret_cuda.py RUN [--rows 200]
+python tools/interpret_cuda.py RUN [--rows 200]
 
 RUN is a folder of `qdqbench run` with a CPU backend; the rows are the first ones of the evaluation.
 """

@@ -1,6 +1,6 @@
 """Data for heads that GLUE has no task for, made of MRPC's sentences: tokens, qa and rerank on real text.
 
-    python tests/tools/make_heads.py GLUE-FOLDER OUT
+    python tools/make_heads.py GLUE-FOLDER OUT
     qdqbench finetune --model path/or/hub-id --task qa --data OUT --max-length 256
 
 GLUE-FOLDER holds `mrpc/train.parquet` and `mrpc/validation.parquet`; OUT gets both files for each task. What

@@ -1,7 +1,7 @@
 """Reference pages that the code determines: what follows `MARK` in each; what stands before is hand-written.
 
-    python tests/tools/pages.py             write them
-    python tests/tools/pages.py --check     change nothing; exit status 2 where something would change
+    python tools/pages.py             write them
+    python tools/pages.py --check     change nothing; exit status 2 where something would change
 
 The meaning of a field is its `description`. The cause of a finding is the text that its rule raises it with.
 """
@@ -43,8 +43,8 @@ from qdqbench.quantize.tasks.task import KINDS, KNOWN
 from qdqbench.quantize.training.results import Finetuning
 from qdqbench.quantize.utils import errors
 
-ROOT = Path(__file__).resolve().parents[2]
-MARK = "<!-- The rest is written by `python tests/tools/pages.py`; a test compares. -->\n"
+ROOT = Path(__file__).resolve().parents[1]
+MARK = "<!-- The rest is written by `python tools/pages.py`; a test compares. -->\n"
 FILES: dict[str, tuple[type[BaseModel], ...]] = {  # in this order, each schema where it is met first
     "results.json": (Results,),
     "finetune.json": (Finetuning,),
@@ -251,7 +251,7 @@ def supported_page() -> str:
         "",
         *table(["family", *RUNTIMES], _measured_rows()),
         "",
-        "From `recipes/figures.json`, which `tests/tools/tables.py` writes. A recipe that is not here was",
+        "From `recipes/figures.json`, which `tools/tables.py` writes. A recipe that is not here was",
         "not measured in the form that is shipped.",
         "",
         *table(["recipe", "on", *shipped.TITLES, "tasks", "models"], rows),
