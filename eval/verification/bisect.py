@@ -6,6 +6,7 @@ tensor makes the builder keep it and can change what it fuses: when the fault va
 """
 
 import math
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from qdqbench.quantize.engine.cuda.runtime import CudaEngine
 from qdqbench.quantize.engine.cuda.tokens import pack_tokens
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.engine.sidecar import check_sidecar
-from qdqbench.quantize.graph.index import MATMULS, GraphIndex, module_of, tensor_values
+from qdqbench.quantize.graph.index import MATMULS, SAME_VALUES, GraphIndex, module_of, tensor_values
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.inputs import MASK, select_inputs
@@ -45,8 +46,7 @@ from qdqbench.quantize.utils.schema import Strict
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
 EXPLAINED = 0.3  # of the error may stay behind when a factor or an offset explains it
-_MOVES = ("Cast", "Reshape", "Transpose", "Unsqueeze", "Squeeze")
-_LINEAR_TAIL = (*_MOVES, "Mul", "Add", "Div", "Sub")
+_LINEAR_TAIL = (*SAME_VALUES, "Mul", "Add", "Div", "Sub")
 _NORM_PARTS = ("LayerNormalization", "ReduceMean", "Pow", "Sqrt", "Reciprocal")
 
 
@@ -173,24 +173,21 @@ def _scale_or_bias(evidence: Deviation) -> tuple[str, str] | None:
 
 def _behind_int8(evidence: Deviation) -> onnx.NodeProto | None:
     """Return the INT8 GEMM that reaches the node through factors, biases, residuals and moves only."""
-    waiting, seen = [evidence.node], set()
-    while waiting:
-        node = waiting.pop()
-        if node.name in seen:
-            continue
-        seen.add(node.name)
-        if node.op_type in MATMULS:
-            if all(_dequantizer(evidence.index, name) is not None for name in node.input[:2]):
-                return node
-        elif node.op_type in _LINEAR_TAIL or node is evidence.node:
-            producers = (evidence.index.producers.get(name) for name in node.input)
-            waiting += [producer for producer in producers if producer is not None]
+
+    def inputs(node: onnx.NodeProto) -> Sequence[str]:
+        tail = node.op_type in _LINEAR_TAIL or (node == evidence.node and node.op_type not in MATMULS)
+        return node.input if tail else ()
+
+    for _, node in evidence.index.back(evidence.node.output[0], inputs):
+        gemm = node is not None and node.op_type in MATMULS
+        if node is not None and gemm and all(_dequantizer(evidence.index, name) for name in node.input[:2]):
+            return node
     return None
 
 
 def _dequantizer(index: GraphIndex, name: str) -> onnx.NodeProto | None:
     """Return the DequantizeLinear that made a tensor before it was moved."""
-    node, _ = index.origin(name, _MOVES)
+    node, _ = index.origin(name, SAME_VALUES)
     return node if node is not None and node.op_type == "DequantizeLinear" else None
 
 
@@ -423,14 +420,8 @@ class _Search:
 
 
 def nodes_before(index: GraphIndex, tensor: str) -> set[str]:
-    found: set[str] = set()
-    waiting = [tensor]
-    while waiting:
-        node = index.producers.get(waiting.pop())
-        fresh = set(node.input) - found if node is not None else set()
-        found |= fresh
-        waiting += fresh
-    return found
+    _, *before = index.back(tensor, lambda node: node.input, sys.maxsize)
+    return {name for name, _ in before}
 
 
 def _own_inputs(

@@ -393,17 +393,10 @@ def name_products(rows: Sequence[LayerRow], model: onnx.ModelProto) -> None:
             row.onnx.remove(weight)
             row.onnx.append(node.name)
             continue
-        waiting, seen = [node], {node.name}
-        while waiting:
-            here = waiting.pop(0)
-            # the last product of a graph is named after its output
-            row = places.get(here.name) or places.get(here.output[0])
-            if row is not None:
-                row.onnx.append(node.name)
-                break
-            if here is not node and here.op_type in MATMULS:
-                continue
-            for after in (each for tensor in here.output for each in index.consumers.get(tensor, ())):
-                if after.name not in seen:
-                    seen.add(after.name)
-                    waiting.append(after)
+        behind = index.forward(
+            node.output[0], lambda other: () if other.op_type in MATMULS else other.output, sys.maxsize
+        )
+        # the last product of a graph is named after its output
+        found = (places.get(other.name) or places.get(other.output[0]) for other in (node, *behind))
+        if (row := next(filter(None, found), None)) is not None:
+            row.onnx.append(node.name)

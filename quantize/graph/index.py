@@ -2,10 +2,11 @@
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +21,14 @@ if TYPE_CHECKING:
 
 MATMULS = ("MatMul", "Gemm")
 ONNX_DOMAINS = ("", "ai.onnx")
+QDQ_DOMAINS = (*ONNX_DOMAINS, "com.microsoft")
+QDQ = ("QuantizeLinear", "DequantizeLinear")
+SAME_VALUES = ("Cast", "Identity", "Dropout", "Transpose", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
+MOVES = (*SAME_VALUES, "Slice", "Gather", "Split", "Expand", "Tile")  # some values, or some several times
 MAX_SHAPE = 64  # values of a constant that a shape may come from
 MAX_STEPS = 64  # nodes of one walk, so that a hostile graph cannot make it long
+# Operators that a walk passes, or a function that returns the tensors of a node at which it continues.
+Through = Collection[str] | Callable[[onnx.NodeProto], Iterable[str]]
 # The exporter writes equal initializers once, the others as Identity; a Reciprocal is of smoothing's factors.
 FOLDED = ("Identity", "Cast", "Reciprocal")
 _NUMBERS = [
@@ -48,23 +55,55 @@ class GraphIndex:
     def consumers(self) -> dict[str, list[onnx.NodeProto]]:
         consumers: dict[str, list[onnx.NodeProto]] = defaultdict(list)
         for node in self.graph.node:
-            for name in dict.fromkeys(node.input):
+            for name in filter(None, dict.fromkeys(node.input)):
                 consumers[name].append(node)
         return consumers
 
-    def origin(self, name: str, moves: Collection[str]) -> tuple[onnx.NodeProto | None, str]:
-        """Return the maker of a tensor before operators of `moves` (None: not computed), and its name."""
-        for _ in range(MAX_STEPS):
-            node = self.producers.get(name)
-            if node is None or _standard(node) not in moves or not node.input:
-                break
-            name = node.input[0]
-        return self.producers.get(name), name
+    def back(
+        self, name: str, through: Through, limit: int = MAX_STEPS
+    ) -> Iterator[tuple[str, onnx.NodeProto | None]]:
+        """Follow a tensor back: return it and what it is computed from, the nearest first.
+
+        Each comes once, with its producer (None for inputs and constants). Operators in `through` are passed
+        by their first input.
+        """
+
+        def sources(tensor: str) -> Iterable[str]:
+            node = self.producers.get(tensor)
+            return () if node is None else _pass(node, node.input, through)
+
+        return ((tensor, self.producers.get(tensor)) for tensor in _walk(name, sources, limit))
+
+    def forward(self, name: str, through: Through, limit: int = MAX_STEPS) -> Iterator[onnx.NodeProto]:
+        """Return the nodes that read a tensor, also behind operators in `through`, the nearest first."""
+
+        def results(tensor: str) -> Iterator[str]:
+            readers = self.consumers.get(tensor, ())
+            return (result for node in readers for result in _pass(node, node.output, through))
+
+        tensors = _walk(name, results, limit)
+        return islice((node for tensor in tensors for node in self.consumers.get(tensor, ())), limit)
+
+    def origin(self, name: str, through: Through) -> tuple[onnx.NodeProto | None, str]:
+        """Follow a tensor back as far as `through` goes; return the producer there, and the tensor."""
+        *_, (tensor, node) = self.back(name, through)
+        return node, tensor
+
+    def scaled(self, node: onnx.NodeProto) -> tuple[str, onnx.TensorProto] | None:
+        """Return the tensor that a Mul or Div scales by a constant, and this constant; else None."""
+        if operator(node) not in ("Mul", "Div") or len(node.input) != 2:
+            return None
+        first, second = (self.stored(self.origin(name, SAME_VALUES)[1]) for name in node.input)
+        if first is None and second is not None:
+            return node.input[0], second
+        if second is None and first is not None and node.op_type == "Mul":
+            return node.input[1], first
+        return None
 
     def stored(self, name: str) -> onnx.TensorProto | None:
         """Return the tensor of an initializer or a Constant node; None if computed, and for text."""
         tensor, node = self.initializers.get(name), self.producers.get(name)
-        if tensor is None and node is not None and _standard(node) == "Constant":
+        if tensor is None and node is not None and operator(node) == "Constant":
             tensor = next(map(_read_attribute, node.attribute), None)
         return None if tensor is None or tensor.data_type == TensorProto.STRING else tensor
 
@@ -75,18 +114,19 @@ class GraphIndex:
         return self._constants[name, through]
 
     def _read_constant(self, name: str, through: tuple[str, ...]) -> Array | None:
-        steps: list[onnx.NodeProto] = []
-        while (tensor := self.stored(name)) is None:
-            node = self.producers.get(name)
-            if node is None or _standard(node) not in through or len(steps) == MAX_STEPS:
-                return None
-            steps.append(node)
-            name = node.input[0]
+        walk = [*self.back(name, through)]
+        if (tensor := self.stored(walk[-1][0])) is None:
+            return None
         value: Array = numpy_helper.to_array(tensor)
-        for node in reversed(steps):
+        for node in (node for _, node in reversed(walk) if node is not None):
             with np.errstate(all="ignore"):
                 if node.op_type == "Reciprocal":
                     value = np.asarray(np.reciprocal(value))
+                elif node.op_type == "Transpose":
+                    permutation = permutation_of(node)
+                    if permutation is not None and sorted(permutation) != [*range(value.ndim)]:
+                        return None
+                    value = np.transpose(value, permutation)
                 elif node.op_type == "Cast":
                     if (target := attribute(node, "to")) not in _NUMBERS:
                         return None
@@ -94,9 +134,37 @@ class GraphIndex:
         return None if value.dtype.kind in "OSUc" else value
 
 
-def _standard(node: onnx.NodeProto) -> str:
-    """Return the operator of a node, or '' for one of another domain."""
-    return str(node.op_type) if node.domain in ONNX_DOMAINS else ""
+def _walk(start: str, neighbors: Callable[[str], Iterable[str]], limit: int) -> Iterator[str]:
+    """Return tensors from `start` on, the nearest first, each once and after `start` at most `limit`."""
+    todo, seen = deque([start]), {start}
+    while todo:
+        yield (tensor := todo.popleft())
+        for other in neighbors(tensor):
+            if other not in seen and len(seen) <= limit:
+                seen.add(other)
+                todo.append(other)
+
+
+def _pass(node: onnx.NodeProto, ends: Sequence[str], through: Through) -> Iterable[str]:
+    if callable(through):
+        return through(node)
+    return ends[:1] if operator(node) in through else ()
+
+
+def operator(node: onnx.NodeProto) -> str:
+    """Return the operator of a node, with its domain where that is not ONNX's own."""
+    known = node.domain in ONNX_DOMAINS or is_qdq(node)
+    return str(node.op_type) if known else f"{node.domain}.{node.op_type}"
+
+
+def is_qdq(node: onnx.NodeProto) -> bool:
+    known = node.op_type in QDQ and node.domain in QDQ_DOMAINS
+    return known and len(node.input) > 1 and bool(node.output)
+
+
+def permutation_of(node: onnx.NodeProto) -> tuple[int, ...] | None:
+    """Return the permutation of a Transpose; None: it reverses the axes."""
+    return next((tuple(item.ints) for item in node.attribute if item.name == "perm"), None)
 
 
 def _read_attribute(item: onnx.AttributeProto) -> onnx.TensorProto | None:
@@ -231,7 +299,6 @@ def use_of(name: str) -> str:
 
 
 NORMS = ("LayerNormalization", "RMSNormalization", "GroupNormalization")
-_MOVES = ("Cast", "Identity", "Reshape", "Dropout")
 
 
 @dataclass(frozen=True)
@@ -250,7 +317,7 @@ def find_residuals(index: GraphIndex) -> list[ResidualAdd]:
     added = []
     for norm in index.graph.node:
         known = norm.op_type in NORMS and norm.input
-        add = index.origin(norm.input[0], _MOVES)[0] if known else None
+        add = index.origin(norm.input[0], SAME_VALUES)[0] if known else None
         if add is not None and add.op_type == "Add":
             behind = (_find_dq(index, name) for name in add.input)
             added.append(ResidualAdd(norm, add, next((dq for dq in behind if dq is not None), None)))
@@ -263,7 +330,7 @@ def list_int8_norms(model: onnx.ModelProto) -> list[str]:
 
 def find_other_rounding(index: GraphIndex, dq: onnx.NodeProto) -> onnx.NodeProto | None:
     """Return a QuantizeLinear of a residual's tensor with another scale or other factors than `dq`."""
-    own, _ = index.origin(dq.input[0], _MOVES)
+    own, _ = index.origin(dq.input[0], SAME_VALUES)
     assert own is not None, "find_residuals saw the QuantizeLinear"
     root, rounding = _trace_rounding(index, own)
     node: onnx.NodeProto
@@ -277,49 +344,35 @@ def find_other_rounding(index: GraphIndex, dq: onnx.NodeProto) -> onnx.NodeProto
 
 def _trace_rounding(index: GraphIndex, q: onnx.NodeProto) -> tuple[str, Any]:
     """Return the tensor that a Q rounds, before the factors of smoothing; its scale and these factors."""
-    way: list[Any] = [_value(index, q.input[1])]
-    node, name = index.origin(q.input[0], _MOVES)
-    for _ in range(MAX_STEPS):
-        before = _unscaled(index, node)
-        if node is None or before is None:
-            break
-        way.append((node.op_type, _value(index, node.input[1 - list(node.input).index(before)])))
-        node, name = index.origin(before, _MOVES)
-    return name, way
+    walk = [*index.back(q.input[0], partial(_unscale, index))]
+    nodes = [node for _, node in walk if node is not None]
+    factors = [(node.op_type, _value(pair[1])) for node in nodes if (pair := index.scaled(node))]
+    scale = _stored(index, q.input[1])
+    return walk[-1][0], [q.input[1] if scale is None else _value(scale), *factors]
 
 
 def _find_dq(index: GraphIndex, name: str) -> onnx.NodeProto | None:
     """Return the DequantizeLinear of an activation behind a tensor, across moves and factors of smoothing."""
-    for _ in range(MAX_STEPS):
-        node, _ = index.origin(name, _MOVES)
-        if node is not None and node.op_type == "DequantizeLinear":
-            q, _ = index.origin(node.input[0], _MOVES)
-            quantized = q is not None and q.op_type == "QuantizeLinear"
-            return node if q is not None and quantized and _stored(index, q.input[0]) is None else None
-        following = _unscaled(index, node)
-        if following is None:
-            return None
-        name = following
-    return None
-
-
-def _unscaled(index: GraphIndex, node: onnx.NodeProto | None) -> str | None:
-    """Return the input of a Mul or Div by a constant (factors of smoothing); None for any other node."""
-    if node is None or node.op_type not in ("Mul", "Div") or len(node.input) != 2:
+    dq, _ = index.origin(name, partial(_unscale, index))
+    if dq is None or dq.op_type != "DequantizeLinear":
         return None
-    first, second = (_stored(index, name) is not None for name in node.input)
-    if second and not first:
-        return str(node.input[0])
-    return str(node.input[1]) if first and not second and node.op_type == "Mul" else None
+    q, _ = index.origin(dq.input[0], SAME_VALUES)
+    quantized = q is not None and q.op_type == "QuantizeLinear"
+    return dq if q is not None and quantized and _stored(index, q.input[0]) is None else None
 
 
-def _value(index: GraphIndex, name: str) -> Any:
-    tensor = _stored(index, name)
-    return name if tensor is None else (tensor.data_type, numpy_helper.to_array(tensor).tobytes())
+def _unscale(index: GraphIndex, node: onnx.NodeProto) -> Iterable[str]:
+    """Return what a node moves, or scales by a constant (factors of smoothing)."""
+    pair = index.scaled(node)
+    return _pass(node, node.input, SAME_VALUES) if pair is None else pair[:1]
+
+
+def _value(tensor: onnx.TensorProto) -> tuple[int, bytes]:
+    return tensor.data_type, numpy_helper.to_array(tensor).tobytes()
 
 
 def _stored(index: GraphIndex, name: str) -> onnx.TensorProto | None:
-    return index.stored(index.origin(name, _MOVES)[1])
+    return index.stored(index.origin(name, SAME_VALUES)[1])
 
 
 def type_name(elem_type: int) -> str:

@@ -8,14 +8,14 @@ first. The names are those of the ONNX file that was calibrated.
 import math
 import re
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
 
 from qdqbench.quantize.engine.hazards import version_text
-from qdqbench.quantize.graph.index import MATMULS, MAX_STEPS, GraphIndex, module_of
+from qdqbench.quantize.graph.index import MATMULS, SAME_VALUES, GraphIndex, module_of
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.load import create_untrained, prepare_model, read_model_config
 from qdqbench.quantize.models.modules import module_table
@@ -80,9 +80,6 @@ def read_cache_file(path: Path) -> CalibrationCache:
     if not scales:
         raise UserError(f"{path} is a calibration cache without tensors; calibrate again")
     return CalibrationCache(version_text(int(known[1])), known[2], scales)
-
-
-SAME_RANGE = ("Cast", "Identity", "Reshape", "Transpose", "Dropout", "Flatten", "Squeeze", "Unsqueeze")
 
 
 class FromCache(Strict):
@@ -168,14 +165,5 @@ def input_tensors(model: onnx.ModelProto, linears: Collection[str], prefix: str)
             paths = [name.removesuffix(".weight").removesuffix(".bias") for name in stored]
             linear = next((names[path] for path in (module_of(node.name), *paths) if path in names), None)
             if linear is not None and linear not in found:
-                found[linear] = list(_same_range(index, node.input[0]))
+                found[linear] = [name for name, _ in index.back(node.input[0], SAME_VALUES)]
     return found
-
-
-def _same_range(index: GraphIndex, name: str) -> Iterator[str]:
-    for _ in range(MAX_STEPS):
-        yield name
-        node = index.producers.get(name)
-        if node is None or node.op_type not in SAME_RANGE or not node.input:
-            return
-        name = node.input[0]

@@ -15,21 +15,18 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from qdqbench.quantize.graph import index
-from qdqbench.quantize.graph.index import ResidualAdd, attribute, type_name
+from qdqbench.quantize.graph.index import MOVES, QDQ, ResidualAdd, attribute, is_qdq, operator, type_name
 from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
 from qdqbench.quantize.lint.codes import CODES, FindingRow, finding, finding_label
 from qdqbench.quantize.lint.view import (
-    MOVES,
     PRODUCTS,
     CheckGraph,
     Operand,
     has_plain_form,
     is_dequantize,
     is_integer,
-    is_qdq,
     is_quantize,
     missing_arguments,
-    operator,
 )
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
@@ -275,15 +272,9 @@ def _state(graph: CheckGraph, node: onnx.NodeProto, touching: Sequence[FindingRo
 def _list_behind(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[str]:
     for position in (0, PRODUCTS[node.op_type]):
         name = node.input[position] if position < len(node.input) else ""
-        for _ in range(index.MAX_STEPS):
-            maker = graph.index.producers.get(name)
-            if maker is None:
-                break
-            if is_qdq(maker):
+        for _, maker in graph.index.back(name, (*MOVES, *QDQ, "Mul", "Div")):
+            if maker is not None and is_qdq(maker):
                 yield finding_label(maker)
-            elif operator(maker) not in (*MOVES, "Mul", "Div"):
-                break
-            name = next(iter(maker.input), "")
 
 
 def _compare(
@@ -350,7 +341,7 @@ def _check_pairs(graph: CheckGraph) -> Iterator[FindingRow]:
     outputs = {value.name for value in graph.index.graph.output}
     for node in graph.nodes:
         if is_quantize(node):
-            readers = graph.reach(node.output[0], MOVES)
+            readers = graph.index.forward(node.output[0], MOVES)
             if node.output[0] not in outputs and not any(is_dequantize(n) or is_integer(n) for n in readers):
                 yield finding("q-without-dq", node, "no DequantizeLinear reads its output")
             yield from _check_scale(graph, node)
@@ -478,7 +469,9 @@ def _check_protected(graph: CheckGraph) -> Iterator[FindingRow]:
         elif kind in ("Softmax", "LogSoftmax"):
             if graph.find_before(node.input[0])[1]:
                 yield finding("quantized-softmax", node, "its input was quantized to INT8")
-            if node.output[0] not in attentions and any(map(is_quantize, graph.reach(node.output[0], MOVES))):
+            if node.output[0] not in attentions and any(
+                map(is_quantize, graph.index.forward(node.output[0], MOVES))
+            ):
                 yield finding("quantized-softmax", node, "its output is quantized outside of attention")
 
 
@@ -636,7 +629,7 @@ def _list_float_constants(graph: CheckGraph) -> Iterator[tuple[TensorProto, str,
 def _check_large(graph: CheckGraph, name: str, node: onnx.NodeProto, largest: float) -> Iterator[FindingRow]:
     code = "constant-overflows-fp16"
     why = f"its constant {name!r} holds {largest:g}; FP16 ends at {FP16_MAX:g}"
-    casts = (n for n in graph.reach(name, _CARRIES) if operator(n) == "Cast")
+    casts = (n for n in graph.index.forward(name, _CARRIES) if operator(n) == "Cast")
     if graph.types.get(name) == TensorProto.FLOAT16:
         why = f"its FP16 constant {name!r} holds {largest:g}, and -inf times 0, or a row of -inf, makes NaN"
         yield finding(code, node, why)

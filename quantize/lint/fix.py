@@ -1,7 +1,7 @@
 """Rewrite an ONNX file of any origin into one whose INT8 GEMMs an engine runs, and say what changed."""
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,7 +16,16 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.engine.backend import Backend, build_engine, choose_backend, gpu_backend
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.graph.index import MAX_STEPS, GraphIndex, module_of, opset_of, prune, replace_nodes
+from qdqbench.quantize.graph.index import (
+    MAX_STEPS,
+    MOVES,
+    QDQ_DOMAINS,
+    GraphIndex,
+    module_of,
+    opset_of,
+    prune,
+    replace_nodes,
+)
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
 from qdqbench.quantize.graph.read import MAX_FILE, read_model
 from qdqbench.quantize.graph.weights import factor_scales
@@ -25,7 +34,7 @@ from qdqbench.quantize.lint.check import check_model
 from qdqbench.quantize.lint.codes import finding_label
 from qdqbench.quantize.lint.inspection import Inspection, format_nodes, read_graph
 from qdqbench.quantize.lint.rebuild import Product, Scales, insert_qdq, read_scales, remove_qdq
-from qdqbench.quantize.lint.view import MOVES, QDQ_DOMAINS, is_integer
+from qdqbench.quantize.lint.view import is_integer
 from qdqbench.quantize.models.attention import MASK_FILL
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Array
@@ -461,23 +470,12 @@ def finite_masks(model: onnx.ModelProto) -> list[str]:
             continue
         value = numpy_helper.to_array(tensor)
         low = ~(value >= -FP16_MAX) & ~np.isnan(value)
-        if low.any() and _reaches_softmax(index, name):
+        readers = index.forward(name, _TO_SOFTMAX, 8 * MAX_STEPS)
+        if low.any() and any(node.op_type == "Softmax" for node in readers):
             finite = np.where(low, value.dtype.type(MASK_FILL), value)
             tensor.CopyFrom(numpy_helper.from_array(finite, tensor.name))
             changed.append(name)
     return changed
-
-
-def _reaches_softmax(index: GraphIndex, name: str) -> bool:
-    todo, seen = deque([name]), {name}
-    while todo and len(seen) < 8 * MAX_STEPS:
-        for node in index.consumers.get(todo.popleft(), ())[:MAX_STEPS]:
-            if node.op_type == "Softmax":
-                return True
-            if node.op_type in _TO_SOFTMAX and node.output and node.output[0] not in seen:
-                seen.add(node.output[0])
-                todo.append(node.output[0])
-    return False
 
 
 def to_half(model: onnx.ModelProto) -> None:

@@ -7,11 +7,19 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqbench.quantize.graph.index import GraphIndex, attribute, prune, replace_nodes
+from qdqbench.quantize.graph.index import (
+    FOLDED,
+    MOVES,
+    GraphIndex,
+    attribute,
+    is_qdq,
+    prune,
+    replace_nodes,
+)
 from qdqbench.quantize.graph.precision import cast_node
 from qdqbench.quantize.graph.weights import quantize_weights
 from qdqbench.quantize.lint.codes import finding_label
-from qdqbench.quantize.lint.view import MOVES, CheckGraph, Operand, is_qdq, is_quantize
+from qdqbench.quantize.lint.view import CheckGraph, Operand, is_quantize
 from qdqbench.quantize.utils.arrays import Array, Float32
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import INT8_HEAD_SIZES
@@ -320,7 +328,7 @@ def _linear(
 
 
 def _matrix(index: GraphIndex, node: onnx.NodeProto) -> Float32 | None:
-    value = constant_behind(index, node.input[1])
+    value = index.constant(node.input[1], (*FOLDED, "Transpose"))
     if value is None or value.ndim != 2 or not np.isfinite(value).all():
         return None
     if node.op_type == "Gemm":
@@ -329,21 +337,3 @@ def _matrix(index: GraphIndex, node: onnx.NodeProto) -> Float32 | None:
             return None
         value = value.T if attribute(node, "transB") else value
     return value.astype(np.float32)
-
-
-def constant_behind(index: GraphIndex, name: str) -> Array | None:
-    steps: list[list[int] | None] = []
-    for _ in range(8):
-        node = index.producers.get(name)
-        if node is None or node.op_type != "Transpose":
-            break
-        steps.append(next((list(item.ints) for item in node.attribute if item.name == "perm"), None))
-        name = node.input[0]
-    value = index.constant(name)
-    if value is None:
-        return None
-    for permutation in reversed(steps):
-        if permutation is not None and sorted(permutation) != [*range(value.ndim)]:
-            return None
-        value = np.transpose(value, permutation)
-    return value

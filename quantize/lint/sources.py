@@ -14,13 +14,14 @@ import onnx
 from qdqbench.quantize.engine.layers import find_computing_rows, read_table
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.engine.trtexec import read_profile
+from qdqbench.quantize.graph.index import MOVES, QDQ
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.lint.cache_import import CalibrationCache, is_cache, read_cache_file
 from qdqbench.quantize.lint.check import CheckReport, check_model
 from qdqbench.quantize.lint.codes import Effect, finding_label
 from qdqbench.quantize.lint.findings import Finding, LogFile, is_log, read_log, with_file
 from qdqbench.quantize.lint.inspection import Graph, Inspection, Time, format_nodes, read_graph
-from qdqbench.quantize.lint.view import MOVES, PRODUCTS, CheckGraph, is_qdq, operator
+from qdqbench.quantize.lint.view import PRODUCTS, CheckGraph
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import BackendName
 
@@ -87,16 +88,8 @@ def _weight_size(graph: CheckGraph, node: onnx.NodeProto) -> tuple[int, int] | N
     position = PRODUCTS[node.op_type]
     if len(node.input) <= position:
         return None
-    name = node.input[position]
-    for _ in range(8):
-        tensor, maker = graph.index.stored(name), graph.index.producers.get(name)
-        if tensor is not None:
-            return (tensor.dims[-2], tensor.dims[-1]) if len(tensor.dims) > 1 else None
-        moved = maker is not None and (operator(maker) in MOVES or is_qdq(maker))
-        if maker is None or not moved or not maker.input:
-            return None
-        name = maker.input[0]
-    return None
+    tensor = graph.index.stored(graph.index.origin(node.input[position], (*MOVES, *QDQ))[1])
+    return (tensor.dims[-2], tensor.dims[-1]) if tensor is not None and len(tensor.dims) > 1 else None
 
 
 OWN = "written by qdqbench"

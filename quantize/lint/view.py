@@ -1,7 +1,6 @@
 """Facts that `check` reads from a graph: the Q/DQ before each matmul input, attentions, element types."""
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -12,16 +11,20 @@ from onnx import TensorProto
 from qdqbench.quantize.graph.index import (
     MATMULS,
     MAX_STEPS,
+    MOVES,
     ONNX_DOMAINS,
+    QDQ,
+    QDQ_DOMAINS,
     GraphIndex,
     attribute,
+    is_qdq,
+    operator,
     opset_of,
+    permutation_of,
     type_name,
 )
 from qdqbench.quantize.lint.codes import Effect, FindingRow, finding, finding_label
 from qdqbench.quantize.utils.arrays import Array
-
-QDQ_DOMAINS = (*ONNX_DOMAINS, "com.microsoft")
 
 # Products of all ways to quantize, and the input that holds the weight.
 PRODUCTS = {
@@ -37,13 +40,11 @@ _INTEGER = {
     "DynamicQuantizeLinear", "MatMulInteger", "MatMulIntegerToFloat", "ConvInteger", "QAttention", "QGemm",
     "DynamicQuantizeMatMul", "MatMulNBits", "DynamicQuantizeLSTM", "QEmbedLayerNormalization",
 }  # fmt: skip
-# Between a DequantizeLinear and a matmul these leave the INT8 GEMM in place, as does a Mul or Div by a
+# Between a DequantizeLinear and a matmul MOVES leave the INT8 GEMM in place, as does a Mul or Div by a
 # scalar. An Add, a ReLU or a Mul by a vector does not [measured].
 _RESHAPES = ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Gather", "Split", "Expand", "Tile")
-MOVES = ("Cast", "Transpose", "Identity", "Dropout", "Slice", *_RESHAPES)
-_QDQ = ("QuantizeLinear", "DequantizeLinear")
 # What lies between q·kᵀ and softmax: scaling, masks, casts, Q/DQ.
-_SCORES = (*MOVES, *_QDQ, "Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Clip", "Tanh")
+_SCORES = (*MOVES, *QDQ, "Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Clip", "Tanh")
 
 
 def is_integer(node: onnx.NodeProto) -> bool:
@@ -70,23 +71,12 @@ def has_plain_form(index: GraphIndex, node: onnx.NodeProto) -> bool:
     return node.op_type in PLAIN_FORMS
 
 
-def operator(node: onnx.NodeProto) -> str:
-    """Return the operator of a node, with its domain where that is not ONNX's own."""
-    known = node.domain in ONNX_DOMAINS or is_qdq(node)
-    return str(node.op_type) if known else f"{node.domain}.{node.op_type}"
-
-
 def is_quantize(node: onnx.NodeProto) -> bool:
     return node.op_type == "QuantizeLinear" and is_qdq(node)
 
 
 def is_dequantize(node: onnx.NodeProto) -> bool:
     return node.op_type == "DequantizeLinear" and is_qdq(node)
-
-
-def is_qdq(node: onnx.NodeProto) -> bool:
-    known = node.op_type in _QDQ and node.domain in QDQ_DOMAINS
-    return known and len(node.input) > 1 and bool(node.output)
 
 
 @dataclass(frozen=True)
@@ -139,87 +129,54 @@ class CheckGraph:
 
     def operand(self, name: str) -> Operand:
         """Follow a tensor back to its DequantizeLinear through data movement and scalar factors."""
-        permutations: list[tuple[int, ...] | None] = []
-        reshaped = False
-        for _ in range(MAX_STEPS):
-            node = self.index.producers.get(name)
-            if node is None:
-                return Operand(None, f"{name!r}, which has none")
-            if is_dequantize(node):
-                constant = self.is_constant(node.input[0])
-                return Operand(node, "", constant, tuple(permutations), reshaped)
-            if operator(node) == "Transpose":
-                permutations.append(_permutation(node))
-            reshaped = reshaped or operator(node) in _RESHAPES
-            following = node.input[0] if operator(node) in MOVES else self._scaled(node)
-            if following is None:
-                return Operand(None, f"{node.op_type} {finding_label(node)!r}")
-            name = following
-        return Operand(None, f"a chain of over {MAX_STEPS} nodes")
+        *passed, (name, node) = self.index.back(name, self._data_of)
+        if node is None:
+            return Operand(None, f"{name!r}, which has none")
+        if not is_dequantize(node):
+            long = f"a chain of over {MAX_STEPS} nodes" if self._data_of(node) else ""
+            return Operand(None, long or f"{node.op_type} {finding_label(node)!r}")
+        nodes = [maker for _, maker in passed if maker is not None]
+        turns = tuple(permutation_of(maker) for maker in nodes if operator(maker) == "Transpose")
+        reshaped = any(operator(maker) in _RESHAPES for maker in nodes)
+        return Operand(node, "", self.is_constant(node.input[0]), turns, reshaped)
 
     def is_constant(self, name: str) -> bool:
         """Return whether a tensor is stored in the file, directly, moved, or through a QuantizeLinear."""
-        for _ in range(MAX_STEPS):
-            node, name = self.index.origin(name, MOVES)
-            if node is None or operator(node) == "Constant":
-                return self.index.stored(name) is not None
-            if not is_quantize(node):
-                return False
-            name = node.input[0]
-        return False
+        return self.index.stored(self.index.origin(name, (*MOVES, "QuantizeLinear"))[1]) is not None
 
     def shape(self, name: str) -> list[int] | None:
         node = self.index.producers.get(name)
         tensor = self.index.stored(node.input[0] if node is not None and is_quantize(node) else name)
         return None if tensor is None else list(tensor.dims)
 
-    def reach(self, start: str, through: tuple[str, ...]) -> Iterator[onnx.NodeProto]:
-        """Return the nodes that read `start`, nearest first, across the operators in `through`."""
-        todo, seen = deque([start] if start else []), {start}
-        steps = 0
-        while todo and steps < MAX_STEPS:
-            for node in self.index.consumers.get(todo.popleft(), ())[:MAX_STEPS]:
-                steps += 1
-                yield node
-                name = node.output[0] if operator(node) in through and node.output else ""
-                if name and name not in seen:
-                    seen.add(name)
-                    todo.append(name)
-
     def head_size(self, attention: Attention) -> int | None:
         """Return the last size of the Reshape that splits q into heads, where it is a constant."""
-        name = attention.scores.input[0]
-        for _ in range(MAX_STEPS):
-            node = self.index.producers.get(name)
-            if node is None or (operator(node) == "Transpose" and not _keeps_last(node)):
-                return None
-            if operator(node) == "Reshape":
-                shape = self.index.producers.get(node.input[1])
-                concat = shape is not None and operator(shape) == "Concat"
-                value = self.value(shape.input[-1] if shape is not None and concat else node.input[1])
-                if value is None or not value.size or value.dtype.kind not in "iu":
-                    return None
-                last = int(value.reshape(-1)[-1])
-                return last if last > 0 else None
-            moves = ("Cast", "Transpose", "Identity", *_QDQ)
-            following = node.input[0] if operator(node) in moves else self._scaled(node)
-            if following is None:
-                return None
-            name = following
-        return None
 
-    def _scaled(self, node: onnx.NodeProto) -> str | None:
-        """Return the input that a Mul or Div scales by a constant scalar; None for any other node."""
-        if operator(node) not in ("Mul", "Div"):
+        def unsplit(node: onnx.NodeProto) -> Iterable[str]:
+            if operator(node) in _RESHAPES or (operator(node) == "Transpose" and not _keeps_last(node)):
+                return ()
+            return [*node.input[:1]] if is_qdq(node) else self._data_of(node)
+
+        node, _ = self.index.origin(attention.scores.input[0], unsplit)
+        if node is None or operator(node) != "Reshape":
             return None
-        for factor, other in ((1, 0), (0, 1)):
-            tensor = self.index.stored(node.input[factor])
-            if tensor is not None and all(size == 1 for size in tensor.dims):
-                return str(node.input[other]) if node.op_type == "Mul" or factor == 1 else None
-        return None
+        shape = self.index.producers.get(node.input[1])
+        concat = shape is not None and operator(shape) == "Concat"
+        value = self.value(shape.input[-1] if shape is not None and concat else node.input[1])
+        if value is None or not value.size or value.dtype.kind not in "iu":
+            return None
+        last = int(value.reshape(-1)[-1])
+        return last if last > 0 else None
+
+    def _data_of(self, node: onnx.NodeProto) -> Iterable[str]:
+        """Return the input that a node moves, or scales by a constant scalar; nothing for other nodes."""
+        if operator(node) in MOVES:
+            return [*node.input[:1]]
+        pair = self.index.scaled(node)
+        return pair[:1] if pair is not None and all(size == 1 for size in pair[1].dims) else ()
 
     def _attention(self, softmax: onnx.NodeProto) -> Attention | None:
-        readers = self.reach(softmax.output[0], (*MOVES, *_QDQ, "Where", "Mul", "Div"))
+        readers = self.index.forward(softmax.output[0], (*MOVES, *QDQ, "Where", "Mul", "Div"))
         context = next((node for node in readers if operator(node) == "MatMul"), None)
         scores, _ = self.find_before(softmax.input[0])
         if context is None or scores is None or scores.output[0] == context.output[0]:
@@ -230,33 +187,26 @@ class CheckGraph:
         q, k = self.operands[scores.output[0]]
         pair = self.operands[context.output[0]]
         operands = {"q": q, "k": k, "softmax output": pair[side], "v": pair[1 - side]}
-        output = any(is_quantize(node) for node in self.reach(context.output[0], MOVES))
+        output = any(map(is_quantize, self.index.forward(context.output[0], MOVES)))
         return Attention(softmax, scores, context, operands, output)
 
     def find_before(self, start: str, target: str = "") -> tuple[onnx.NodeProto | None, bool]:
         """Return the nearest matmul (or maker of `target`) before a tensor, and whether Q/DQ came between."""
-        todo, seen, quantized = deque([start]), {start}, False
-        while todo and len(seen) < MAX_STEPS:
-            node = self.index.producers.get(todo.popleft())
-            if node is None:
-                continue
-            if node.output[0] == target if target else operator(node) in MATMULS:
+
+        def inputs(node: onnx.NodeProto) -> Iterable[str]:
+            return filter(None, node.input[:3]) if operator(node) in _SCORES else ()
+
+        quantized = False
+        for _, node in self.index.back(start, inputs):
+            if node is not None and (node.output[0] == target if target else operator(node) in MATMULS):
                 return node, quantized
-            if is_dequantize(node):
+            if node is not None and is_dequantize(node):
                 quantized = quantized or not self.is_constant(node.input[0])
-            if operator(node) in _SCORES:
-                fresh = [name for name in node.input[:3] if name and name not in seen]
-                seen.update(fresh)
-                todo.extend(fresh)
         return None, quantized
 
 
-def _permutation(node: onnx.NodeProto) -> tuple[int, ...] | None:
-    return next((tuple(item.ints) for item in node.attribute if item.name == "perm"), None)
-
-
 def _keeps_last(node: onnx.NodeProto) -> bool:
-    permutation = _permutation(node)
+    permutation = permutation_of(node)
     return permutation is not None and permutation[-1:] == (len(permutation) - 1,)
 
 

@@ -51,3 +51,19 @@ def test_shapes_need_no_weights():
     assert tensor_values(model) == {value.name: value.type.tensor_type for value in wanted}
     assert [d.dim_value for d in tensor_values(model)["z"].shape.dim][2:] == [3, 4]
     assert model.SerializeToString(deterministic=True) == before
+
+
+def test_a_walk_visits_each_tensor_once_and_ends():
+    nodes = [
+        helper.make_node("Add", ["x", "c"], ["a"], name="add"),
+        helper.make_node("Cast", ["a"], ["b"], name="cast", to=TensorProto.FLOAT),
+        helper.make_node("Add", ["b", "a"], ["c"], name="circle"),
+        helper.make_node("Sub", ["b", ""], ["d"], name="sub"),
+    ]
+    index = GraphIndex(model_of(nodes, {}, {}))
+    assert [name for name, _ in index.back("d", lambda node: node.input)] == ["d", "b", "", "a", "x", "c"]
+    assert [name for name, _ in index.back("b", ("Cast", "Add"))] == ["b", "a", "x"]
+    assert [name for name, _ in index.back("d", lambda node: node.input, 2)] == ["d", "b", ""]
+    assert [node.name for node in index.forward("a", ("Cast",))] == ["cast", "circle", "circle", "sub"]
+    assert [node.name for node in index.forward("x", ("Cast", "Add"), 3)] == ["add", "cast", "circle"]
+    assert not [*index.forward("", ())]
