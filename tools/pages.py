@@ -34,8 +34,7 @@ from qdqbench.eval.selection.sensitivity.results import Sensitivity
 from qdqbench.quantize.engine.cuda import match
 from qdqbench.quantize.engine.cuda import names as cuda
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS
-from qdqbench.quantize.lint.codes import CODES
-from qdqbench.quantize.lint.findings import LOG_FINDINGS, SIGNS, WORDS
+from qdqbench.quantize.lint.findings import Kind, fill, read_kinds
 from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe import shipped
 from qdqbench.quantize.recipe.schema import Recipe, family_free_recipes
@@ -438,47 +437,40 @@ def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, dict[str, s
 # Codes of findings
 
 
+SECTIONS = {
+    "graph": "In an ONNX file",
+    "engine": "In the layer table of an engine",
+    "build": "In several files of one build",
+    "log": "In lines of a build log",
+}
+
+
 def checks_page() -> str:
     """Return the body of checks.md: every code with its cause and what to do."""
-    rows = [
-        [f"`{code}`", severity, effect, _cause(WORDS[code]), _cell(fix)]
-        for code, (severity, effect, fix) in CODES.items()
-    ]
-    lines = ["## `check`", "", *table(["code", "severity", "effect", "cause", "fix"], rows)]
-    lines += [
-        "",
-        "## Lines of build logs",
-        "",
-        "`diagnose` finds them. What it finds in layer tables, profiles and times "
-        "it prints with cause and fix.",
-        "",
-    ]
-    rows = [
-        [
-            f"`log-{key}`",
-            effect,
-            f"`{SIGNS[key][0]}`",
-            _cause(f"{what}; {why}"),
-            _fixes(fixes),
+    lines = []
+    for section, title in SECTIONS.items():
+        rows = [
+            [f"`{code}`", kind.severity, kind.effect, f"`{kind.sign}`", _cause(kind), _fixes(kind)]
+            for code, kind in read_kinds(section).items()
         ]
-        for key, (effect, what, why, fixes) in LOG_FINDINGS.items()
-    ]
-    lines += table(["code", "effect", "text in the log", "cause", "fix"], rows)
-    return "\n".join(lines) + "\n"
+        columns = ["code", "severity", "effect", "text in the log", "cause", "what to do"]
+        if section != "log":
+            columns, *rows = [[*row[:3], *row[4:]] for row in (columns, *rows)]
+        lines += [f"## {title}", "", *table(columns, rows), ""]
+    return "\n".join(lines)
 
 
-def _cause(text: str) -> str:
-    """Return a cause without the counts that a file fills in."""
-    text = re.sub(r" \(\{n\} [\w ]+\)|^\{n\} ", "", text)
+def _cause(kind: Kind) -> str:
+    """Return a cause without the figures that a file fills in."""
+    text = fill("; ".join(filter(None, [kind.title, kind.why])))
+    text = re.sub(r" \(\{n\} [\w ]+\)|^\{n\} (?!of)", "", text)
     return _cell(re.sub(r"\{\w+\}", "…", text))
 
 
-def _fixes(texts: Any) -> str:
+def _fixes(kind: Kind) -> str:
     commands = ("qdqbench ", "trtexec ")
-    named = [
-        text.replace("{file}", "MODEL").replace("{fixed}", "FIXED").replace("{stem}", "MODEL")
-        for text in texts
-    ]
+    named = [fill(fix, {"file": "MODEL", "fixed": "FIXED"}) for fix in kind.fixes]
+    named = [re.sub(r"\{\w+\}", "…", text) for text in named]
     return _cell("; ".join(f"`{text}`" if text.startswith(commands) else text for text in named))
 
 

@@ -17,7 +17,8 @@ from qdqbench.quantize.utils.names import install_command
 
 if TYPE_CHECKING:
     from qdqbench.quantize.lint.check import CheckReport
-    from qdqbench.quantize.lint.findings import Diagnosis, Finding
+    from qdqbench.quantize.lint.diagnose import Diagnosis
+    from qdqbench.quantize.lint.findings import Finding
     from qdqbench.quantize.lint.fix import EngineRow, FixReport
 
 _COLORS = {"error": "red", "warning": "yellow"}
@@ -49,12 +50,9 @@ def check(
 
 def _print_check(report: "CheckReport", path: Path, every: bool) -> None:
     from qdqbench.quantize.lint.check import summary
-    from qdqbench.quantize.lint.findings import WORST_FIRST, group_finding
 
     out, told = console(), dict[str, int]()
-    found = [group_finding(report, group, path) for group in report.groups]
-    found.sort(key=lambda each: WORST_FIRST.index(each.effect))
-    for number, each in enumerate(found, 1):
+    for number, each in enumerate(report.grouped(path), 1):
         _print_finding(number, each, told)
         for row in (row for row in report.findings if every and row.code == each.code):
             out.print(f"   - [bold]{plain(row.node)}[/]: {plain(row.why)}")

@@ -80,7 +80,7 @@ def _to_json(target: "InspectTarget", judged: "Inspection") -> dict[str, Any]:
     from dataclasses import asdict
 
     from qdqbench.quantize.engine.layers import kernel_block, kernel_kind
-    from qdqbench.quantize.lint.inspection import find_problems
+    from qdqbench.quantize.lint.inspection import find_faults
 
     facts, proof, sidecar = judged.facts, judged.proof, target.sidecar
     times = judged.time.by_kernel if judged.time else {}
@@ -119,7 +119,7 @@ def _to_json(target: "InspectTarget", judged: "Inspection") -> dict[str, Any]:
         "quantize_kernels": facts.kernels["quantize"],
         "profiles": facts.profiles,  # each has kernels of its own; counts are of one
         "kernel_counts": dict(facts.kernels),
-        "findings": [problem.sentence for problem in find_problems(facts)],
+        "findings": [problem.sentence for problem in find_faults(facts)],
         "failures": judged.failures,
         "time": judged.time and asdict(judged.time),
         "kernels": [
@@ -134,7 +134,7 @@ def _print(target: "InspectTarget", judged: "Inspection", every: bool, shape: st
     from rich.table import Table
 
     from qdqbench.quantize.engine.hazards import find_hazards
-    from qdqbench.quantize.lint.inspection import find_problems
+    from qdqbench.quantize.lint.inspection import find_faults
 
     out = console()
     say(f"[bold]{plain(target.name)}[/] {_made(target)}")
@@ -143,7 +143,7 @@ def _print(target: "InspectTarget", judged: "Inspection", every: bool, shape: st
         grid.add_row(name, text)
     out.print(grid)
     _print_not_int8(judged)
-    notes = [problem.sentence for problem in find_problems(judged.facts)]
+    notes = [problem.sentence for problem in find_faults(judged.facts)]
     if side := target.sidecar:
         for cc in side.compute_capability:
             notes += find_hazards(side.backend, side.version, cc)
@@ -157,8 +157,7 @@ def _print(target: "InspectTarget", judged: "Inspection", every: bool, shape: st
 
 
 def _print_not_int8(judged: "Inspection") -> None:
-    from qdqbench.quantize.engine.layers import block_of_node, block_order
-    from qdqbench.quantize.lint.inspection import format_nodes
+    from qdqbench.quantize.engine.layers import block_of_node, block_order, format_nodes
 
     groups: dict[str, list[str]] = defaultdict(list)
     for node in judged.proof.not_int8:
@@ -260,8 +259,13 @@ def _kernel_table(judged: "Inspection", every: bool) -> Any:
 
 
 def _groups(judged: "Inspection", every: bool) -> "list[tuple[str, list[LayerRow]]]":
-    from qdqbench.quantize.engine.layers import base_name, kernel_kind, kernel_label, types_text
-    from qdqbench.quantize.lint.inspection import format_ranges
+    from qdqbench.quantize.engine.layers import (
+        base_name,
+        format_ranges,
+        kernel_kind,
+        kernel_label,
+        types_text,
+    )
 
     facts = judged.facts
     labels = [(kernel_label(row, facts.computed.get(row.name, ())), row) for row in facts.rows]

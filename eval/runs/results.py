@@ -18,7 +18,7 @@ from qdqbench.eval.verification.results import Verification
 from qdqbench.quantize.calibration.record import QuantizerRow, SoftmaxRow
 from qdqbench.quantize.engine.profiles import Lengths
 from qdqbench.quantize.engine.results import EngineResult
-from qdqbench.quantize.lint.codes import FindingRow
+from qdqbench.quantize.lint.findings import FindingRow
 from qdqbench.quantize.pipeline.pipeline import Timing
 from qdqbench.quantize.training.results import TrainingRun
 from qdqbench.quantize.utils import files

@@ -26,7 +26,7 @@ from qdqbench.quantize.models.families.known import (
 )
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import read_bounded
-from qdqbench.quantize.utils.names import count_of
+from qdqbench.quantize.utils.names import count_of, name_list
 
 ATTENTION = "attention"  # kind of a row that is a whole one, of a CPU runtime or of backend cuda
 OWN_NORM = "norm"  # kind of a LayerNorm of backend cuda
@@ -464,3 +464,35 @@ def float_residuals(layers: Sequence[LayerRow], norms: Collection[str]) -> list[
             copies = proven[name]
             copies[copy_of(row)] = copies.get(copy_of(row), False) or int8
     return sorted(name for name, copies in proven.items() if not copies or not all(copies.values()))
+
+
+MAX_LAYERS_NAMED = 6
+
+
+def format_nodes(nodes: Sequence[str]) -> str:
+    """Format ONNX nodes in few words, several layers together: `layer.0-11: attention key, output`."""
+    layers: dict[str, list[int]] = defaultdict(list)
+    for node in nodes:
+        block, _, name = shorten_node(node).partition(" ")
+        number = block.removeprefix("layer.")
+        if block.startswith("layer.") and number.isdecimal() and name:
+            layers[name].append(int(number[:9]))
+        else:
+            layers[shorten_node(node)] = []
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name, numbers in layers.items():
+        groups[format_ranges(numbers)].append(name)
+    texts = [f"layer.{key}: {name_list(names)}" if key else name_list(names) for key, names in groups.items()]
+    more = f"; and {len(texts) - MAX_LAYERS_NAMED} more" if len(texts) > MAX_LAYERS_NAMED else ""
+    return "; ".join(texts[:MAX_LAYERS_NAMED]) + more
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Format 0, 1, 2, 5 as `0-2,5`."""
+    spans: list[list[int]] = []
+    for number in sorted({*numbers}):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)

@@ -14,10 +14,19 @@ import numpy as np
 import onnx
 from onnx import TensorProto, numpy_helper
 
+from qdqbench.quantize.engine.layers import format_nodes
 from qdqbench.quantize.graph import index
 from qdqbench.quantize.graph.index import MOVES, QDQ, ResidualAdd, attribute, is_qdq, operator, type_name
 from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
-from qdqbench.quantize.lint.codes import CODES, FindingRow, finding, finding_label
+from qdqbench.quantize.lint.findings import (
+    WORST_FIRST,
+    Finding,
+    FindingRow,
+    find,
+    find_at,
+    finding_label,
+    read_kinds,
+)
 from qdqbench.quantize.lint.view import (
     PRODUCTS,
     CheckGraph,
@@ -35,6 +44,8 @@ from qdqbench.quantize.utils.names import count_of, name_list
 from qdqbench.quantize.utils.schema import Strict, Tabular
 
 ORDER = "slow-weight-order"
+FIX = "qdqbench fix "
+BLOCKERS = ("mixed-types", "bad-scale")  # that stop `fix`: a type or a value that it would have to guess
 State = Literal["INT8", "refused", "not INT8", "floating point"]
 _HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _FLOATS = (*_HALVES, TensorProto.FLOAT, TensorProto.DOUBLE)
@@ -50,12 +61,6 @@ class GemmRow(Strict):
     operator: str
     state: State  # refused: INT8 that TensorRT does not take; not INT8: with Q/DQ that make no INT8 kernel
     codes: list[str] = []  # of findings at it, or at the Q/DQ behind its inputs
-
-
-class Group(Strict):
-    code: str
-    rows: list[FindingRow]
-    gemms: list[str]  # nodes that they touch
 
 
 class CheckReport(Tabular):
@@ -89,14 +94,42 @@ class CheckReport(Tabular):
         return [row for row in self.findings if row.effect == "refused"]
 
     @property
-    def groups(self) -> list[Group]:
+    def codes(self) -> dict[str, list[FindingRow]]:
+        """The findings, by code."""
         by_code: dict[str, list[FindingRow]] = defaultdict(list)
         for row in self.findings:
             by_code[row.code].append(row)
-        return [
-            Group(code=code, rows=rows, gemms=[gemm.node for gemm in self.gemms if code in gemm.codes])
-            for code, rows in by_code.items()
-        ]
+        return by_code
+
+    def grouped(self, path: Path | None = None) -> list[Finding]:
+        """Return a finding for each code, the worst first; commands name the file at `path`."""
+        found = [self._group(code, rows, path) for code, rows in self.codes.items()]
+        return sorted(found, key=lambda each: WORST_FIRST.index(each.effect))
+
+    def _group(self, code: str, rows: Sequence[FindingRow], path: Path | None) -> Finding:
+        kind, gemms = read_kinds("graph")[code], self.gemms_of(code)
+        fixes = kind.fixes
+        if stops := " and ".join(code for code in BLOCKERS if code in self.codes):
+            fixes = tuple(f"correct {stops}, then {fix}" if fix.startswith(FIX) else fix for fix in fixes)
+        nodes = gemms or [row.node for row in rows]
+        example = f"{'for example ' * (len(rows) > 1)}{rows[0].node}: {rows[0].why}"
+        return find(
+            code,
+            nodes=nodes,
+            where=format_nodes([node.removesuffix("_quant") for node in nodes]),
+            effect=min((row.effect or "note" for row in rows), key=WORST_FIRST.index),
+            why=None if code == ORDER else example,
+            fixes=fixes,
+            shown=[path.name] if path else (),
+            path=path,
+            n=len(rows),
+            gemms=len(gemms),
+            all=len(self.gemms),
+        )
+
+    def gemms_of(self, code: str) -> list[str]:
+        """Return the nodes of the GEMMs that a code touches."""
+        return [gemm.node for gemm in self.gemms if code in gemm.codes]
 
     @property
     def counts(self) -> dict[str, int]:
@@ -160,21 +193,21 @@ def check_model(
 
 
 def _check_allow(allow: Collection[str]) -> None:
-    unknown = sorted(set(allow) - set(CODES))
-    if unknown:
-        near = difflib.get_close_matches(unknown[0], CODES, n=3, cutoff=0.3) or list(CODES)
+    codes = read_kinds("graph")
+    if unknown := sorted(set(allow) - set(codes)):
+        near = difflib.get_close_matches(unknown[0], codes, n=3, cutoff=0.3) or list(codes)
         raise UserError(f"no finding is called {', '.join(unknown)}; did you mean {', '.join(near)}?")
 
 
 def _list_unreadable(model: onnx.ModelProto, opset: int) -> list[FindingRow]:
     name = model.graph.name or "graph"
     if not 10 <= opset <= 1000:
-        return [finding("opset-too-low" if opset < 10 else "invalid-onnx", name, f"its opset is {opset}")]
+        return [find_at("opset-too-low" if opset < 10 else "invalid-onnx", name, f"its opset is {opset}")]
     invalid = _find_invalid(model)
     per_channel = [n for n in model.graph.node if is_qdq(n) and any(a.name == "axis" for a in n.attribute)]
     if invalid and opset < 13 and per_channel:
         why = f"{len(per_channel)} nodes have per-channel Q/DQ, which opset {opset} does not have"
-        return [finding("opset-too-low", per_channel[0], why)]
+        return [find_at("opset-too-low", per_channel[0], why)]
     return [invalid] if invalid else []
 
 
@@ -199,9 +232,9 @@ def _find_invalid(model: onnx.ModelProto) -> FindingRow | None:
     except onnx.checker.ValidationError as error:
         reason, _, context = str(error).partition("==> Context:")
         name = context.partition("Name: ")[2].partition(" OpType:")[0]
-        return finding("invalid-onnx", name or bare.graph.name, " ".join(reason.split()) or "not valid ONNX")
+        return find_at("invalid-onnx", name or bare.graph.name, " ".join(reason.split()) or "not valid ONNX")
     incomplete = ((node, missing_arguments(node)) for node in model.graph.node)
-    return next((finding("invalid-onnx", node, why) for node, why in incomplete if why), None)
+    return next((find_at("invalid-onnx", node, why) for node, why in incomplete if why), None)
 
 
 def _apply_rules(report: CheckReport, model: onnx.ModelProto, expected: Collection[str] | None) -> None:
@@ -282,7 +315,7 @@ def _compare(
 ) -> Iterator[FindingRow]:
     if expected and not any(is_dequantize(node) for node in graph.nodes):
         why = f"the recipe asks for INT8 in {len(expected)} modules, and the file has no Q/DQ at all"
-        yield finding("no-qdq", graph.index.graph.name or "graph", why)
+        yield find_at("no-qdq", graph.index.graph.name or "graph", why)
         return
     modules: dict[str, list[str]] = defaultdict(list)
     for node in graph.matmuls:
@@ -291,21 +324,21 @@ def _compare(
     for residual in added:
         if residual.module in expected and residual.dq is None:
             why = f"the recipe asks for the residual of {residual.module} in INT8, and neither input has Q/DQ"
-            yield finding("recipe-missing", residual.add, why)
+            yield find_at("recipe-missing", residual.add, why)
     quantized = set(report.quantized)
     for module in sorted(expected - {residual.module for residual in added}):
         if module not in modules:
             near = ", ".join(difflib.get_close_matches(module, modules, n=3)) or "none"
             why = f"the file has no MatMul or Gemm of this module; the nearest are {near}"
-            yield finding("recipe-missing", module, why)
+            yield find_at("recipe-missing", module, why)
         for name in modules.get(module, ()):
             if name not in quantized:
-                yield finding("recipe-missing", name, f"the recipe asks for INT8 in {module}")
+                yield find_at("recipe-missing", name, f"the recipe asks for INT8 in {module}")
     for module, names in modules.items():
         for name in names:
             if module not in expected and name in quantized:
                 why = f"it is in INT8, but the recipe keeps {module or 'it'} in floating point"
-                yield finding("recipe-surplus", name, why)
+                yield find_at("recipe-surplus", name, why)
 
 
 def _check_opset(graph: CheckGraph, opset: int) -> Iterator[FindingRow]:
@@ -313,7 +346,7 @@ def _check_opset(graph: CheckGraph, opset: int) -> Iterator[FindingRow]:
     halves = [node for node in qdq if graph.types.get(node.input[1]) in _HALVES]
     if opset < 19 and halves:
         why = f"{len(halves)} nodes have scales in half precision; ONNX Runtime refuses that in opset {opset}"
-        yield finding("opset-too-low", halves[0], why, None, "not portable")
+        yield find_at("opset-too-low", halves[0], why, None, "not portable")
 
 
 def _check_operators(graph: CheckGraph) -> Iterator[FindingRow]:
@@ -324,17 +357,17 @@ def _check_operators(graph: CheckGraph) -> Iterator[FindingRow]:
         if is_integer(node):
             code = "unsupported-op" if has_plain_form(graph.index, node) else "no-plain-form"
             why = f"TensorRT does not parse {kind}; it takes INT8 from explicit Q/DQ only"
-            yield finding(code, node, why)
+            yield find_at(code, node, why)
         elif node.domain == "com.microsoft" and not is_qdq(node):
             why = f"{kind} is ONNX Runtime's own, and TensorRT has no plugin of this name"
-            yield finding("onnxruntime-operators", node, why)
+            yield find_at("onnxruntime-operators", node, why)
         elif any(item.HasField("g") or item.graphs for item in node.attribute):
-            yield finding("not-checked", node, f"the subgraphs of {kind} were not looked into")
+            yield find_at("not-checked", node, f"the subgraphs of {kind} were not looked into")
         elif (node.domain, kind) in functions:
-            yield finding("not-checked", node, f"the local function {kind} was not looked into")
+            yield find_at("not-checked", node, f"the local function {kind} was not looked into")
         elif node.domain not in index.ONNX_DOMAINS and not is_qdq(node):
             why = f"{kind} of domain {node.domain!r} needs a plugin, and was not looked into"
-            yield finding("not-checked", node, why)
+            yield find_at("not-checked", node, why)
 
 
 def _check_pairs(graph: CheckGraph) -> Iterator[FindingRow]:
@@ -343,20 +376,20 @@ def _check_pairs(graph: CheckGraph) -> Iterator[FindingRow]:
         if is_quantize(node):
             readers = graph.index.forward(node.output[0], MOVES)
             if node.output[0] not in outputs and not any(is_dequantize(n) or is_integer(n) for n in readers):
-                yield finding("q-without-dq", node, "no DequantizeLinear reads its output")
+                yield find_at("q-without-dq", node, "no DequantizeLinear reads its output")
             yield from _check_scale(graph, node)
         elif is_dequantize(node):
             source, name = graph.index.origin(node.input[0], MOVES)
             if source is not None and is_quantize(source):
                 if not _same_parameters(graph, source, node):
                     why = f"its scale, zero point or axis differs from that of {finding_label(source)!r}"
-                    yield finding("scale-mismatch", node, why)
+                    yield find_at("scale-mismatch", node, why)
                     yield from _check_scale(graph, node)
             elif source is None or graph.index.stored(name) is not None:  # a weight, or INT8 given as input
                 yield from _check_scale(graph, node)
             elif not is_integer(source):
                 maker = f"{source.op_type} {finding_label(source)!r}"
-                yield finding("dq-without-q", node, f"it reads {maker} instead of a QuantizeLinear")
+                yield find_at("dq-without-q", node, f"it reads {maker} instead of a QuantizeLinear")
 
 
 def _same_parameters(graph: CheckGraph, q: onnx.NodeProto, dq: onnx.NodeProto) -> bool:
@@ -378,7 +411,7 @@ def _zero_point(graph: CheckGraph, node: onnx.NodeProto) -> Array | None:
 def _check_scale(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow]:
     scale = graph.value(node.input[1])
     if scale is None:
-        yield finding("dynamic-scale", node, "its scale is computed at run time and cannot be checked")
+        yield find_at("dynamic-scale", node, "its scale is computed at run time and cannot be checked")
         return
     number = scale.astype(np.float64).reshape(-1)
     bad = np.flatnonzero(~(np.isfinite(number) & (number > 0)))
@@ -388,13 +421,13 @@ def _check_scale(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow
         if number.size > 1:
             why = f"{bad.size} of its {number.size} scales are bad: {number[bad[0]]:g} at channel {bad[0]}"
         why += "; the engine gives NaN" if taken else "; the engine is not built"
-        yield finding("bad-scale", node, why, None, "wrong" if taken else None)
+        yield find_at("bad-scale", node, why, None, "wrong" if taken else None)
     if scale.ndim > 1 or attribute(node, "block_size"):
-        yield finding("blocked-scale", node, f"its scale has shape {list(scale.shape)}: not for INT8")
+        yield find_at("blocked-scale", node, f"its scale has shape {list(scale.shape)}: not for INT8")
     yield from _check_type(graph, node, number.size)
     if is_quantize(node) and number.size > 1 and not graph.is_constant(node.input[0]):
         why = f"an activation with {number.size} scales is accepted, but its matmul does not run in INT8"
-        yield finding("per-channel-activation", node, why)
+        yield find_at("per-channel-activation", node, why)
 
 
 def _check_type(graph: CheckGraph, node: onnx.NodeProto, scales: int) -> Iterator[FindingRow]:
@@ -404,17 +437,17 @@ def _check_type(graph: CheckGraph, node: onnx.NodeProto, scales: int) -> Iterato
     if quantized == TensorProto.UINT8:
         missing = " (QuantizeLinear without a zero point makes UINT8)" if point is None else ""
         why = f"TensorRT runs symmetric INT8 only, and this is UINT8{missing}"
-        yield finding("uint8", node, why, None, "refused" if shifted else None)
+        yield find_at("uint8", node, why, None, "refused" if shifted else None)
     elif quantized not in (0, TensorProto.INT8):
-        yield finding("not-int8", node, f"its quantized type is {type_name(quantized)}")
+        yield find_at("not-int8", node, f"its quantized type is {type_name(quantized)}")
     elif point is not None:
         if shifted:
             value = point.reshape(-1)[np.flatnonzero(point)[0]]
             why = f"its zero point is {value}; TensorRT refuses all but 0"
-            yield finding("non-zero-zero-point", node, why)
+            yield find_at("non-zero-zero-point", node, why)
         if point.size != scales:
             why = f"its zero point has {point.size} values and its scale {scales}; TensorRT refuses that"
-            yield finding("zero-point-shape", node, why)
+            yield find_at("zero-point-shape", node, why)
 
 
 def _check_matmuls(graph: CheckGraph) -> Iterator[FindingRow]:
@@ -427,7 +460,7 @@ def _check_matmuls(graph: CheckGraph) -> Iterator[FindingRow]:
                 f"only its {with_dq} input has Q/DQ, the other comes from {without.stop}; "
                 "the engine runs it in floating point without a word"
             )
-            yield finding("half-quantized", node, why)
+            yield find_at("half-quantized", node, why)
 
 
 def _check_attentions(graph: CheckGraph) -> Iterator[FindingRow]:
@@ -437,7 +470,7 @@ def _check_attentions(graph: CheckGraph) -> Iterator[FindingRow]:
             size = graph.head_size(attention)
             if size is not None and size not in INT8_HEAD_SIZES:
                 why = f"its head size is {size}, and there is no fused INT8 attention for it"
-                yield finding("attention-head-size", attention.scores, why)
+                yield find_at("attention-head-size", attention.scores, why)
         elif with_dq:
             missing = [part for part in attention.operands if part not in with_dq]
             missing += [] if attention.output_quantized else ["the output"]
@@ -446,7 +479,7 @@ def _check_attentions(graph: CheckGraph) -> Iterator[FindingRow]:
                 f"Q/DQ is on {', '.join(with_dq)} but not on {', '.join(missing)}: the fused attention is "
                 "lost, the engine is slower than FP16 and its logits can be wrong"
             )
-            yield finding("partial-attention", attention.scores if early else attention.context, why)
+            yield find_at("partial-attention", attention.scores if early else attention.context, why)
 
 
 def _check_protected(graph: CheckGraph) -> Iterator[FindingRow]:
@@ -459,20 +492,20 @@ def _check_protected(graph: CheckGraph) -> Iterator[FindingRow]:
             name, dq = next((pair for pair in operands if pair[1] is not None), ("", None))
             if dq is not None:
                 why = f"its input {name!r} comes from {finding_label(dq)!r}"
-                yield finding("quantized-layernorm", node, why)
+                yield find_at("quantized-layernorm", node, why)
         elif kind == "ReduceMean":
             operand = graph.operand(node.input[0])
             readers = graph.index.consumers.get(node.output[0], [])
             norm = any(operator(n) == "Sub" and node.input[0] in n.input for n in readers)
             if norm and operand.dq is not None and not operand.constant:
-                yield finding("quantized-layernorm", node, "its LayerNorm reads a dequantized tensor")
+                yield find_at("quantized-layernorm", node, "its LayerNorm reads a dequantized tensor")
         elif kind in ("Softmax", "LogSoftmax"):
             if graph.find_before(node.input[0])[1]:
-                yield finding("quantized-softmax", node, "its input was quantized to INT8")
+                yield find_at("quantized-softmax", node, "its input was quantized to INT8")
             if node.output[0] not in attentions and any(
                 map(is_quantize, graph.index.forward(node.output[0], MOVES))
             ):
-                yield finding("quantized-softmax", node, "its output is quantized outside of attention")
+                yield find_at("quantized-softmax", node, "its output is quantized outside of attention")
 
 
 def _check_weights(graph: CheckGraph) -> Iterator[FindingRow]:
@@ -492,7 +525,7 @@ def _check_weight(
     source = graph.index.producers.get(dq.input[0])
     if source is not None and is_quantize(source):
         why = "its weight is stored in floating point with Q/DQ, so the file is 2 to 4 times larger"
-        yield finding("float-weight", source, why)
+        yield find_at("float-weight", source, why)
     scale, shape = graph.value(dq.input[1]), graph.shape(dq.input[0])
     if scale is None or scale.size < 2 or scale.ndim > 1 or not shape:
         return
@@ -501,17 +534,17 @@ def _check_weight(
     axis += rank if axis < 0 else 0
     sizes = f"weight {shape}, {scale.size} scales along axis {axis}"
     if not 0 <= axis < rank or shape[axis] != scale.size:
-        yield finding("wrong-weight-axis", dq, f"{sizes}: they do not fit")
+        yield find_at("wrong-weight-axis", dq, f"{sizes}: they do not fit")
         return
     if weight.reshaped or rank < 2:
         return
     channels = _channel_axis(node, position, weight, rank)
     if channels is None:
         why = f"{sizes}: a Transpose between it and {finding_label(node)!r} does not fit these axes"
-        yield finding("wrong-weight-axis", dq, why)
+        yield find_at("wrong-weight-axis", dq, why)
     elif channels != axis:
         why = f"{sizes}, but the output channels of {finding_label(node)!r} are axis {channels}"
-        yield finding("wrong-weight-axis", dq, f"{why}; it is accepted and does not run in INT8")
+        yield find_at("wrong-weight-axis", dq, f"{why}; it is accepted and does not run in INT8")
 
 
 def _channel_axis(node: onnx.NodeProto, position: int, weight: Operand, rank: int) -> int | None:
@@ -539,7 +572,7 @@ def _check_overflow(
             f"its {which} scale is FP16 and the weight has {scale.size} scales: TensorRT-RTX stores the "
             f"INT32 sums as FP16 before scaling, and sums over {FP16_MAX:.0f} become infinite"
         )
-        yield finding("fp16-overflow", node, why)
+        yield find_at("fp16-overflow", node, why)
 
 
 def _check_order(graph: CheckGraph) -> Iterator[FindingRow]:
@@ -559,7 +592,7 @@ def _check_order(graph: CheckGraph) -> Iterator[FindingRow]:
         f"{which} stored [K, N]: INT8 tensor cores read both operands along K, so a kernel can be in INT8 "
         "and slower than FP16, which its time alone shows"
     )
-    yield finding(ORDER, slow[0], why)
+    yield find_at(ORDER, slow[0], why)
 
 
 def _is_stored_kn(graph: CheckGraph, node: onnx.NodeProto) -> bool:
@@ -586,17 +619,17 @@ def _check_residuals(
             continue
         if expected is not None and residual.module not in expected:
             why = f"its residual is in INT8, but the recipe keeps that of {residual.module} in floating point"
-            yield finding("recipe-surplus", residual.add, why)
+            yield find_at("recipe-surplus", residual.add, why)
         elif other := index.find_other_rounding(graph.index, residual.dq):
             why = (
                 f"its residual and {finding_label(other)!r} round one tensor with scales of two values or "
                 "types, so the engine keeps it in floating point and in INT8"
             )
-            yield finding("split-residual", residual.add, why, None if expected is None else "error")
+            yield find_at("split-residual", residual.add, why, None if expected is None else "error")
         elif expected is None:
             norm, dq = finding_label(residual.norm), finding_label(residual.dq)
             why = f"what {norm!r} adds comes from {dq!r}; that costs accuracy"
-            yield finding("quantized-residual", residual.add, why)
+            yield find_at("quantized-residual", residual.add, why)
 
 
 def _check_constants(graph: CheckGraph) -> Iterator[FindingRow]:
@@ -607,7 +640,7 @@ def _check_constants(graph: CheckGraph) -> Iterator[FindingRow]:
             low, high = (float(value.min()), float(value.max())) if value.size else (0.0, 0.0)
         largest = low if -low > high else high
         if np.isnan(low) or np.isnan(high):
-            yield finding("nan-constant", node, f"its constant {name!r} holds NaN")
+            yield find_at("nan-constant", node, f"its constant {name!r} holds NaN")
         elif abs(largest) > FP16_MAX:
             yield from _check_large(graph, name, node, largest)
 
@@ -632,11 +665,11 @@ def _check_large(graph: CheckGraph, name: str, node: onnx.NodeProto, largest: fl
     casts = (n for n in graph.index.forward(name, _CARRIES) if operator(n) == "Cast")
     if graph.types.get(name) == TensorProto.FLOAT16:
         why = f"its FP16 constant {name!r} holds {largest:g}, and -inf times 0, or a row of -inf, makes NaN"
-        yield finding(code, node, why)
+        yield find_at(code, node, why)
     elif any(attribute(cast, "to") == TensorProto.FLOAT16 for cast in casts):
-        yield finding(code, node, f"{why}, and a Cast to FP16 behind it makes it infinite")
+        yield find_at(code, node, f"{why}, and a Cast to FP16 behind it makes it infinite")
     elif not graph.has_fp16 and not is_quantize(node):  # else it stays in FP32, or is clipped by the Q
-        yield finding(code, node, f"{why}, so a conversion to FP16 makes it infinite", "warning", "note")
+        yield find_at(code, node, f"{why}, so a conversion to FP16 makes it infinite", "warning", "note")
 
 
 def summary(report: CheckReport) -> list[str]:
@@ -647,7 +680,7 @@ def summary(report: CheckReport) -> list[str]:
         lines.append(f"{whole} of {count_of(whole + rest, 'attention')} in INT8 as a whole")
     if not counts["findings"]:
         return [*lines, "no findings"]
-    kinds, errors = count_of(len(report.groups), "kind"), count_of(counts["errors"], "error")
+    kinds, errors = count_of(len(report.codes), "kind"), count_of(counts["errors"], "error")
     refusals = f", {counts['refusals']} of them refusals" if counts["refusals"] else ""
     return [*lines, f"{count_of(counts['findings'], 'finding')} of {kinds}: {errors}{refusals}"]
 

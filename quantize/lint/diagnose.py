@@ -9,24 +9,14 @@ from qdqbench.quantize.engine.backend import capture, choose_backend, inspect_en
 from qdqbench.quantize.engine.hazards import find_hazards, is_older
 from qdqbench.quantize.engine.profiles import FAR_FROM_OPT
 from qdqbench.quantize.engine.results import LayerRow
-from qdqbench.quantize.lint.codes import Effect
-from qdqbench.quantize.lint.findings import (
-    FIX,
-    LOG_FINDINGS,
-    RUN,
-    WORST_FIRST,
-    Diagnosis,
-    Finding,
-    LogFile,
-    Shape,
-    SourceRow,
-    group_finding,
-)
-from qdqbench.quantize.lint.inspection import EngineFacts, Inspection, find_problems
+from qdqbench.quantize.lint.findings import WORST_FIRST, Effect, Finding, read_kinds
+from qdqbench.quantize.lint.inspection import ALONE, EngineFacts, Inspection, count_alone, find_faults
+from qdqbench.quantize.lint.logs import LogFile, Shape
 from qdqbench.quantize.lint.sources import KINDS, OWN, TOKENS, Evidence, OnnxFile, read_sources
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH
 from qdqbench.quantize.utils.names import count_of, name_list
+from qdqbench.quantize.utils.schema import Strict, Tabular
 
 MAX_FILES = 16
 _COVERED = {  # code of a finding: that of a better founded one, which says it already
@@ -40,6 +30,26 @@ _COVERED = {  # code of a finding: that of a better founded one, which says it a
     "log-no-importer": "unsupported-op",
     "log-no-plugin": "unsupported-op",
 }
+
+
+class SourceRow(Strict):
+    name: str
+    kind: str
+    what: str  # in a few words
+
+
+class Diagnosis(Tabular):
+    files: list[SourceRow]
+    findings: list[Finding]
+    ranked_by: str  # how the order came about
+    joined: list[str] = []  # which files were read together, and by what
+
+    def rows(self) -> list[Finding]:
+        return self.findings
+
+    @property
+    def errors(self) -> list[Finding]:
+        return [row for row in self.findings if row.severity == "error"]
 
 
 def diagnose(paths: Sequence[Path], *, load_engine: bool = False) -> Diagnosis:
@@ -128,24 +138,19 @@ _FLOAT = 0.02  # a share of the FLOPs below which linears without Q/DQ are not w
 _WIDE = 16.0  # tokens at the maximum over tokens at the optimum, in one profile
 _DEQUANTIZED = ("dequantizes both", "dequantizes weights")  # Q/DQ in the file, and no INT8 kernel
 _WEAK = ("int8", "fp16", "bf16", "best", "fp8", "calib", "precisionConstraints", "layerPrecisions")
-_ENGINE_FIXES = {  # code of an engine's problem -> what to do besides its remedy in the recipe
-    "raw-int32-as-fp16": [FIX],
-    "gemm-writes-fp32": [f"{FIX} --weights factored"],
-    "attention-apart": [FIX],
-    "qkv-apart": [],
-    "layernorm-fp16": [FIX],
-}
+RUN = "qdqbench run int8-linears --model MODEL --task TASK --data DATA"
+_TOLD = ("dequantized", "float-residual")  # faults of an engine that other findings name with their cause
 
 
 def find_all(evidence: Evidence) -> Iterator[Finding]:
     explained: set[str] = set()  # GEMMs that a finding in the graph already says to be outside of INT8
     if (onnx := evidence.onnx) is not None:
         outside = evidence.inspection.proof.not_int8 if evidence.inspection else []
-        for group in onnx.report.groups:
-            finding = group_finding(onnx.report, group, onnx.path)
-            if share := evidence.share_of_nodes(group.gemms):
+        for finding in onnx.report.grouped(onnx.path):
+            gemms = onnx.report.gemms_of(finding.code)
+            if share := evidence.share_of_nodes(gemms):
                 finding.share, finding.basis = share
-            if lost := [name for name in outside if name in {*group.gemms}]:
+            if lost := [name for name in outside if name in {*gemms}]:
                 finding.why += f"; the layer table shows {len(lost)} of these GEMMs outside of INT8"
                 finding.files.append(evidence.name("layers"))
             explained.update(finding.nodes)
@@ -171,64 +176,38 @@ def _not_quantized(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
     if onnx.integer or not weighted:
         return
     if not onnx.qdq:
-        what = f"nothing is quantized: none of {len(weighted)} linears has Q/DQ"
-        why = (
-            "without Q/DQ only implicit calibration made INT8. TensorRT 10 discourages it, and does not do "
-            "it for the attention and LayerNorm of transformers; TensorRT 11 no longer has it"
-        )
-        share = evidence.share_of_nodes(weighted)
-        yield evidence.finding(
-            "no-qdq", "not INT8", what, why, [RUN], nodes=weighted, share=share, kinds=["onnx"]
-        )
+        yield evidence.find("no-qdq", ["onnx"], weighted, share=evidence.share_of_nodes(weighted))
         return
-    explained = {name for group in onnx.report.groups for name in group.gemms}
+    explained = {gemm.node for gemm in onnx.report.gemms if gemm.codes}
     rest = {*onnx.report.not_quantized} - explained
     bare = [name for name in weighted if name in rest and "classifier" not in name]
     share = evidence.share_of_nodes(bare)
     if share and share[0] > _FLOAT:
-        what = f"{len(bare)} of {len(weighted)} linears have no Q/DQ and stay in floating point"
-        why = "they gain nothing from INT8"
-        yield evidence.finding(
-            "float-linears", "slow", what, why, [RUN], nodes=bare, share=share, kinds=["onnx"]
-        )
+        yield evidence.find("float-linears", ["onnx"], bare, share=share, all=len(weighted))
 
 
 def _float32(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
     if not onnx.qdq or not onnx.types or onnx.types["FLOAT"] < sum(onnx.types.values()):
         return
     rest = [name for name in onnx.report.not_quantized if name in onnx.products]
-    what = "all floating point is FP32: a strongly typed engine runs attention, LayerNorm, GELU and what is "
-    what += "not INT8 in FP32"
-    why = "weak typing (--fp16, --int8, --best) let the builder choose FP16; TensorRT 11 has strong typing "
-    why += "only, where the file decides"
-    share, fixes = evidence.share_of_nodes(rest), [FIX]
+    why, fixes = None, None
     if onnx.origin == OWN:
-        why, fixes = (
-            "qdqbench writes this form for CPUs",
-            ["on a GPU, use model.gpu.onnx of the run"],
-        )
-    yield evidence.finding("fp32-compute", "slow", what, why, fixes, nodes=rest, share=share, kinds=["onnx"])
+        why, fixes = "qdqbench writes this form for CPUs", ["on a GPU, use model.gpu.onnx of the run"]
+    share = evidence.share_of_nodes(rest)
+    yield evidence.find("fp32-compute", ["onnx"], rest, why=why, fixes=fixes, share=share)
 
 
 def _long_attention(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
-    limit, quantized = INT8_ATTENTION_LENGTH, onnx.report.attention_quantized
+    quantized = onnx.report.attention_quantized
     profiles = evidence.log.profiles if evidence.log else []
     highest = [high for profile in profiles for _, _, high in profile.values()]
     longest = max((high[1] for high in highest if len(high) > 1), default=0)
-    if quantized and longest > limit:
-        text = f"{len(quantized)} INT8 attentions in an engine for up to {longest} tokens"
-        what = f"{text}: the fused kernel takes {limit}"
-        why = "beyond that the attention falls apart into single kernels"
-        first = f"build with --maxShapes of {limit} tokens, and another engine for longer inputs"
-        fixes, kinds = [first, "attention: fp16 in the recipe"], ["onnx", "log"]
-        yield evidence.finding(
-            "attention-too-long", "slow", what, why, fixes, nodes=quantized, kinds=kinds, where=""
-        )
+    if quantized and longest > INT8_ATTENTION_LENGTH:
+        yield evidence.find("attention-too-long", ["onnx", "log"], quantized, where="", longest=longest)
 
 
 def _gemms(evidence: Evidence, inspection: Inspection, explained: Collection[str]) -> Iterator[Finding]:
-    facts = inspection.facts
-    total = len(facts.linears) or inspection.gemms
+    facts, onnx = inspection.facts, evidence.onnx
     reasons: dict[tables.NotInt8, list[str]] = {}
     for node in inspection.proof.not_int8:
         if node not in explained:
@@ -236,17 +215,16 @@ def _gemms(evidence: Evidence, inspection: Inspection, explained: Collection[str
     for reason, nodes in reasons.items():
         inside = any(tables.block_of_node(node).startswith("layer.") for node in nodes)
         effect: Effect = "not INT8" if reason.cause in _DEQUANTIZED else "slow" if inside else "note"
-        what = f"{len(nodes)} of {total} linears of the engine do not multiply in INT8"
-        fixes, share = ["qdqbench check {file}"], evidence.share_of_nodes(nodes)
-        yield evidence.finding(
-            "engine-not-int8", effect, what, f"each {reason}", fixes, nodes=nodes, share=share
+        total, share = len(facts.linears) or inspection.gemms, evidence.share_of_nodes(nodes)
+        yield evidence.find(
+            "engine-not-int8", None, nodes, effect=effect, share=share, all=total, reason=reason
         )
-    onnx = evidence.onnx
-    for problem in find_problems(facts):
-        why = problem.why or "one GEMM is faster for small batches, three for large ones"
-        nodes = problem.nodes
-        share = evidence.share_of_nodes(nodes)
-        if problem.code == "attention-apart":
+    for fault in find_faults(facts, evidence.paths.get("onnx")):
+        if fault.code in _TOLD:
+            continue
+        fault.files = evidence.shown()
+        share = evidence.share_of_nodes(fault.nodes)
+        if fault.code == "attention-apart":
             products = {*inspection.graph.products}
             share = evidence.share_of_kernels(
                 row
@@ -254,36 +232,28 @@ def _gemms(evidence: Evidence, inspection: Inspection, explained: Collection[str
                 if tables.kernel_kind(row) == "softmax"
                 or products.intersection(facts.computed.get(row.name, ()))
             )
-            groups = onnx.report.groups if onnx else []
-            partial = [group for group in groups if group.code == "partial-attention"]
+            partial = onnx.report.codes.get("partial-attention") if onnx else None
             if partial:
-                why = f"the graph says why: {partial[0].rows[0].why}"
+                fault.why = f"the graph says why: {partial[0].why}"
             elif onnx and onnx.types["FLOAT"] == sum(onnx.types.values()) > 0:
-                why = "the graph is FP32, and the fused kernels are for FP16, BF16 and INT8"
-        if problem.code in _ENGINE_FIXES:
-            fixes = [*_ENGINE_FIXES[problem.code], f"{problem.remedy} in the recipe"]
-            yield evidence.finding(
-                problem.code, problem.effect, problem.what, why, fixes, nodes=nodes, share=share
-            )
+                fault.why = "the graph is FP32, and the fused kernels are for FP16, BF16 and INT8"
+        if share:
+            fault.share, fault.basis = share
+        yield fault
 
 
 def _copies(evidence: Evidence, facts: EngineFacts) -> Iterator[Finding]:
-    clean = evidence.onnx is not None and not evidence.onnx.report.groups  # then `fix` changes nothing
-    for kind, code, what in (
-        ("layout", "copies", "kernels only move, cast or transpose (Reformat, Cast, Transpose)"),
-        ("quantize", "quantize-alone", "kernels only quantize or dequantize"),
-    ):
+    clean = evidence.onnx is not None and not evidence.onnx.report.findings  # then `fix` changes nothing
+    for kind, code in ALONE.items():
         rows = [row for row in facts.rows if tables.kernel_kind(row) == kind]
         share = evidence.share_of_kernels(rows)
-        if not rows or share is None or share[0] < _SMALL:
-            continue
-        int8 = sum("Int8" in (*row.inputs, *row.outputs) for row in rows)
-        text = f"{len(rows)} of {len(facts.rows)} {what}, {int8} of them INT8 codes"
-        why = "between a Q and its GEMM each costs a pass over memory: the kernel ahead can quantize where "
-        why += "the Q stands next to the GEMM and types do not change in between"
-        fixes = [RUN if clean else FIX, f"qdqbench inspect {evidence.name('layers')}"]
-        nodes = list(dict.fromkeys(map(tables.kernel_label, rows)))
-        yield evidence.finding(code, "slow", text, why, fixes, nodes=nodes, share=share)
+        if rows and share and share[0] >= _SMALL:
+            fixes = read_kinds()[code].fixes
+            fixes = (RUN, *fixes[1:]) if clean else fixes
+            nodes = list(dict.fromkeys(map(tables.kernel_label, rows)))
+            figures = count_alone(facts, kind)
+            layers = evidence.name("layers")
+            yield evidence.find(code, None, nodes, fixes=fixes, share=share, layers=layers, **figures)
 
 
 def _version(evidence: Evidence) -> Iterator[Finding]:
@@ -294,40 +264,26 @@ def _version(evidence: Evidence) -> Iterator[Finding]:
     kinds = ["engine", "log", "layers"]
     for text in find_hazards(engine.backend if engine else "tensorrt", version, None) if version else []:
         if "_gemm_mha" not in text or fused or not names:
-            why = "it is a fault of this version, not of the file"
-            fixes = ["build with the version that has the fix"]
-            yield evidence.finding("known-fault", "wrong", text, why, fixes, kinds=kinds)
+            yield evidence.find("known-fault", kinds, fault=text)
     if engine and not evidence.layers and not profile:
-        what = "an engine's header has its version and nothing of its layers"
-        why = "only TensorRT itself reads them, on the GPU that the engine is for"
-        first = "give what trtexec --exportLayerInfo --profilingVerbosity=detailed writes"
-        fixes = [first, f"qdqbench diagnose {evidence.name('engine')} --load-engine"]
-        yield evidence.finding("engine-not-read", "note", what, why, fixes, kinds=kinds)
+        yield evidence.find("engine-not-read", kinds, engine=evidence.name("engine"))
     if fused and not version:
-        what = "attention runs as _gemm_mha, and no file says in which version of TensorRT"
-        why = "10.0.0 has a fault there in FP16 that 10.0.1.6 fixes"
-        fixes = ["give the build log or the engine too"]
-        yield evidence.finding("version-unknown", "note", what, why, fixes, kinds=kinds)
+        yield evidence.find("version-unknown", kinds)
 
 
 def _bounds(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
     """Find what bounds the time of a query besides its kernels."""
-    compute = log.medians.get("GPU Compute Time", 0.0)
+    compute, basis = log.medians.get("GPU Compute Time", 0.0), "time of a query"
     if not compute:
         return
-    if (enqueue := log.medians.get("Enqueue Time", 0.0)) >= compute:
-        both = f"launching takes {enqueue:.3f} ms and computing {compute:.3f} ms"
-        what = f"{both}: the host is what is measured"
-        why = "INT8 cannot be faster while the GPU waits for its next kernel"
-        fixes = ["trtexec --useCudaGraph", "use larger batches"]
-        share = (1.0, "time of a query")
-        yield evidence.finding("launch-bound", "slow", what, why, fixes, share=share, kinds=["log"])
+    figures = {"compute": f"{compute:.3f}"}
+    if (launch := log.medians.get("Enqueue Time", 0.0)) >= compute:
+        share = (1.0, basis)
+        yield evidence.find("launch-bound", ["log"], share=share, launch=f"{launch:.3f}", **figures)
     copies = log.medians.get("H2D Latency", 0.0) + log.medians.get("D2H Latency", 0.0)
     if (part := copies / (compute + copies)) > _LARGE:
-        what = f"copies to and from the GPU take {copies:.3f} ms next to {compute:.3f} ms of kernels"
-        why = "the comparison of INT8 with FP16 should leave them out"
-        share, fixes = (part, "time of a query"), ["trtexec --noDataTransfers"]
-        yield evidence.finding("transfer-bound", "slow", what, why, fixes, share=share, kinds=["log"])
+        share = (part, basis)
+        yield evidence.find("transfer-bound", ["log"], share=share, copies=f"{copies:.3f}", **figures)
 
 
 def _implicit(evidence: Evidence) -> Iterator[Finding]:
@@ -341,43 +297,37 @@ def _implicit(evidence: Evidence) -> Iterator[Finding]:
         return
     names = (log.names.get("missing-scale") if log else None) or []
     weighted = [name for name, product in onnx.products.items() if product.weighted] if onnx else []
-    reasons, fixes = [], [RUN]
+    reasons, fixes = "", [RUN]
     if missing:
         said = f'{count_of(missing, "line")} with "Missing scale and zero-point"'
-        reasons.append(f"{said}: these tensors, and what reads them, stay in floating point")
+        reasons += f"{said}: these tensors, and what reads them, stay in floating point; "
     if cache:
         whose = f"the cache of TensorRT {cache.version} ({cache.calibrator})"
-        reasons.append(f"{whose} has scales of {len(cache.scales)} tensors")
-        graph = f" --onnx {onnx.path.name}" if onnx else ""
-        fixes.append(f"qdqbench recipes from-cache {evidence.name('cache')} --model MODEL{graph}")
-    reasons.append(
-        "implicit calibration finds no INT8 for attention, LayerNorm and constants of transformers, and "
-        "TensorRT 11 has no calibrators any more"
+        reasons += f"{whose} has scales of {len(cache.scales)} tensors; "
+        graph = onnx.path.name if onnx else "MODEL.onnx"
+        fixes.append(f"qdqbench recipes from-cache {evidence.name('cache')} --model MODEL --onnx {graph}")
+    yield evidence.find(
+        "implicit-calibration",
+        ["log", "cache", "onnx"],
+        names,
+        where=name_list(names),
+        fixes=fixes,
+        share=evidence.share_of_nodes(weighted) if missing else None,
+        reasons=reasons,
     )
-    what = "INT8 was asked of a calibrator (implicit quantization), not of Q/DQ in the file"
-    why, where, kinds = "; ".join(reasons), name_list(names), ["log", "cache", "onnx"]
-    share = evidence.share_of_nodes(weighted) if missing else None
-    yield evidence.finding(
-        "implicit-calibration", "not INT8", what, why, fixes,
-        nodes=names, share=share, kinds=kinds, where=where,
-    )  # fmt: skip
 
 
 def _log_lines(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
-    for key, (effect, what, why, fixes) in LOG_FINDINGS.items():
-        if count := log.signs[key]:
-            nodes = log.names.get(key, [])
+    kinds = read_kinds("log")
+    for code in kinds:
+        if count := log.signs[code]:
+            nodes = log.names.get(code, [])
             where = name_list(nodes)
             names = where or f"an operator ({count} messages)"
-            text = what.replace("{n}", str(count)).replace("{names}", names)
-            yield evidence.finding(
-                f"log-{key}", effect, text, why, fixes, nodes=nodes, kinds=["log"], where=where
-            )
-    known = any(log.signs[key] for key, (effect, *_) in LOG_FINDINGS.items() if effect == "refused")
+            yield evidence.find(code, ["log"], nodes, where=where, n=count, names=names)
+    known = any(log.signs[code] for code, kind in kinds.items() if kind.effect == "refused")
     if log.errors and not known and not log.passed:
-        what, why = f"the log has {len(log.errors)} errors", f"the first: {log.errors[0]}"
-        more = ["qdqbench check {file}", "give the ONNX file too"]
-        yield evidence.finding("build-failed", "refused", what, why, more, kinds=["log"])
+        yield evidence.find("build-failed", ["log"], errors=len(log.errors), first=log.errors[0])
 
 
 def _weak_typing(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
@@ -386,11 +336,8 @@ def _weak_typing(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
     if (not used and not refused) or ("stronglyTyped" in log.options and not refused):
         return
     eleven = bool(refused) or (log.version is not None and not is_older(log.version, "11"))
-    effect: Effect = "refused" if eleven else "note"
-    what = f"{', '.join(used or refused)} ask for weak typing, where the builder chooses datatypes"
-    why = "TensorRT 11 has no such options: the datatypes are those of the file"
-    fixes = [FIX, "trtexec --onnx={stem}.fixed.onnx --stronglyTyped (without the other options)"]
-    yield evidence.finding("weak-typing", effect, what, why, fixes, kinds=["log"])
+    options = ", ".join(used or refused)
+    yield evidence.find("weak-typing", ["log"], effect="refused" if eleven else "note", options=options)
 
 
 def _shapes(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
@@ -404,22 +351,15 @@ def _shapes(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
                 near = min(near or (far, name, load, opt), (far, name, load, opt))
     if near and near[0] >= FAR_FROM_OPT:
         far, name, load, opt = near
-        shape = "x".join(map(str, load))
-        tuned = f"kernels were tuned for {name} = {'x'.join(map(str, opt))}"
-        what = f"{tuned} and run at {shape}, {far:.1f} times off"
-        why = "a profile's kernels are chosen at its optimum; at other shapes they can be slower than FP16's"
-        first = (
-            f"build with --optShapes={name}:{shape} (and the other inputs), or with a profile for each load"
-        )
-        fixes = [first, "engine.shapes in the recipe, with one profile for each load"]
-        yield evidence.finding("far-from-opt", "slow", what, why, fixes, kinds=["log"])
+        sizes = {"opt": _shape(opt), "load": _shape(load), "far": f"{far:.1f}"}
+        yield evidence.find("far-from-opt", ["log"], input=name, **sizes)
         return
     for profile in log.profiles:
         for name, (_, opt, high) in profile.items():
             if len(opt) > 1 and min(opt) > 0 and math.prod(high[:2]) >= _WIDE * math.prod(opt[:2]):
-                most, best = ("x".join(map(str, shape)) for shape in (high, opt))
-                what = f"one profile takes {name} up to {most} and is tuned for {best}"
-                why = "far from its optimum an engine is slower than one for that shape"
-                fixes = ["give each range of shapes a profile of its own", "engine.shapes in the recipe"]
-                yield evidence.finding("wide-profile", "note", what, why, fixes, kinds=["log"])
+                yield evidence.find("wide-profile", ["log"], input=name, most=_shape(high), opt=_shape(opt))
                 return
+
+
+def _shape(shape: Shape) -> str:
+    return "x".join(map(str, shape))

@@ -15,6 +15,7 @@ import psutil
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.engine.backend import Backend, build_engine, choose_backend, gpu_backend
+from qdqbench.quantize.engine.layers import format_nodes
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.index import (
     MAX_STEPS,
@@ -31,8 +32,8 @@ from qdqbench.quantize.graph.read import MAX_FILE, read_model
 from qdqbench.quantize.graph.weights import factor_scales
 from qdqbench.quantize.lint import runs
 from qdqbench.quantize.lint.check import check_model
-from qdqbench.quantize.lint.codes import finding_label
-from qdqbench.quantize.lint.inspection import Inspection, format_nodes, read_graph
+from qdqbench.quantize.lint.findings import finding_label
+from qdqbench.quantize.lint.inspection import Inspection, read_graph
 from qdqbench.quantize.lint.rebuild import Product, Scales, insert_qdq, read_scales, remove_qdq
 from qdqbench.quantize.lint.view import is_integer
 from qdqbench.quantize.models.attention import MASK_FILL

@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from onnx import TensorProto
 
@@ -11,12 +12,10 @@ from qdqbench.quantize.engine import layers as tables
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.graph.index import MATMULS, list_int8_norms, module_of, run_of
 from qdqbench.quantize.graph.read import read_model, validate_names
-from qdqbench.quantize.lint.codes import Effect
+from qdqbench.quantize.lint.findings import Finding, find
 from qdqbench.quantize.lint.view import walk_types
 from qdqbench.quantize.models.families.known import ANY_MERGED_QKV, ANY_QKV, first_feed_forwards
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import FP16_MAX, HEAD_SIZES_TEXT, INT8_ATTENTION_LENGTH
-from qdqbench.quantize.utils.names import name_list
 
 _FLOATS: dict[int, str] = {
     TensorProto.FLOAT: "FP32",
@@ -157,9 +156,6 @@ class EngineFacts:
         return any(row.kernel is not None for row in self.rows)
 
 
-MAX_LAYERS_NAMED = 6
-
-
 @dataclass(frozen=True)
 class Time:
     total: float
@@ -220,8 +216,7 @@ class Inspection:
                 f"{self.proof.attention_int8} of {self.expected_attention} attentions run as one INT8 kernel"
             )
         if self.expected is not None and self.facts.float_residuals:
-            problems = find_problems(self.facts)
-            messages += [problem.place for problem in problems if problem.code == "float-residual"]
+            messages += [fault.place for fault in find_faults(self.facts) if fault.code == "float-residual"]
         return messages
 
 
@@ -244,152 +239,84 @@ def split_time(layers: Sequence[LayerRow], times: Mapping[str, float]) -> Time:
     )
 
 
-@dataclass(frozen=True)
-class Problem:
-    code: str
-    effect: Effect
-    what: str
-    why: str
-    remedy: str  # in the recipe
-    nodes: list[str] = field(default_factory=list)
-
-    @property
-    def place(self) -> str:
-        return f"{self.what} ({format_nodes(self.nodes)})" if self.nodes else self.what
-
-    @property
-    def sentence(self) -> str:
-        return f"{self.place}{'; ' if self.why else ''}{self.why}: {self.remedy}"
-
-
-def find_problems(facts: EngineFacts) -> Iterator[Problem]:
+def find_faults(facts: EngineFacts, path: Path | None = None) -> Iterator[Finding]:
+    """Find what is wrong or slow in the layers of one engine; commands name the file at `path`."""
     if nodes := facts.raw_outputs:
-        what = f"{len(nodes)} INT8 GEMMs store raw INT32 sums as FP16 before they are scaled"
-        why = f"sums over {FP16_MAX:.0f} become infinite, and logits NaN"
-        remedy = "set `export.weight_scales: factored`, or `weights: int8/per-tensor`"
-        yield Problem("raw-int32-as-fp16", "wrong", what, why, remedy, nodes)
+        yield find("raw-int32-as-fp16", path=path, nodes=nodes)
     if nodes := facts.dequantized:
-        what = f"{len(nodes)} linears dequantize INT8 codes and then multiply in floating point"
-        remedy = "give both operands Q/DQ that a GEMM takes, `qdqbench check` names the fault"
-        yield Problem("dequantized", "not INT8", what, "that is slower than plain FP16", remedy, nodes)
+        yield find("dequantized", path=path, nodes=nodes)
     if nodes := facts.fp32_outputs:
-        what = f"{len(nodes)} of {len(facts.int8)} INT8 GEMMs write FP32"
-        why = "that is twice the bytes of FP16, in the kernels that move the most"
-        yield Problem("gemm-writes-fp32", "slow", what, why, "set `export.weight_scales: factored`", nodes)
+        yield find("gemm-writes-fp32", path=path, nodes=nodes, all=len(facts.int8))
     if nodes := facts.float_residuals:
-        what = f"{len(nodes)} of {len(facts.residuals)} LayerNorms do not read their INT8 residual as INT8"
-        why = "that costs the rounding and saves nothing"
-        remedy = "set `residual: fp16`"
-        if not facts.on_cpu:
-            remedy += ", or look with `qdqbench check` for residuals with a scale of their own"
-        yield Problem("float-residual", "slow", what, why, remedy, nodes)
-    if len(facts.fused) < facts.attentions:
-        yield attention_apart(facts)
+        look = ", or look with `qdqbench check` for residuals with a scale of their own"
+        look = "" if facts.on_cpu else look
+        yield find("float-residual", path=path, nodes=nodes, all=len(facts.residuals), or_look=look)
+    if (apart := facts.attentions - len(facts.fused)) > 0:
+        yield find("attention-apart", path=path, count=apart, all=facts.attentions)
     if facts.qkv_apart:
-        what = f"q, k and v are three GEMMs in {facts.qkv_apart} of {facts.qkv} attentions"
-        remedy = "for small batches set `export.qkv_scales: shared` with factored weights, which makes it one"
-        yield Problem("qkv-apart", "note", what, "", remedy)
+        yield find("qkv-apart", path=path, count=facts.qkv_apart, all=facts.qkv)
     if low := facts.norms.get("FP16", []):
-        what = f"{len(low)} of {sum(map(len, facts.norms.values()))} LayerNorms sum their squares in FP16"
-        why = f"sums over {FP16_MAX:.0f} overflow; models with large activations then answer NaN"
-        remedy = 'add the rule `{match: "*", type: LayerNorm, precision: fp32}`'
-        yield Problem("layernorm-fp16", "note", what, why, remedy)
-
-
-def attention_apart(facts: EngineFacts) -> Problem:
-    count = facts.attentions
-    return Problem(
-        "attention-apart",
-        "slow",
-        f"{count - len(facts.fused)} of {count} attentions fall apart into single kernels",
-        "a fused kernel takes Q/DQ on all of q, k, v, the softmax output and the output, or on none. In INT8 "
-        f"it takes head size {HEAD_SIZES_TEXT} and at most {INT8_ATTENTION_LENGTH} tokens; in FP16 a mask "
-        "added once and no other operator in between",
-        "quantize the whole attention (`attention: int8`) or none of it (`attention: fp16`)",
-    )
+        yield find("layernorm-fp16", path=path, count=len(low), all=sum(map(len, facts.norms.values())))
 
 
 def explain_slowdown(layers_int8: Sequence[LayerRow], layers_fp16: Sequence[LayerRow]) -> list[str]:
-    ours, twin = EngineFacts(layers_int8), EngineFacts(layers_fp16)
-    problems = {problem.code: problem.sentence for problem in find_problems(ours)}
-    reasons = []
+    """Say why an INT8 engine can be slower than its FP16 twin."""
+    return list(_compare(EngineFacts(layers_int8), EngineFacts(layers_fp16)))
+
+
+def _compare(ours: EngineFacts, twin: EngineFacts) -> Iterator[str]:
+    faults = {fault.code: fault.sentence for fault in find_faults(ours)}
     encoder = [node for node in ours.linears if tables.block_of_node(node).startswith("layer.")]
     done = {*ours.int8, *ours.dequantized}
     if rest := [node for node in encoder if node not in done]:
-        reasons.append(
-            f"{len(rest)} of {len(encoder)} encoder linears are not in INT8 and gain nothing "
-            f"({format_nodes(rest)}): give them `weights` and `input` in the recipe's rules"
-        )
-    if ours.dequantized:
-        reasons.append(problems["dequantized"])
-    if len(ours.fused) < max(ours.attentions, len(twin.fused)):
-        reasons.append(f"{attention_apart(ours).sentence} (FP16 fuses {len(twin.fused)})")
-    if ours.qkv_apart:
-        reasons.append(f"{problems['qkv-apart']} (FP16 merges {twin.qkv_merged})")
-    if ours.fp32_outputs:
-        reasons.append(problems["gemm-writes-fp32"])
+        yield find("encoder-floating-point", nodes=rest, all=len(encoder)).sentence
+    beside = {
+        "dequantized": "",
+        "attention-apart": f" (FP16 fuses {len(twin.fused)})",
+        "qkv-apart": f" (FP16 merges {twin.qkv_merged})",
+        "gemm-writes-fp32": "",
+    }
+    yield from (faults[code] + text for code, text in beside.items() if code in faults)
     gelus = ours.gelu_separate - twin.gelu_separate
     if gelus > 0:
         rule = first_feed_forwards(map(module_of, ours.linears))
-        fix = f'try `{{match: "{rule}", precision: fp16}}`' if rule else "keep those linears in FP16"
-        reasons.append(
-            f"{ours.gelu_separate} GELU run in a kernel of their own (FP16: {twin.gelu_separate}, and "
-            f"{twin.gelu_fused} inside of the GEMM), which reads and writes the widest activation once "
-            f"more: for small batches {fix}"
-        )
-    epilogues = len(ours.separate) - len(twin.separate)
-    if epilogues > max(gelus, 0):
-        reasons.append(
-            f"{len(ours.separate)} of {len(ours.linears)} linears have their bias or scale applied by "
-            f"another kernel (FP16: {len(twin.separate)}): `weights: int8/per-tensor` needs no scale there"
-        )
+        keep = f'try `{{match: "{rule}", precision: fp16}}`' if rule else "keep those linears in FP16"
+        yield find(
+            "gelu-apart",
+            count=ours.gelu_separate,
+            fp16=twin.gelu_separate,
+            fused=twin.gelu_fused,
+            keep=keep,
+        ).sentence
+    if len(ours.separate) - len(twin.separate) > max(gelus, 0):
+        yield find(
+            "epilogue-apart",
+            nodes=ours.separate,
+            where="",
+            all=len(ours.linears),
+            fp16=len(twin.separate),
+        ).sentence
     if ours.kernels["layout"] > twin.kernels["layout"]:
-        reasons.append(
-            f"{ours.kernels['layout']} kernels only move, cast or transpose (FP16: "
-            f"{twin.kernels['layout']}), {ours.layout_quantized} of them INT8 codes: `attention: int8` lets "
-            "the engine drop those after the attention"
-        )
-    if alone := ours.kernels["quantize"]:
-        reasons.append(
-            f"{alone} kernels only quantize or dequantize: quantize the inputs of linears and nothing else, "
-            "which the kernel ahead of them does"
-        )
+        yield f"{_alone(ours, 'layout').sentence} (FP16: {twin.kernels['layout']})"
+    if ours.kernels["quantize"]:
+        yield _alone(ours, "quantize").sentence
     total, other = sum(ours.kernels.values()), sum(twin.kernels.values())
     if total > other:
         kinds = [kind for kind in ours.kernels if ours.kernels[kind] > twin.kernels[kind]]
         kinds.sort(key=lambda kind: twin.kernels[kind] - ours.kernels[kind])
         listed = ", ".join(f"{kind} {ours.kernels[kind]} against {twin.kernels[kind]}" for kind in kinds)
-        reasons.append(
-            f"{total} kernels run where FP16 runs {other} ({listed}), and a launch costs the same at any "
-            "batch size: use larger batches, or quantize fewer layers (recipe int8-ffn)"
-        )
-    return reasons
+        yield find("more-kernels", count=total, fp16=other, kinds=listed).sentence
 
 
-def format_nodes(nodes: Sequence[str]) -> str:
-    """Format ONNX nodes in few words, several layers together: `layer.0-11: attention key, output`."""
-    layers: dict[str, list[int]] = defaultdict(list)
-    for node in nodes:
-        block, _, name = tables.shorten_node(node).partition(" ")
-        number = block.removeprefix("layer.")
-        if block.startswith("layer.") and number.isdecimal() and name:
-            layers[name].append(int(number[:9]))
-        else:
-            layers[tables.shorten_node(node)] = []
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name, numbers in layers.items():
-        groups[format_ranges(numbers)].append(name)
-    texts = [f"layer.{key}: {name_list(names)}" if key else name_list(names) for key, names in groups.items()]
-    more = f"; and {len(texts) - MAX_LAYERS_NAMED} more" if len(texts) > MAX_LAYERS_NAMED else ""
-    return "; ".join(texts[:MAX_LAYERS_NAMED]) + more
+ALONE: dict[tables.KernelKind, str] = {"layout": "copies", "quantize": "quantize-alone"}
 
 
-def format_ranges(numbers: Sequence[int]) -> str:
-    """Format 0, 1, 2, 5 as `0-2,5`."""
-    spans: list[list[int]] = []
-    for number in sorted({*numbers}):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+def _alone(facts: EngineFacts, kind: tables.KernelKind) -> Finding:
+    return find(ALONE[kind], why="", **count_alone(facts, kind))
+
+
+def count_alone(facts: EngineFacts, kind: tables.KernelKind) -> dict[str, Any]:
+    """Return the figures of a finding about kernels that only move or quantize."""
+    rows = [row for row in facts.rows if tables.kernel_kind(row) == kind]
+    int8 = sum("Int8" in (*row.inputs, *row.outputs) for row in rows)
+    return {"count": len(rows), "all": len(facts.rows), "int8": int8}

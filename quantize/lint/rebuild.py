@@ -18,7 +18,7 @@ from qdqbench.quantize.graph.index import (
 )
 from qdqbench.quantize.graph.precision import cast_node
 from qdqbench.quantize.graph.weights import quantize_weights
-from qdqbench.quantize.lint.codes import finding_label
+from qdqbench.quantize.lint.findings import finding_label
 from qdqbench.quantize.lint.view import CheckGraph, Operand, is_quantize
 from qdqbench.quantize.utils.arrays import Array, Float32
 from qdqbench.quantize.utils.errors import UserError

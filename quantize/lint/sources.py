@@ -18,9 +18,9 @@ from qdqbench.quantize.graph.index import MOVES, QDQ
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.lint.cache_import import CalibrationCache, is_cache, read_cache_file
 from qdqbench.quantize.lint.check import CheckReport, check_model
-from qdqbench.quantize.lint.codes import Effect, finding_label
-from qdqbench.quantize.lint.findings import Finding, LogFile, is_log, read_log, with_file
-from qdqbench.quantize.lint.inspection import Graph, Inspection, Time, format_nodes, read_graph
+from qdqbench.quantize.lint.findings import Finding, Share, find, finding_label
+from qdqbench.quantize.lint.inspection import Graph, Inspection, Time, read_graph
+from qdqbench.quantize.lint.logs import LogFile, is_log, read_log
 from qdqbench.quantize.lint.view import PRODUCTS, CheckGraph
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import BackendName
@@ -170,7 +170,6 @@ KINDS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "engine": ("engine", read_engine),
     "cache": ("calibration cache", read_cache_file),
 }
-Share = tuple[float, str]  # a part of 1, and of what
 
 
 def recognise(path: Path) -> str:
@@ -287,33 +286,16 @@ class Evidence:
         kernels = len(self.inspection.facts.rows) if self.inspection else 0
         return (len(names) / kernels, "kernels") if kernels and names else None
 
-    def finding(  # noqa: PLR0913
-        self,
-        code: str,
-        effect: Effect,
-        what: str,
-        why: str,
-        fixes: Sequence[str],
-        *,
-        nodes: Sequence[str] = (),
-        share: Share | None = None,
-        kinds: Sequence[str] | None = None,
-        where: str | None = None,
+    def shown(self, kinds: Sequence[str] | None = None) -> list[str]:
+        """Return the names of files of these kinds, else of the layer table and a joined profile."""
+        kinds = kinds or (("layers", "profile") if self.time else ("layers",))
+        return [name for kind in kinds if (name := self.name(kind))]
+
+    def find(
+        self, code: str, kinds: Sequence[str] | None, nodes: Sequence[str] = (), **words: Any
     ) -> Finding:
         """Return a finding that the files of these kinds show, else the layer table and a joined profile."""
-        shown = (("layers", "profile") if self.time else ("layers",)) if kinds is None else kinds
-        return Finding(
-            code=code,
-            effect=effect,
-            what=what,
-            why=why,
-            fixes=with_file(fixes, self.paths.get("onnx")),
-            nodes=list(nodes),
-            where=format_nodes(nodes) if where is None else where,
-            share=share[0] if share else None,
-            basis=share[1] if share else "",
-            files=[name for kind in shown if (name := self.name(kind))],
-        )
+        return find(code, nodes=nodes, shown=self.shown(kinds), path=self.paths.get("onnx"), **words)
 
 
 def read_sources(paths: list[Path]) -> Evidence:

@@ -23,7 +23,7 @@ from qdqbench.quantize.graph.index import (
     permutation_of,
     type_name,
 )
-from qdqbench.quantize.lint.codes import Effect, FindingRow, finding, finding_label
+from qdqbench.quantize.lint.findings import Effect, FindingRow, find_at, finding_label
 from qdqbench.quantize.utils.arrays import Array
 
 # Products of all ways to quantize, and the input that holds the weight.
@@ -224,7 +224,7 @@ def walk_types(model: onnx.ModelProto) -> tuple[dict[str, int], list[FindingRow]
     for node in graph.node:
         if why := _type_node(node, opset, types):  # TensorRT casts what a Q reads itself
             effect: Effect | None = "not portable" if is_quantize(node) else None
-            findings.append(finding("mixed-types", node, why, None, effect))
+            findings.append(find_at("mixed-types", node, why, None, effect))
             continue
         for name in node.output:
             makes, says = types.get(name, 0), declared.get(name, 0)
@@ -233,7 +233,7 @@ def walk_types(model: onnx.ModelProto) -> tuple[dict[str, int], list[FindingRow]
                     f"the file declares its output {name!r} as {type_name(says)}, but the node makes "
                     f"{type_name(makes)}; ONNX Runtime refuses the file"
                 )
-                findings.append(finding("mixed-types", node, why, None, "not portable"))
+                findings.append(find_at("mixed-types", node, why, None, "not portable"))
                 break
     return types, findings
 

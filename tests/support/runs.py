@@ -22,7 +22,7 @@ from qdqbench.eval.runs.results import FileRow, ModelChange, Results
 from qdqbench.eval.verification.results import Verification
 from qdqbench.quantize.calibration.record import QuantizerRow
 from qdqbench.quantize.engine.results import EngineResult, LayerRow
-from qdqbench.quantize.lint.codes import FindingRow
+from qdqbench.quantize.lint.findings import FindingRow
 from qdqbench.quantize.pipeline.pipeline import Timing
 from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.tasks.task import GLUE

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.lint.check import CheckReport, check_model, to_json
-from qdqbench.quantize.lint.codes import CODES
+from qdqbench.quantize.lint.findings import read_kinds
 from qdqbench.quantize.lint.fix import engine_row
 from qdqbench.quantize.utils.errors import UserError
 
@@ -34,16 +34,16 @@ def found(report: CheckReport) -> list[tuple[str, str]]:
 def test_a_broken_model_names_the_node_and_nothing_else(case: broken.Case) -> None:
     report = checked(case.broken())
     assert found(report) == [(case.code, case.node)]
-    severity, _, fix = CODES[case.code]
+    (row,), kind = report.findings, read_kinds("graph")[case.code]
     fp32_mask = case.code == "constant-overflows-fp16" and case.form == "fp32"
-    assert report.findings[0].severity == ("warning" if fp32_mask else severity)
-    assert report.findings[0].fix == fix
+    assert row.severity == ("warning" if fp32_mask else kind.severity)
+    assert row.fix == kind.edit
     assert checked(case.broken(), allow=(case.code,)).findings == []
 
 
 def test_every_code_has_a_broken_model() -> None:
     below = {"no-qdq", "recipe-missing", "recipe-surplus", ORDER}
-    assert {case.code for case in broken.CASES} | below == set(CODES)
+    assert {case.code for case in broken.CASES} | below == set(read_kinds("graph"))
 
 
 def test_the_parser_agrees() -> None:
@@ -192,7 +192,6 @@ def orders(model: onnx.ModelProto) -> list[tuple[str, str]]:
 def test_weights_stored_k_n_are_one_warning(form: str) -> None:
     report = check_model(tiny.healthy(form))
     assert [(row.severity, row.code, row.node) for row in report.findings] == [("warning", ORDER, tiny.QUERY)]
-    assert report.findings[0].fix == CODES[ORDER][2]
     assert "all 4 INT8 weights are stored [K, N]" in report.findings[0].why
     assert set(tiny.LINEARS) <= set(report.quantized)  # a warning, as they are in INT8
 

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +14,6 @@ from onnxruntime.quantization import QuantFormat, QuantType
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.lint import runs
 from qdqbench.quantize.lint.check import check_file, check_model
-from qdqbench.quantize.lint.findings import group_finding
 from qdqbench.quantize.lint.fix import _FORMS, FixOptions, engine_row, fix, rewrite
 from qdqbench.quantize.lint.rebuild import remove_qdq
 from qdqbench.quantize.lint.runs import measure_ranges, run_outputs
@@ -77,8 +75,9 @@ def test_a_broken_layer_is_clean_afterwards(case: Case):
 def offered(model: onnx.ModelProto) -> set[str]:
     """Codes of findings for which `qdqbench fix` is named."""
     report = check_model(model)
-    found = [group_finding(report, group, Path("m.onnx")) for group in report.groups]
-    return {each.code for each in found if any(text.startswith("qdqbench fix") for text in each.fixes)}
+    return {
+        each.code for each in report.grouped() if any(text.startswith("qdqbench fix") for text in each.fixes)
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)

@@ -9,6 +9,8 @@ from onnx import TensorProto, helper
 
 from qdqbench.quantize.engine.layers import (
     block_of_node,
+    format_nodes,
+    format_ranges,
     kernel_block,
     kernel_kind,
     kernel_label,
@@ -22,9 +24,7 @@ from qdqbench.quantize.lint.inspection import (
     EngineFacts,
     Inspection,
     explain_slowdown,
-    find_problems,
-    format_nodes,
-    format_ranges,
+    find_faults,
     read_graph,
     rebuild_graph,
     split_time,
@@ -237,7 +237,7 @@ def test_an_int8_engine(merged, schema):
     assert len(facts.separate) == 12
     assert facts.int8_writers == {"LayerNorm": 4, "attention": 2, "layout": 2, "GELU": 2, "embeddings": 1}
     assert "none" not in facts.kernels
-    assert len([*find_problems(facts)]) == (0 if merged else 1)
+    assert len([*find_faults(facts)]) == (0 if merged else 1)
 
 
 def test_an_fp16_engine():
@@ -245,7 +245,7 @@ def test_an_fp16_engine():
     assert (found.proof.int8_gemms, set(found.proof.not_int8)) == ([], {*LINEARS, *HEAD})
     assert (found.facts.gelu_fused, found.facts.gelu_separate) == (2, 0)
     assert len(found.facts.separate) == 10  # the feed-forward GEMM has its bias and GELU inside
-    assert [*find_problems(found.facts)] == []
+    assert [*find_faults(found.facts)] == []
 
 
 def test_int8_attention_and_the_recipe():
@@ -263,7 +263,7 @@ def test_unfused_attention():
     assert (found.facts.attentions, found.proof.attention_fused) == (2, 0)
     assert found.facts.softmax == {"FP32": 2}
     assert not any("self/MatMul" in name for name in [*found.proof.not_int8, *found.graph.linears])
-    assert any("2 of 2 attentions fall apart" in problem.what for problem in find_problems(found.facts))
+    assert any("2 of 2 attentions fall apart" in problem.what for problem in find_faults(found.facts))
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_unfused_attention():
     ],
 )
 def test_findings(form, part):
-    (problem,) = find_problems(EngineFacts(bert(**form)))
+    (problem,) = find_faults(EngineFacts(bert(**form)))
     found = problem.sentence
     assert part in found
     assert "set " in found or "give " in found or "add " in found
@@ -285,7 +285,7 @@ def test_findings(form, part):
 
 def test_three_gemms_are_no_finding_in_a_runtime_for_cpus():
     rows = [row.model_copy(update={"kernel": "brgemm_avx512_i8"}) for row in bert(merged=False)]
-    assert [*find_problems(EngineFacts(rows))] == []
+    assert [*find_faults(EngineFacts(rows))] == []
 
 
 def test_several_profiles_are_counted_once_and_proven_in_each():
@@ -433,5 +433,5 @@ def test_any_table_is_judged(rows, others):
     found = Inspection(rows, times={row.name: 1.0 for row in rows})
     assert {*found.proof.int8_gemms, *found.proof.not_int8} <= {*found.graph.linears}
     assert len(found.proof.int8_gemms) + len(found.proof.not_int8) == found.gemms
-    texts = [each.sentence for each in find_problems(found.facts)] + explain_slowdown(rows, others)
+    texts = [each.sentence for each in find_faults(found.facts)] + explain_slowdown(rows, others)
     assert all(isinstance(text, str) for text in texts)

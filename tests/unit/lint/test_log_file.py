@@ -2,7 +2,7 @@
 
 import pytest
 
-from qdqbench.quantize.lint.findings import MAX_LINE, is_log, read_log
+from qdqbench.quantize.lint.logs import MAX_LINE, is_log, read_log
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support.build_logs import POLYGRAPHY, line, missing_scale, trtexec
@@ -33,7 +33,7 @@ def test_a_log_of_polygraphy(tmp_path):
     assert (found.tool, found.version, found.precision) == ("Polygraphy", "10.0.0", "[INT8]")
     shapes = ((1, 1), (8, 128), (32, 512))
     assert found.profiles == [{"input_ids": shapes, "attention_mask": shapes}]
-    assert found.names["no-kernel"] == ["{ForeignNode[a...b]}"]
+    assert found.names["log-no-kernel"] == ["{ForeignNode[a...b]}"]
     assert found.passed is None
 
 

@@ -16,7 +16,7 @@ from qdqbench.eval.runs.report.report import stage_cell, stages_report
 from qdqbench.eval.runs.results import FileRow, Results
 from qdqbench.quantize.calibration.record import QuantizerRow
 from qdqbench.quantize.engine.results import EngineResult
-from qdqbench.quantize.lint.codes import FindingRow
+from qdqbench.quantize.lint.findings import FindingRow
 from qdqbench.quantize.pipeline.pipeline import Timing
 from qdqbench.quantize.report.render import render_screen
 

@@ -8,7 +8,7 @@ from tools import pages
 
 import qdqbench
 from qdqbench.cli.app import app
-from qdqbench.quantize.lint.codes import CODES
+from qdqbench.quantize.lint.findings import read_kinds
 from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe.schema import Recipe, shipped_recipes
 from qdqbench.quantize.recipe.shipped import list_shipped
@@ -46,8 +46,8 @@ def test_every_public_name_and_every_code_is_there():
     for name in qdqbench.__all__:
         assert re.search(rf"^(### |\| )`{name}[`(]", page, re.MULTILINE), name
     page = pages.checks_page()
-    for code, (_, _, fix) in CODES.items():
-        assert re.search(rf"^\| `{code}` \|.*{re.escape(fix)} \|$", page, re.MULTILINE), code
+    for code, kind in read_kinds("graph").items():
+        assert re.search(rf"^\| `{code}` \|.*{re.escape(kind.edit)}.* \|$", page, re.MULTILINE), code
 
 
 @pytest.mark.parametrize("section", pages.reached(Recipe).values(), ids=lambda section: section.__name__)
