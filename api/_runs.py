@@ -12,7 +12,6 @@ from qdqbench.eval.runs.run import StageProgress, follow, require_inputs, run_un
 from qdqbench.eval.runs.tracked import track_run
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.pipeline.artifacts import backend_of
 from qdqbench.quantize.pipeline.ownership import identity_of, open_session, owned_folder, run_folder
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import Recipe, find_recipe
@@ -146,7 +145,7 @@ def build(folder: str | Path, progress: Progress = None) -> Results:
         MissingDevice: nothing here can build it.
     """
     with open_session(path_of(folder, "folder")) as session, shown(progress, draw_stages) as show:
-        here = find_gpu() or backend_of(session.recipe) in CPU_BACKENDS
+        here = find_gpu() or session.target.on_cpu
         return _run(session, "verify" if here else "build", show)
 
 

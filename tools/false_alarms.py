@@ -265,7 +265,7 @@ def catches(run: Path, name: str) -> bool | None:
     """Return whether verification fails for an engine of a broken graph; None: nothing to break."""
     from qdqbench.eval.stages.stages import build_stage
     from qdqbench.eval.verification.engine import verify_engine
-    from qdqbench.quantize.pipeline.artifacts import graph_path
+    from qdqbench.quantize.pipeline.graphs import graph_path
     from qdqbench.quantize.pipeline.ownership import open_session
     from qdqbench.quantize.utils.errors import UserError
 

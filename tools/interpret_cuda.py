@@ -16,7 +16,7 @@ from qdqbench.eval.metrics.runners import session_of
 from qdqbench.quantize.engine.cuda.interpret import interpret
 from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.pack import pack
-from qdqbench.quantize.pipeline.artifacts import graph_path
+from qdqbench.quantize.pipeline.graphs import graph_path
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.tasks.rows import sorted_batches
 

@@ -18,7 +18,7 @@ from qdqbench.quantize.engine import cpu_runtimes
 from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.models.inputs import MASK
-from qdqbench.quantize.pipeline import artifacts
+from qdqbench.quantize.pipeline import outcomes
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Batch, Float32
 from qdqbench.quantize.utils.limits import BackendName
@@ -73,9 +73,9 @@ def prepare_on_cpu(here: systems.Preparation[CpuWork]) -> list[systems.Entry]:
 def _int8_runs(here: systems.Preparation[CpuWork], system: systems.System) -> CpuRuns:
     session, config, backend = here.target.session, here.config, cast("BackendName", system.library)
     if here.options.quick:
-        engine = artifacts.read_built(session.folder)
+        engine = outcomes.read_built(session.folder)
         assert isinstance(engine, EngineResult)  # else there is no quick bench
-        compute, path = artifacts.cpu_compute(session.recipe), artifacts.engine_file(session.folder, engine)
+        compute, path = session.target.compute, outcomes.engine_file(session.folder, engine)
         lanes = _compiled_lanes(here, backend, path.read_bytes(), compute, blob=True)
         return CpuRuns(lanes, f"engine of the run, {compute.upper()} where not INT8", engine)
     graph = here.target.int8_graph(backend)

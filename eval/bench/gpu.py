@@ -47,7 +47,6 @@ from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.sidecar import check_sidecar, sidecar_path
 from qdqbench.quantize.models.families.known import family_named
-from qdqbench.quantize.pipeline import artifacts
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int32, Int64
@@ -267,7 +266,7 @@ def _backend_of(owner: Target, system: systems.System) -> BackendName:
     if system.library == "cuda":
         require_kernels()
         return "cuda"
-    return gpu_backend() if systems.runs_kernels(owner) else artifacts.backend_of(owner.session.recipe)
+    return gpu_backend() if systems.runs_kernels(owner) else owner.session.target.backend
 
 
 def specs_of(target: Target, system: systems.System, config: systems.Config) -> dict[Pair, EngineSpec]:
@@ -286,7 +285,7 @@ def specs_of(target: Target, system: systems.System, config: systems.Config) -> 
             profile=profile,
             gemms=owner.gemms(graph) if int8 else [],
             attention=len(session.plan.attention) if int8 else 0,
-            compute=artifacts.cpu_compute(session.recipe),
+            compute=session.target.compute,
             shapes=[pair],
         )
     return specs

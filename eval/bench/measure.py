@@ -30,20 +30,15 @@ from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.index import count_attentions
 from qdqbench.quantize.models.inputs import MASK, TOKENS
-from qdqbench.quantize.pipeline.artifacts import (
-    backend_of,
-    cpu_compute,
-    engine_profiles,
-    list_expected_gemms,
-    twin_compute,
-)
+from qdqbench.quantize.pipeline.data_profiles import engine_profiles
+from qdqbench.quantize.pipeline.graphs import list_expected_gemms
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Array, Batch, Float32, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, has_profiles
+from qdqbench.quantize.utils.limits import BackendChoice, has_profiles
 from qdqbench.quantize.utils.progress import measuring, report_phase
 
 if TYPE_CHECKING:
@@ -515,12 +510,11 @@ class OpenEngine:
 
 def measure_speedup(engine: OpenEngine, baseline: OpenEngine, shape: Shape) -> Speedup:
     """Time an engine and its baseline in interleaved rounds; CheckFailed where one gives no sound outputs."""
-    session, recipe = engine.session, engine.session.recipe
-    on_cpu = backend_of(recipe) in CPU_BACKENDS
+    session, target = engine.session, engine.session.target
     # an engine without profiles packs its tokens on the host, which belongs to its time
-    timer = CudaTimer() if has_profiles(backend_of(recipe)) else WallTimer()
-    effort = ON_CPU if on_cpu else ON_GPU
-    compute = twin_compute(recipe)
+    timer = CudaTimer() if has_profiles(target.backend) else WallTimer()
+    effort = ON_CPU if target.on_cpu else ON_GPU
+    compute = target.baseline
     ours = ReadySystem("int8", "int8", [engine.lane(shape)], timer)
     theirs = ReadySystem(compute, compute, [baseline.lane(shape)], timer)
     config = f"b{shape[0]} s{shape[1]}"
@@ -544,15 +538,15 @@ def open_engine(
     with contextlib.ExitStack() as stack:
         stack.callback(sidecar_path(path).unlink, missing_ok=True)
         stack.callback(path.unlink, missing_ok=True)
-        recipe = session.recipe
-        result = build_ready(graph, path, recipe.engine.backend, profiles, cpu_compute(recipe))
+        backend, compute = session.recipe.engine.backend, session.target.compute
+        result = build_ready(graph, path, backend, profiles, compute)
         opened = OpenEngine(session, result, stack.enter_context(load_engine(session, path, graph.path)))
         stack.callback(opened.lanes.clear)  # lanes go before the engine that they run
         yield opened
 
 
 def load_engine(session: Session, path: Path, graph: Path) -> Any:
-    if not has_profiles(backend_of(session.recipe)):
+    if not has_profiles(session.target.backend):
         return open_runner(path, graph, pad_id=0, outputs=session.config.task.kind.outputs)
     return Engine(path, graph, runtime_cache=path.with_suffix(".cache"))
 
@@ -561,14 +555,14 @@ def write_engine_graph(
     session: Session, model: "PreTrainedModel", recipe: Recipe, plan: Plan, path: Path
 ) -> ReadyGraph:
     """Write the typed graph of a recipe's model: INT8, or the baseline where the plan has no INT8."""
-    settings = ExportSettings.of(recipe, backend_of(session.recipe))
+    settings = ExportSettings.of(recipe, session.target.backend)
     write_graph(trace(model, settings.opset, session.config.task.kind.outputs), plan, settings, path)
     return ReadyGraph.of(path, plan)
 
 
 def build_and_prove(session: Session, graph: ReadyGraph, path: Path) -> Path:
-    recipe, profiles = session.recipe, engine_profiles(session)
-    require_int8(build_ready(graph, path, recipe.engine.backend, profiles, cpu_compute(recipe)))
+    backend, compute = session.recipe.engine.backend, session.target.compute
+    require_int8(build_ready(graph, path, backend, engine_profiles(session), compute))
     return path
 
 

@@ -10,10 +10,9 @@ from qdqbench.eval.bench.results import BENCH_FILE, read_bench, write_bench
 from qdqbench.eval.bench.run import require_gpu, run_bench
 from qdqbench.eval.bench.systems import BenchPlan, systems_of
 from qdqbench.eval.bench.target import session_target
-from qdqbench.quantize.pipeline.artifacts import Skipped, backend_of, cpu_compute, read_built, read_engine_run
+from qdqbench.quantize.pipeline.outcomes import Skipped, read_built, read_engine_run
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.utils.errors import QdqError
-from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
 BATCH, GPU_BATCH, LENGTH, INPUT_SETS = 8, 32, 128, 4
@@ -26,14 +25,13 @@ def bench_quickly(session: Session) -> str:
     A bench of the same files stays, and so does any that is not quick. On a GPU the twin is the FP16 engine
     of the same backend; next to CUDA kernels, which have none, it is PyTorch in FP16.
     """
-    folder, recipe = session.folder, session.recipe
-    backend = backend_of(recipe)
+    folder, recipe, own = session.folder, session.recipe, session.target
     if not recipe.quantizes or isinstance(read_built(folder), Skipped):
         return ""
     if isinstance(read_engine_run(folder), Skipped):
         return ""
-    on_cpu, twin = backend in CPU_BACKENDS, "torch-fp16" if backend == "cuda" else "fp16"
-    twin = f"{cpu_compute(recipe)}-{backend}" if on_cpu else twin
+    twin = "torch-fp16" if own.backend == "cuda" else "fp16"
+    twin = f"{own.compute}-{own.backend}" if own.on_cpu else twin
     try:
         if (folder / BENCH_FILE).is_file():
             known = read_bench(folder / BENCH_FILE)
@@ -41,30 +39,30 @@ def bench_quickly(session: Session) -> str:
                 return ""
         plan = BenchPlan(
             quick=True,
-            device="cpu" if on_cpu else "gpu",
-            batches=[BATCH if on_cpu else GPU_BATCH],
+            device="cpu" if own.on_cpu else "gpu",
+            batches=[BATCH if own.on_cpu else GPU_BATCH],
             lengths=[min(LENGTH, recipe.export.max_length)],
             dataset=None,
-            streams=[] if on_cpu else [1],
+            streams=[] if own.on_cpu else [1],
             rounds=ROUNDS,
             duration_s=DURATION_S,
             iterations=None,
             input_sets=INPUT_SETS,
             engine_shapes="recipe",
             seed=session.config.seed,
-            threads=find_cpu().cores if on_cpu else None,
-            baselines=backend == "cuda",
-            fp32=on_cpu,
+            threads=find_cpu().cores if own.on_cpu else None,
+            baselines=own.backend == "cuda",
+            fp32=own.on_cpu,
         )
         target, command = session_target(session), session.config.command
         others = {*systems_of(target, plan)} - {twin, "int8"}
         plan = plan.model_copy(update={"exclude": tuple(others)})
         with ExitStack() as stack:
-            if on_cpu:
+            if own.on_cpu:
                 bench = run_bench(target, plan, CpuWork(), command=command)
             else:
                 work = GpuWork(stack.enter_context(background(os.cpu_count() or 1)))
-                bench = run_bench(target, plan, work, command=command, backend=require_gpu(backend))
+                bench = run_bench(target, plan, work, command=command, backend=require_gpu(own.backend))
     except (QdqError, RuntimeError) as error:  # of CUDA too: no report is lost for it
         return f"no quick bench: {' '.join(str(error).split())[:300]}"
     if bench.errors:

@@ -20,7 +20,7 @@ from qdqbench.quantize.engine.backend import choose_backend, find_best, gpu_back
 from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.results import LayerRow
-from qdqbench.quantize.pipeline.artifacts import engine_profiles
+from qdqbench.quantize.pipeline.data_profiles import engine_profiles
 from qdqbench.quantize.report.formats import label
 from qdqbench.quantize.utils.arrays import Batch
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError

@@ -18,14 +18,16 @@ from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.record import read_record, write_record
 from qdqbench.quantize.calibration.softmax import LONG
 from qdqbench.quantize.engine.profiles import choose_edges
+from qdqbench.quantize.engine.target import choose_target
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import MODEL_SHAPES, family_named, family_of
 from qdqbench.quantize.models.identity import Pooling, has_pooling
 from qdqbench.quantize.models.inputs import TOKENS, pad_columns
 from qdqbench.quantize.models.load import load_model, load_tokenizer
-from qdqbench.quantize.pipeline import artifacts
-from qdqbench.quantize.pipeline.artifacts import FP16, FP32, INT8, length_edges
+from qdqbench.quantize.pipeline import graphs
+from qdqbench.quantize.pipeline.data_profiles import length_edges
+from qdqbench.quantize.pipeline.graphs import FP16, FP32, INT8
 from qdqbench.quantize.pipeline.pipeline import open_run, run_stages
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
 from qdqbench.quantize.recipe.schema import Recipe, find_recipe, load_recipe
@@ -62,13 +64,13 @@ class Target:
     def gemms(self, graph: Path) -> list[str]:
         """Return the GEMMs that a form of the INT8 graph must run in INT8."""
         if graph not in self._gemms:
-            self._gemms[graph] = artifacts.list_expected_gemms(graph, self.session.plan)
+            self._gemms[graph] = graphs.list_expected_gemms(graph, self.session.plan)
         return self._gemms[graph]
 
     def int8_graph(self, backend: BackendName) -> Path:
         """Return the INT8 graph in the form of a backend, written for benches where it is not the run's."""
         session, recipe = self.session, self.session.recipe
-        own, wanted = (ExportSettings.of(recipe, name) for name in (artifacts.backend_of(recipe), backend))
+        own, wanted = (ExportSettings.of(recipe, name) for name in (choose_target(recipe).backend, backend))
         if own == wanted:
             return self.graphs["int8"]
         if wanted not in self.forms:

@@ -18,7 +18,7 @@ from qdqbench.eval.verification.results import read_verified
 from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
 from qdqbench.quantize.calibration.softmax import LONG
 from qdqbench.quantize.models.identity import describe_model
-from qdqbench.quantize.pipeline import artifacts
+from qdqbench.quantize.pipeline import data_profiles, graphs, outcomes
 from qdqbench.quantize.pipeline.pipeline import Timing, read_finished
 from qdqbench.quantize.pipeline.session import QAT, RECORD, Session
 from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
@@ -124,7 +124,7 @@ def model_changes(  # noqa: PLR0913
 
 # of the output of an INT8 attention: up to 128 tokens with scale 1/127 MiniLM is below it
 MOST_SOFTMAX_ERROR = 0.2
-ONNX_FILES = ("model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx", artifacts.GPU_INT8)
+ONNX_FILES = ("model.fp32.onnx", "model.fp16.onnx", "model.int8.onnx", graphs.GPU_INT8)
 
 
 def collect(session: Session, timings: dict[str, Timing], until: str | None = None) -> Results:
@@ -136,13 +136,13 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
     """
     folder, config, whole = session.folder, session.config, until is None
     readers: dict[str, Callable[[], Any]] = {
-        "build": lambda: artifacts.read_built(folder),
-        "gpu_build": lambda: artifacts.read_built(folder / artifacts.GPU),
+        "build": lambda: outcomes.read_built(folder),
+        "gpu_build": lambda: outcomes.read_built(folder / graphs.GPU),
         "verify": lambda: read_verified(folder),
     }
-    outcomes = {name: read() for name, read in readers.items() if name in timings}
-    skipped = {name: done.skipped for name, done in outcomes.items() if isinstance(done, artifacts.Skipped)}
-    outcomes = {name: done for name, done in outcomes.items() if name not in skipped}
+    done = {name: read() for name, read in readers.items() if name in timings}
+    skipped = {name: record.skipped for name, record in done.items() if isinstance(record, outcomes.Skipped)}
+    done = {name: record for name, record in done.items() if name not in skipped}
     report_phase("scoring")
     stages = stage_results(session, None if whole else timings)
     planned = whole or "quantize" in timings  # else the model need not be loaded
@@ -153,8 +153,8 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
     else:
         names = [name for stage in timings for name in read_finished(folder)[stage].outputs]
     sizes = {name: (folder / name).stat().st_size for name in names}
-    onnx = [name for name in names if name.endswith(".onnx") and artifacts.FP32 in sizes]
-    ratios = {name: sizes[name] / sizes[artifacts.FP32] for name in onnx}
+    onnx = [name for name in names if name.endswith(".onnx") and graphs.FP32 in sizes]
+    ratios = {name: sizes[name] / sizes[graphs.FP32] for name in onnx}
     qat_scored = {"ptq", "fake_quant"} <= timings.keys()
     results = Results(
         until=until,
@@ -184,10 +184,10 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
         skipped=skipped | {name: row.reason for name, row in stages.items() if row.reason},
         training=files.read_json(folder / QAT / RECORD) if "qat" in timings else None,
         qat_vs_ptq=_compare_stages(session, "ptq", "fake_quant") if qat_scored else None,
-        engine=outcomes.get("build"),
-        gpu_engine=outcomes.get("gpu_build"),
-        lengths=artifacts.describe_lengths(session) if whole else None,
-        verification=outcomes.get("verify"),
+        engine=done.get("build"),
+        gpu_engine=done.get("gpu_build"),
+        lengths=data_profiles.describe_lengths(session) if whole else None,
+        verification=done.get("verify"),
         gate=Gate(passed=True, max_drop=config.recipe.gate.max_drop),
         timings=timings,
         warnings=session.warnings,
@@ -223,8 +223,8 @@ def stage_results(session: Session, done: Collection[str] | None = None) -> dict
         if stage == "fake_quant" and not session.recipe.quantizes:
             reason = "the recipe quantizes nothing"
         elif stage == "engine":
-            ran = artifacts.read_engine_run(session.folder)
-            reason, detail = (ran.skipped, "") if isinstance(ran, artifacts.Skipped) else (None, ran.detail)
+            ran = outcomes.read_engine_run(session.folder)
+            reason, detail = (ran.skipped, "") if isinstance(ran, outcomes.Skipped) else (None, ran.detail)
         skipped = StageResult(status="skipped", reason=reason)
         result[name] = skipped if reason else score_stage(session, name, detail)
     return result
@@ -298,16 +298,16 @@ def _add_effects(session: Session, results: Results) -> None:
             half = read_logits(path)[both.split]
             results.vs_fp16 = compare(task, half, both.answers, both.gold, seed=seed)
     if session.recipe.quantizes:
-        errors = files.read_json(session.folder / artifacts.LAYER_ERRORS)
+        errors = files.read_json(session.folder / graphs.LAYER_ERRORS)
         results.layer_errors = LayerErrors.model_validate(errors)
         recipe, plan = session.recipe, session.plan
         exact_gelu = getattr(session.fp32_model.config, plan.family.activation) == "gelu"
         results.model_changes = model_changes(
             plan,
             read_record(session.record_path),
-            files.read_json(session.folder / artifacts.REWRITES).get(artifacts.graph_path(session).name, {}),
+            files.read_json(session.folder / graphs.REWRITES).get(graphs.graph_path(session).name, {}),
             to_tanh=exact_gelu and recipe.export.gelu == "tanh",
-            half=artifacts.computes_fp16(recipe, artifacts.backend_of(recipe)),
+            half=session.target.half,
             trained=results.training.best_step if results.training else 0,
         )
 

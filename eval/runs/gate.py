@@ -14,7 +14,8 @@ from qdqbench.eval.metrics.results import Gate, GateCode, GateIssue, IssueState,
 from qdqbench.eval.runs.results import EngineSize, Results
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.engine.results import EngineResult
-from qdqbench.quantize.pipeline.artifacts import Skipped, backend_of, read_built
+from qdqbench.quantize.engine.target import choose_target
+from qdqbench.quantize.pipeline.outcomes import Skipped, read_built
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks import metrics
@@ -170,7 +171,7 @@ NEEDS: dict[GateCode, str] = {  # of what is open
 
 def cannot_hold(recipe: Recipe) -> str:
     """Explain why the gate of a run fails here in any case; empty where it may hold."""
-    backend = backend_of(recipe)
+    backend = choose_target(recipe).backend
     if recipe.gate.require_int8 is False or not recipe.int8_residual or backend in INT8_RESIDUALS:
         return ""
     return (

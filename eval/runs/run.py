@@ -14,7 +14,7 @@ from qdqbench.quantize.deployment.write import DEPLOY, remove
 from qdqbench.quantize.engine.backend import find_missing_builder
 from qdqbench.quantize.engine.profiles import require_room
 from qdqbench.quantize.pipeline import pipeline
-from qdqbench.quantize.pipeline.artifacts import backend_of, engine_profiles
+from qdqbench.quantize.pipeline.data_profiles import engine_profiles
 from qdqbench.quantize.pipeline.pipeline import Timing
 from qdqbench.quantize.pipeline.session import CONFIG, Session
 from qdqbench.quantize.recipe.schema import dump_recipe
@@ -58,7 +58,7 @@ def follow(
         session.report = lambda row, steps: progress(replace(now, done=row.step, total=steps, row=row))
         if name in unsaid and not reused:
             unsaid.clear()
-            if missing := find_missing_builder(backend_of(session.recipe)):
+            if missing := find_missing_builder(session.target.backend):
                 session.say(f"no engine can be built here, so the run will continue without one: {missing}")
         progress(now)
 

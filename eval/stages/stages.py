@@ -27,8 +27,9 @@ from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.index import count_attentions
 from qdqbench.quantize.lint.check import check_file, to_json
-from qdqbench.quantize.pipeline import artifacts
-from qdqbench.quantize.pipeline.artifacts import Skipped, backend_of, engine_profiles, write_outcome
+from qdqbench.quantize.pipeline import data_profiles, graphs, outcomes
+from qdqbench.quantize.pipeline.data_profiles import engine_profiles
+from qdqbench.quantize.pipeline.outcomes import Skipped, write_outcome
 from qdqbench.quantize.pipeline.pipeline import Stage
 from qdqbench.quantize.pipeline.session import CHECKPOINTS, QAT, Session
 from qdqbench.quantize.tasks import metrics
@@ -62,16 +63,16 @@ def remove_checkpoints(session: Session) -> None:
 
 
 def build_stage(session: Session) -> list[Path]:
-    return _build(session, backend_of(session.recipe), artifacts.graph_path(session), session.folder)
+    return _build(session, session.target.backend, graphs.graph_path(session), session.folder)
 
 
 def gpu_build_stage(session: Session) -> list[Path]:
-    return _build(session, gpu_backend(), session.folder / artifacts.GPU_INT8, session.folder / artifacts.GPU)
+    return _build(session, gpu_backend(), session.folder / graphs.GPU_INT8, session.folder / graphs.GPU)
 
 
 def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> list[Path]:
     settings, folder = session.recipe.engine, out / "engine"
-    gemms = artifacts.expected_gemms(session)
+    gemms = graphs.expected_gemms(session)
     path, layers = folder / graph.with_suffix(".engine").name, out / "layers.json"
     files.require_room(folder, graph.stat().st_size, path.name)  # an engine holds the graph's weights
     try:
@@ -85,13 +86,13 @@ def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> li
             compute_capability=settings.compute_capability,
             layers_path=layers,
             timing_cache=folder / "timing.cache",  # no output of the stage: it changes and may go
-            compute=artifacts.cpu_compute(session.recipe),
+            compute=session.target.compute,
             note=session.warnings.append,
             progress=lambda phase, fraction: report_phase(phase, fraction, 1),
         )
     except MissingDevice as error:
-        return [write_outcome(out / artifacts.BUILD, Skipped(skipped=str(error)))]
-    return [write_outcome(out / artifacts.BUILD, result), path, sidecar_path(path), layers]
+        return [write_outcome(out / outcomes.BUILD, Skipped(skipped=str(error)))]
+    return [write_outcome(out / outcomes.BUILD, result), path, sidecar_path(path), layers]
 
 
 def verify_stage(session: Session) -> list[Path]:
@@ -101,11 +102,11 @@ def verify_stage(session: Session) -> list[Path]:
             found = verify_engine(session)
         except MissingDevice as error:
             reason = str(error)
-    return [write_outcome(session.folder / artifacts.VERIFY, found or Skipped(skipped=str(reason)))]
+    return [write_outcome(session.folder / outcomes.VERIFY, found or Skipped(skipped=str(reason)))]
 
 
 def cannot_run(session: Session) -> str | None:
-    built, gpu = artifacts.read_built(session.folder), find_gpu()
+    built, gpu = outcomes.read_built(session.folder), find_gpu()
     if isinstance(built, Skipped):
         return built.skipped
     if built.backend in CPU_BACKENDS:
@@ -135,7 +136,7 @@ def engine_stage(session: Session) -> list[Path]:
     One that gives NaN is not evaluated, so that its run still ends with a report that says so.
     """
     # some kernels are tuned for no shape, and profiles of the data for its shapes
-    tuned = not has_profiles(backend_of(session.recipe)) or session.recipe.auto_shapes
+    tuned = not has_profiles(session.target.backend) or session.recipe.auto_shapes
     for _, encoded in () if tuned else session.eval_splits.values():
         doubts = note_distant_data(engine_profiles(session), encoded.lengths, session.config.batch_size)
         session.warnings += [line for line in doubts if line not in session.warnings]
@@ -145,25 +146,25 @@ def engine_stage(session: Session) -> list[Path]:
             return _run_engine(session)
         except MissingDevice as error:
             reason = str(error)
-    return [write_outcome(session.folder / artifacts.ENGINE, Skipped(skipped=str(reason)))]
+    return [write_outcome(session.folder / outcomes.ENGINE, Skipped(skipped=str(reason)))]
 
 
 def _run_engine(session: Session) -> list[Path]:
-    folder, gpu, built = session.folder / "engine", find_gpu(), artifacts.read_built(session.folder)
+    folder, gpu, built = session.folder / "engine", find_gpu(), outcomes.read_built(session.folder)
     assert isinstance(built, EngineResult)  # `cannot_run` looked
     device = str(find_cpu()) if built.backend in CPU_BACKENDS else gpu.name if gpu else "an unknown GPU"
     detail = f"{built.backend} {built.version} on {device}"
     cache = folder / "runtime.cache"  # no output of the stage: it changes and may go
-    graph, outputs = artifacts.graph_path(session), session.config.task.kind.outputs
-    path, pad_id, edges = folder / built.file, session.pad_id, artifacts.length_edges(session)
+    graph, outputs = graphs.graph_path(session), session.config.task.kind.outputs
+    path, pad_id, edges = folder / built.file, session.pad_id, data_profiles.length_edges(session)
     report_phase("loading the engine")
     with open_runner(path, graph, pad_id=pad_id, runtime_cache=cache, outputs=outputs) as runner:
         size = min(session.config.batch_size, runner.max_batch)
         logits = evaluate_stage(session, "engine", runner, batch_size=size, edges=edges)
         memory = runner.engine.memory
     session.warnings += [line for line in runner.engine.notes if line not in session.warnings]
-    done = artifacts.EngineRun(detail=f"{detail}; {memory}", memory=asdict(memory))
-    return [write_outcome(session.folder / artifacts.ENGINE, done), logits]
+    done = outcomes.EngineRun(detail=f"{detail}; {memory}", memory=asdict(memory))
+    return [write_outcome(session.folder / outcomes.ENGINE, done), logits]
 
 
 def embedded(session: Session) -> list[Path]:
@@ -202,31 +203,31 @@ def quantize_stage(session: Session) -> list[Path]:
 
 def export_stage(session: Session) -> list[Path]:
     recipe = session.recipe
-    backend, folder = backend_of(recipe), session.folder
+    backend, folder = session.target.backend, session.folder
     outputs = session.config.task.kind.outputs
-    files.require_room(folder, artifacts.graph_bytes(session), "model.*.onnx")
+    files.require_room(folder, graphs.graph_bytes(session), "model.*.onnx")
     report_phase("tracing")
     twin = trace(session.fp32_model, recipe.export.opset, outputs)
     jobs = [
-        (twin, ExportSettings.of(recipe, backend, "fp32"), folder / artifacts.FP32),
-        (twin, ExportSettings.of(recipe, backend, "fp16"), folder / artifacts.FP16),
+        (twin, ExportSettings.of(recipe, backend, "fp32"), folder / graphs.FP32),
+        (twin, ExportSettings.of(recipe, backend, "fp16"), folder / graphs.FP16),
     ]
     if recipe.quantizes:
         traced = trace(session.fake_quant_model, recipe.export.opset, outputs)
-        jobs.append((traced, ExportSettings.of(recipe, backend), folder / artifacts.INT8))
-        if artifacts.proves_for_gpu(recipe):
-            jobs.append((traced, ExportSettings.of(recipe, gpu_backend()), folder / artifacts.GPU_INT8))
+        jobs.append((traced, ExportSettings.of(recipe, backend), folder / graphs.INT8))
+        if session.target.proves_for_gpu:
+            jobs.append((traced, ExportSettings.of(recipe, gpu_backend()), folder / graphs.GPU_INT8))
     done = {}
     for model, settings, path in track("writing graphs", jobs):
         rewrites = write_graph(model, session.plan, settings, path, session.warnings)
         done[str(path.relative_to(folder))] = rewrites
-    files.write_json(session.folder / artifacts.REWRITES, done)
-    return [*(path for _, _, path in jobs), session.folder / artifacts.REWRITES]
+    files.write_json(session.folder / graphs.REWRITES, done)
+    return [*(path for _, _, path in jobs), session.folder / graphs.REWRITES]
 
 
 def check_stage(session: Session) -> list[Path]:
-    expected = artifacts.expected_modules(session.plan)
-    report = check_file(artifacts.checked_path(session), expected_quantized=expected)
+    expected = graphs.expected_modules(session.plan)
+    report = check_file(graphs.checked_path(session), expected_quantized=expected)
     files.write_json(session.folder / "check.json", to_json(report))
     return [session.folder / "check.json"]
 
@@ -235,7 +236,7 @@ def parity(session: Session) -> list[Path]:
     """Compare ONNX Runtime with the fake-quant model, and that with FP32, layer by layer, padded batches."""
     from qdqbench.quantize.calibration.fakequant.native import use_frozen_weights
 
-    graph, model = onnx.load(artifacts.graph_path(session)), session.fake_quant_model
+    graph, model = onnx.load(graphs.graph_path(session)), session.fake_quant_model
     biases, plan = read_record(session.record_path).biases, session.plan
     with use_frozen_weights(model):
         found = compare_layers(graph, model, _parity_batches(session))
@@ -245,7 +246,7 @@ def parity(session: Session) -> list[Path]:
             errors = layer_errors(model, fp32, list(plan.int8), [few], biases, moved)
     return [
         write_outcome(session.folder / "parity.json", found),
-        write_outcome(session.folder / artifacts.LAYER_ERRORS, errors),
+        write_outcome(session.folder / graphs.LAYER_ERRORS, errors),
     ]
 
 
@@ -264,19 +265,19 @@ def onnxruntime_stage(session: Session) -> list[Path]:
 
     Those of ONNX Runtime's own engine are evaluated with it, and a graph for GPUs is for no CPU.
     """
-    graph, name = artifacts.graph_path(session), "onnxruntime"
+    graph, name = graphs.graph_path(session), "onnxruntime"
     exported = evaluate_stage(session, name, onnxruntime_runner(graph))
-    if not session.recipe.quantizes or backend_of(session.recipe) != "openvino":
+    if not session.recipe.quantizes or session.target.backend != "openvino":
         return [exported]
     try:
         found = _evaluate_optimized(session, graph, read_logits(exported))
     except QdqError as error:
-        found = artifacts.OptimizedRun(failed=str(error))
-    return [exported, write_outcome(session.folder / artifacts.OPTIMIZED, found)]
+        found = outcomes.OptimizedRun(failed=str(error))
+    return [exported, write_outcome(session.folder / outcomes.OPTIMIZED, found)]
 
 
-def _evaluate_optimized(session: Session, graph: Path, exported: Logits) -> artifacts.OptimizedRun:
-    task, gemms = session.config.task, artifacts.expected_gemms(session)
+def _evaluate_optimized(session: Session, graph: Path, exported: Logits) -> outcomes.OptimizedRun:
+    task, gemms = session.config.task, graphs.expected_gemms(session)
     with tempfile.TemporaryDirectory(prefix="qdqbench-optimized-") as folder:
         path = Path(folder) / graph.with_suffix(".engine").name
         built = build_engine(
@@ -299,7 +300,7 @@ def _evaluate_optimized(session: Session, graph: Path, exported: Logits) -> arti
         merge_splits(metrics.compute(task, values[name], gold[name]) for name in gold)
         for values in (exported, answers)
     )
-    return artifacts.OptimizedRun(
+    return outcomes.OptimizedRun(
         metrics=after,
         exported=before,
         int8_gemms=built.int8_gemms,
@@ -353,7 +354,13 @@ def _trained(session: Session) -> Any:
 def _exported(session: Session) -> Any:
     recipe = session.recipe
     settings = [recipe.export.model_dump(), recipe.precision.model_dump()]
-    return [_placement(session), *settings, backend_of(recipe), artifacts.proves_for_gpu(recipe), recipe.name]
+    return [
+        _placement(session),
+        *settings,
+        session.target.backend,
+        session.target.proves_for_gpu,
+        recipe.name,
+    ]
 
 
 def _built(session: Session) -> Any:
@@ -386,13 +393,13 @@ def _while_missing(
 
 
 _BUILT_FOR_GPU = _while_missing(
-    lambda s: artifacts.read_built(s.folder / artifacts.GPU), lambda _: find_missing_builder(gpu_backend())
+    lambda s: outcomes.read_built(s.folder / graphs.GPU), lambda _: find_missing_builder(gpu_backend())
 )
 _BUILT = _while_missing(
-    lambda s: artifacts.read_built(s.folder), lambda s: find_missing_builder(backend_of(s.recipe))
+    lambda s: outcomes.read_built(s.folder), lambda s: find_missing_builder(s.target.backend)
 )
 _VERIFIED = _while_missing(lambda s: read_verified(s.folder), cannot_run)
-_RAN = _while_missing(lambda s: artifacts.read_engine_run(s.folder), _cannot_evaluate)
+_RAN = _while_missing(lambda s: outcomes.read_engine_run(s.folder), _cannot_evaluate)
 
 
 def stages(session: Session) -> dict[str, Stage]:
@@ -418,10 +425,10 @@ def stages(session: Session) -> dict[str, Stage]:
         Stage(
             "parity", parity, (*calibrated, "export"), lambda s: [_evaluation(s), s.config.seed]
         ): quantized,
-        graph_stage(FP16_STAGE, (*first, "export"), lambda s: s.folder / artifacts.FP16): quantized,
+        graph_stage(FP16_STAGE, (*first, "export"), lambda s: s.folder / graphs.FP16): quantized,
         Stage(
             "gpu_build", gpu_build_stage, ("export",), _built, holds=_BUILT_FOR_GPU
-        ): artifacts.proves_for_gpu(session.recipe),
+        ): session.target.proves_for_gpu,
         Stage("build", build_stage, ("export",), _built, holds=_BUILT): True,
         Stage("verify", verify_stage, (*evaluated, "export", "build"), _verified, holds=_VERIFIED): True,
         Stage("engine", engine_stage, (*first, "export", "build", "verify"), _measured, holds=_RAN): True,

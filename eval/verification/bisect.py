@@ -37,11 +37,11 @@ from qdqbench.quantize.graph.index import MATMULS, SAME_VALUES, GraphIndex, modu
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.inputs import MASK, select_inputs
-from qdqbench.quantize.pipeline import artifacts
+from qdqbench.quantize.pipeline import graphs, outcomes
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
-from qdqbench.quantize.utils.limits import FP16_MAX
+from qdqbench.quantize.utils.limits import FP16_MAX, takes_fp32_graph
 from qdqbench.quantize.utils.schema import Strict
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
@@ -499,14 +499,14 @@ def bisect_run(folder: Path) -> BisectResult:
         UserError: no run directory, no engine in it, or one that is not for this machine.
     """
     session = Session(read_config(folder), folder)
-    built = artifacts.read_built(folder)
-    if find_gpu() is None and (isinstance(built, artifacts.Skipped) or not built.on_cpu):
+    built = outcomes.read_built(folder)
+    if find_gpu() is None and (isinstance(built, outcomes.Skipped) or not built.on_cpu):
         raise MissingDevice("bisecting runs engines, and CUDA shows no GPU here; run it on the engine's GPU")
-    if isinstance(built, artifacts.Skipped):
+    if isinstance(built, outcomes.Skipped):
         raise UserError(f"{folder} has no engine ({built.skipped}); build it first")
-    path = artifacts.graph_path(session)
+    path = graphs.graph_path(session)
     sidecar = check_sidecar(folder / "engine" / built.file, path)
-    gemms = artifacts.expected_gemms(session)
+    gemms = graphs.expected_gemms(session)
 
     def run_engine(model: onnx.ModelProto, feeds: Feeds) -> dict[str, Array]:
         with engine_of(model, sidecar, gemms) as (engine, _):
@@ -519,9 +519,9 @@ def bisect_run(folder: Path) -> BisectResult:
         engine, _ = load_kernels(folder / "engine" / built.file)
         return bisect_kernels(engine, read_model(path), batch, session.plan.family)
     verified = read_verified(folder)
-    rows = [] if isinstance(verified, artifacts.Skipped) else verified.blocks
+    rows = [] if isinstance(verified, outcomes.Skipped) else verified.blocks
     with blocks.open_reference(session) as (reference, fp32):
-        half = artifacts.computes_fp16(session.recipe, built.backend)
+        half = session.recipe.precision.compute == "fp16" and not takes_fp32_graph(built.backend)
         tensors = blocks.reference_blocks(reference, fp32, batch, half=half)
     mask = batch["attention_mask"].astype(bool)
     costs = {n: compare_tensors(n, t.unquantized, t.output, mask, 0.0).error for n, t in tensors.items()}

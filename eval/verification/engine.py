@@ -23,7 +23,8 @@ from qdqbench.quantize.engine.runtime.runners import CompiledEngine, open_engine
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.inputs import pad_columns, select_inputs
-from qdqbench.quantize.pipeline.artifacts import Skipped, expected_gemms, graph_path, read_built
+from qdqbench.quantize.pipeline.graphs import expected_gemms, graph_path
+from qdqbench.quantize.pipeline.outcomes import Skipped, read_built
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils.arrays import Array, Floats, Int64

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from qdqbench.quantize.pipeline.artifacts import VERIFY, Skipped, read_outcome
+from qdqbench.quantize.pipeline.outcomes import VERIFY, Skipped, read_outcome
 from qdqbench.quantize.utils.schema import Strict, field
 
 

@@ -27,7 +27,7 @@ from qdqbench.quantize.engine.trtexec import build_options
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models import identity
 from qdqbench.quantize.models.load import load_config
-from qdqbench.quantize.pipeline import artifacts
+from qdqbench.quantize.pipeline import data_profiles, graphs, outcomes
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.tasks.rows import OVERLAP
@@ -144,13 +144,13 @@ def find_runtimes(
 ) -> list[Runtime]:
     """Return the backends that take a run's graphs; first that of its engine, where it can be asked here."""
     shown: dict[BackendName, str] = {
-        "onnxruntime": _describe_onnxruntime(artifacts.read_optimized(folder), results.gate.max_drop),
+        "onnxruntime": _describe_onnxruntime(outcomes.read_optimized(folder), results.gate.max_drop),
         "openvino": "not tried in the run",
     }
     if gpu_graph is not None:
         shown["tensorrt"] = f"not tried in the run; `sh {BUILD_SCRIPT}` builds its engine first"
     runtimes = {backend: Runtime(backend, text) for backend, text in shown.items()}
-    for built, home in ((results.gpu_engine, folder / artifacts.GPU), (results.engine, folder)):
+    for built, home in ((results.gpu_engine, folder / graphs.GPU), (results.engine, folder)):
         if built is not None:
             runtime = _describe_engine(home, built, results)
             runtimes[runtime.backend] = runtime
@@ -160,7 +160,7 @@ def find_runtimes(
     )
 
 
-def _describe_onnxruntime(optimized: artifacts.OptimizedRun | None, max_drop: float) -> str:
+def _describe_onnxruntime(optimized: outcomes.OptimizedRun | None, max_drop: float) -> str:
     exported = "the graph as exported, as the run evaluated it (stage onnxruntime): slow. "
     if optimized is None:
         told = "`ORT_ENABLE_ALL` in `model.json` makes it faster, and its answers may differ a little"
@@ -174,7 +174,7 @@ def _describe_onnxruntime(optimized: artifacts.OptimizedRun | None, max_drop: fl
 
 
 def _describe_engine(home: Path, built: EngineResult, results: MeasuredRun) -> Runtime:
-    engine, stage = artifacts.engine_file(home, built), results.stages.get("engine")
+    engine, stage = outcomes.engine_file(home, built), results.stages.get("engine")
     sidecar = read_own_sidecar(engine)
     ran = built is results.engine and stage is not None and stage.status == "done"
     targets = ", ".join(built.compute_capability)
@@ -226,11 +226,11 @@ def _collect(
     session: Session, results: MeasuredRun, verdict: RunVerdict, made: Path, fp32: bool
 ) -> dict[str, str | bytes | Path]:
     """Return the files of the folder; graphs that the run does not have are written into `made`."""
-    graph = artifacts.graph_path(session)
+    graph = graphs.graph_path(session)
     if not graph.is_file():
         raise UserError(f"{session.folder} has no {graph.name}; run `qdqbench report {session.folder}` first")
-    gpu_graph = artifacts.graph_for_tensorrt(session, graph)
-    runtimes = find_runtimes(session.folder, results, artifacts.backend_of(session.recipe), gpu_graph)
+    gpu_graph = graphs.graph_for_tensorrt(session, graph)
+    runtimes = find_runtimes(session.folder, results, session.target.backend, gpu_graph)
     task = session.config.task
     texts = describe_texts(task.kind, len(task.text_columns))
     model_json = _describe_model(session, graph, texts, runtimes) | {"failed": verdict.failed}
@@ -253,7 +253,7 @@ def _collect(
         **(hub.describe_sentences(session, pooling) if pooling else {}),
     }
     if fp32:
-        content[hub.PLAIN] = deployed(session.folder / artifacts.FP32)
+        content[hub.PLAIN] = deployed(session.folder / graphs.FP32)
     no_ir = "" if find_spec("openvino") else "it was not installed"
     if not no_ir:
         try:
@@ -298,8 +298,8 @@ def _collect(
         shapes = dict.fromkeys(model_json["inputs"], (-1, -1))
         # of an engine that is built elsewhere: the recipe's, else those that the run has
         built = [r.sidecar.profiles for r in runtimes if r.sidecar and r.sidecar.compute_capability]
-        profiles = artifacts.recipe_profiles(session.recipe) or (
-            built[0] if built else artifacts.engine_profiles(session)
+        profiles = data_profiles.recipe_profiles(session.recipe) or (
+            built[0] if built else data_profiles.engine_profiles(session)
         )
         context["trtexec"] = build_options(context["gpu_model"], "built", shapes, profiles)
         content[BUILD_SCRIPT] = render("build_tensorrt.sh", context)
@@ -342,12 +342,12 @@ def _describe_model(
 ) -> dict[str, Any]:
     read, kind, pooling = read_model(graph).graph, session.config.task.kind, _read_pooling(session)
     sidecars = [runtime.sidecar for runtime in runtimes if runtime.sidecar is not None]
-    limits = [sidecar.profiles for sidecar in sidecars] or [artifacts.engine_profiles(session)]
+    limits = [sidecar.profiles for sidecar in sidecars] or [data_profiles.engine_profiles(session)]
     longest = min(max(each.max[1] for each in profiles) for profiles in limits)
     length = min(session.recipe.export.max_length, longest)
     rows = min(max(p.max[0] for p in profiles if p.max[1] >= length) for profiles in limits)
     bf16 = any(sidecar.backend == "openvino" and sidecar.compute == "bf16" for sidecar in sidecars)
-    evaluated = artifacts.read_optimized(session.folder)
+    evaluated = outcomes.read_optimized(session.folder)
     optimized = evaluated is not None and not evaluated.describe_loss(session.recipe.gate.max_drop)
     optimized |= any(runtime.ran and runtime.backend == "onnxruntime" for runtime in runtimes)
     return {

@@ -16,7 +16,8 @@ from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.lint.inspection import read_graph
 from qdqbench.quantize.models.families.known import family_named
 from qdqbench.quantize.models.modules import ModuleInfo
-from qdqbench.quantize.pipeline.artifacts import BUILD, Skipped, checked_path, graph_path, read_built
+from qdqbench.quantize.pipeline.graphs import checked_path, graph_path
+from qdqbench.quantize.pipeline.outcomes import BUILD, Skipped, read_built
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import load_recipe

@@ -1,1 +1,1 @@
-"""A run directory: session, stage cache, artifacts."""
+"""A run directory: session, stage cache, graphs, profiles, outcomes of stages."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.bias import add_biases_temporarily
 from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
+from qdqbench.quantize.engine.target import EngineTarget, choose_target
 from qdqbench.quantize.models.families.known import require_family
 from qdqbench.quantize.models.identity import Pooling, embedding_notes, model_fingerprint
 from qdqbench.quantize.models.load import (
@@ -100,6 +101,10 @@ class Session:
     @property
     def recipe(self) -> Recipe:
         return self.config.recipe
+
+    @functools.cached_property
+    def target(self) -> EngineTarget:
+        return choose_target(self.recipe)
 
     @property
     def model_name(self) -> str:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from qdqbench.quantize.deployment.server.served import Served, open_served
 from qdqbench.quantize.engine.build import build
-from qdqbench.quantize.pipeline.artifacts import BUILD, engine_profiles, graph_path, write_outcome
+from qdqbench.quantize.pipeline.data_profiles import engine_profiles
+from qdqbench.quantize.pipeline.graphs import graph_path
+from qdqbench.quantize.pipeline.outcomes import BUILD, write_outcome
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.tasks.types.encoded import pad
 

@@ -15,7 +15,7 @@ from qdqbench.eval.selection.search.results import Ranking, read_search
 from qdqbench.eval.stages import stages
 from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.engine.sidecar import check_sidecar
-from qdqbench.quantize.pipeline import artifacts
+from qdqbench.quantize.pipeline import outcomes
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import adapt_recipe, dump_recipe, load_recipe
 from qdqbench.quantize.utils.errors import UserError
@@ -70,17 +70,17 @@ def test_an_engine_for_the_cpu_is_proven_verified_and_run(backend, sst2, tmp_pat
 
 def assert_onnxruntime_is_deployed_as_it_was_evaluated(out, tmp_path, shares):
     """With its optimizations, and without them where these lose."""
-    found = artifacts.read_optimized(out)
+    found = outcomes.read_optimized(out)
     assert (found.int8_gemms, found.describe_loss(0.02)) == (12, "")
     assert found.metrics.keys() == found.exported.keys() == {"accuracy"}
     said = answers(out / "deploy" / "run_onnxruntime.py", tmp_path / "other", lines=texts_of(out))
     np.testing.assert_allclose([[*each["scores"].values()] for each in said], shares, atol=2e-2)
     for lost, level in (("", "ENABLE"), ("it is refused", "DISABLE")):
-        artifacts.write_outcome(out / artifacts.OPTIMIZED, found.model_copy(update={"failed": lost}))
+        outcomes.write_outcome(out / outcomes.OPTIMIZED, found.model_copy(update={"failed": lost}))
         told = deploy(out, tmp_path / level)
         assert json.loads((told / "model.json").read_text())["onnxruntime"] == f"ORT_{level}_ALL"
         assert lost in (told / "README.md").read_text()
-    artifacts.write_outcome(out / artifacts.OPTIMIZED, found)
+    outcomes.write_outcome(out / outcomes.OPTIMIZED, found)
 
 
 def test_what_optimizations_lose_is_recorded(sst2, tmp_path, monkeypatch):
@@ -93,7 +93,7 @@ def test_what_optimizations_lose_is_recorded(sst2, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "build_engine", lambda *_, **__: built)
     monkeypatch.setattr(stages, "open_runner", lambda *_, **__: nullcontext(SimpleNamespace(max_batch=8)))
     monkeypatch.setattr(stages, "predict", lambda *_, **__: -exported["validation"])
-    monkeypatch.setattr(stages.artifacts, "expected_gemms", lambda _: [])
+    monkeypatch.setattr(stages.graphs, "expected_gemms", lambda _: [])
     found = stages._evaluate_optimized(session, tmp_path / "model.onnx", exported)
     assert found.describe_loss(0.5) == "accuracy 0.0000, as exported 1.0000; 11 of 12 GEMMs in INT8"
 
@@ -104,23 +104,23 @@ def test_what_optimizations_lose_is_recorded(sst2, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "read_logits", lambda _: exported)
     monkeypatch.setattr(stages, "onnxruntime_runner", lambda _: None)
     monkeypatch.setattr(stages, "_evaluate_optimized", fails)
-    assert [path.name for path in stages.onnxruntime_stage(session)] == ["logits.npz", artifacts.OPTIMIZED]
-    assert artifacts.read_optimized(tmp_path).describe_loss(0.5) == "it is refused"
+    assert [path.name for path in stages.onnxruntime_stage(session)] == ["logits.npz", outcomes.OPTIMIZED]
+    assert outcomes.read_optimized(tmp_path).describe_loss(0.5) == "it is refused"
 
 
 def test_an_engine_that_did_not_load_is_tried_again(sst2, tmp_path, monkeypatch):
     session = Session(sst2.config("bert-int8-linears"), tmp_path)
     listed = stages.stages(session)
     built = EngineResult.model_construct(backend="cuda", compute_capability=["9.0"])
-    monkeypatch.setattr(artifacts, "read_built", lambda _: built)
+    monkeypatch.setattr(outcomes, "read_built", lambda _: built)
     for gpu, reason, kept in (
         (None, "no GPU here to run it on", True),
         (H200, "no GPU here to run it on", False),
         (H200, "it cannot load the engine", False),
     ):
         monkeypatch.setattr(stages, "find_gpu", lambda gpu=gpu: gpu)
-        for name, file in (("verify", artifacts.VERIFY), ("engine", artifacts.ENGINE)):
-            artifacts.write_outcome(tmp_path / file, artifacts.Skipped(skipped=reason))
+        for name, file in (("verify", outcomes.VERIFY), ("engine", outcomes.ENGINE)):
+            outcomes.write_outcome(tmp_path / file, outcomes.Skipped(skipped=reason))
             assert listed[name].holds(session) == kept
     assert listed["build"].holds(session)
 

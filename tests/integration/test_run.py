@@ -17,7 +17,7 @@ from qdqbench.eval.runs.results import Results
 from qdqbench.eval.stages import stages as engine_stages
 from qdqbench.quantize.engine import backend as engine_backend
 from qdqbench.quantize.pipeline import pipeline
-from qdqbench.quantize.pipeline.artifacts import engine_profiles
+from qdqbench.quantize.pipeline.data_profiles import engine_profiles
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 

@@ -49,7 +49,7 @@ from qdqbench.eval.selection.trials.results import Failure, Origin, failure_of, 
 from qdqbench.eval.selection.trials.store import RECIPE_FILE, TRIALS, Store, describe_session, hash_of
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.models.families.known import family_named
-from qdqbench.quantize.pipeline.artifacts import FP16, FP32, backend_of, computes_fp16, graph_path
+from qdqbench.quantize.pipeline.graphs import FP16, FP32, graph_path
 from qdqbench.quantize.pipeline.ownership import locked_folder
 from qdqbench.quantize.pipeline.pipeline import STAGES_FILE, open_run, read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session
@@ -62,7 +62,6 @@ from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
-from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.system.environment import get_code_identity
 
@@ -296,10 +295,9 @@ class AutoRun:
         shape = self.options.batch, self.options.length
         try:
             source = measured_source(session, self.options)
-            on_cpu = backend_of(session.recipe) in CPU_BACKENDS
+            on_cpu = session.target.on_cpu
             graph = ReadyGraph.of(graph_path(session), session.plan)
-            half = computes_fp16(session.recipe, backend_of(session.recipe))
-            plain = ReadyGraph(session.folder / (FP16 if half else FP32), [], 0)
+            plain = ReadyGraph(session.folder / (FP16 if session.target.half else FP32), [], 0)
             with (
                 TemporaryDirectory(dir=self.folder, prefix=".timing.", suffix=".tmp") as work,
                 self._alone(on_cpu),

@@ -23,7 +23,7 @@ from qdqbench.eval.selection.search.workspace import Workspace
 from qdqbench.eval.selection.trials.results import DRAW, Origin, Trial, failure_of, write_result
 from qdqbench.eval.selection.trials.store import RECIPE_FILE, describe_session, named_by, write_recipe
 from qdqbench.quantize.engine.runtime.runners import open_runner
-from qdqbench.quantize.pipeline.artifacts import backend_of
+from qdqbench.quantize.engine.target import choose_target
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import GateSettings
@@ -132,7 +132,7 @@ def rivals_of(base: Recipe) -> list[Recipe]:
         for recipe in shipped
         if recipe.qat is None
         and recipe.model.family == base.model.family
-        and (backend_of(base) in INT8_RESIDUALS or not recipe.int8_residual)
+        and (choose_target(base).backend in INT8_RESIDUALS or not recipe.int8_residual)
     ]
 
 

@@ -31,17 +31,18 @@ from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES, CAPABILITY
 from qdqbench.quantize.engine.profiles import choose_profile
+from qdqbench.quantize.engine.target import choose_target
 from qdqbench.quantize.models.families.family import ENCODER_KINDS, Family, Place
 from qdqbench.quantize.models.families.known import family_named, family_of
 from qdqbench.quantize.models.modules import ModuleInfo
-from qdqbench.quantize.pipeline.artifacts import backend_of, engine_profiles, twin_compute
+from qdqbench.quantize.pipeline.data_profiles import engine_profiles
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan, match_modules, resolve, short_name
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.arrays import Float32
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
-from qdqbench.quantize.utils.limits import CPU_BACKENDS, INT8_ATTENTION_LENGTH, INT8_HEAD_SIZES
+from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH, INT8_HEAD_SIZES
 from qdqbench.quantize.utils.system.cpu import find_cpu
 from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 
@@ -225,7 +226,7 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
     if not free:
         raise UserError(f"recipe {base.name} leaves nothing to search: every encoder linear is in FP32")
     attention = {}
-    fused = ATTENTION_SIZES if backend_of(base) == "cuda" else INT8_HEAD_SIZES
+    fused = ATTENTION_SIZES if choose_target(base).backend == "cuda" else INT8_HEAD_SIZES
     sizes = fused if base.export.max_length <= INT8_ATTENTION_LENGTH else ()
     for name, info in modules.items():
         layer = plan.family.layer_of(name)
@@ -470,7 +471,7 @@ def open_source(
         raise UserError(
             f"--batch {options.batch} --length {options.length}: {error}; the recipe's engine is timed"
         ) from error
-    here = _find_gpu(session.recipe) or backend_of(session.recipe) in CPU_BACKENDS
+    here = _find_gpu(session.recipe) or session.target.on_cpu
     if options.speed == "latency" or (options.speed == "auto" and here):
         return _open_timer(session, options, work, stack)
     if session.recipe.gate.min_speedup is not None:
@@ -484,17 +485,18 @@ def open_source(
 def _find_gpu(recipe: Recipe) -> Gpu | None:
     """Return the GPU that runs the engines of a recipe; kernels of backend cuda run on one kind alone."""
     gpu = find_gpu()
-    other = gpu and backend_of(recipe) == "cuda" and gpu.compute_capability != CAPABILITY
+    other = gpu and choose_target(recipe).backend == "cuda" and gpu.compute_capability != CAPABILITY
     return None if other else gpu
 
 
 def measured_source(session: Session, options: SearchOptions) -> Source:
     recipe = session.recipe
-    gpu, on_cpu = _find_gpu(recipe), backend_of(recipe) in CPU_BACKENDS
+    target = session.target
+    gpu, on_cpu = _find_gpu(recipe), target.on_cpu
     if gpu is None and not on_cpu:
-        kind = f" of compute capability {CAPABILITY}" if backend_of(recipe) == "cuda" else ""
+        kind = f" of compute capability {CAPABILITY}" if target.backend == "cuda" else ""
         raise MissingDevice(
-            f"a latency with {backend_of(recipe)} needs an NVIDIA GPU{kind}, and CUDA shows none here; "
+            f"a latency with {target.backend} needs an NVIDIA GPU{kind}, and CUDA shows none here; "
             "--backend openvino measures on this CPU, `search --speed int8-share` needs no engine"
         )
     chosen = choose_backend(recipe.engine.backend)
@@ -502,7 +504,7 @@ def measured_source(session: Session, options: SearchOptions) -> Source:
         mode="latency",
         gpu=gpu.name if gpu and not on_cpu else None,
         cpu=str(find_cpu()) if on_cpu else None,
-        baseline_precision=twin_compute(recipe).upper(),
+        baseline_precision=target.baseline.upper(),
         backend=chosen.name,
         version=chosen.version,
         batch=options.batch,

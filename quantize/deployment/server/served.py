@@ -13,7 +13,8 @@ from qdqbench.quantize.deployment.server.batches import Run, Sizes
 from qdqbench.quantize.deployment.server.settings import ModelName
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile
 from qdqbench.quantize.engine.sidecar import check_sidecar
-from qdqbench.quantize.pipeline.artifacts import FP32, Skipped, engine_file, graph_path, read_built
+from qdqbench.quantize.pipeline.graphs import FP32, graph_path
+from qdqbench.quantize.pipeline.outcomes import Skipped, engine_file, read_built
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.tasks.rows import OVERLAP, Sample, Split, iter_encoded
 from qdqbench.quantize.tasks.task import EMBED, Task

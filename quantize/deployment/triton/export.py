@@ -16,7 +16,7 @@ from qdqbench.quantize.deployment.write import describe_texts, read_labels, rend
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
 from qdqbench.quantize.engine.trtexec import build_options
-from qdqbench.quantize.pipeline import artifacts
+from qdqbench.quantize.pipeline import data_profiles, graphs, outcomes
 from qdqbench.quantize.pipeline.ownership import locked_for_reading
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
@@ -73,7 +73,7 @@ def export_triton(folder: Path, out: Path, name: str | None = None) -> TritonExp
 
 
 def _export(session: Session, out: Path, name: str | None) -> TritonExport:
-    folder, graph = session.folder, artifacts.graph_path(session)
+    folder, graph = session.folder, graphs.graph_path(session)
     if not graph.is_file():
         raise UserError(f"{folder} has no {graph.name} yet; run `qdqbench build {folder}` first")
     files.remove_abandoned(out)
@@ -84,14 +84,14 @@ def _export(session: Session, out: Path, name: str | None) -> TritonExport:
     elif not re.fullmatch(r"\w{1,100}", name, re.ASCII):
         raise UserError(f"--name {name!r} has other signs than letters, digits and _; give another")
     engine, sidecar = _find_plan(folder, graph)
-    for_tensorrt = artifacts.graph_for_tensorrt(session, graph)
+    for_tensorrt = graphs.graph_for_tensorrt(session, graph)
     plan: Plan = "built" if engine else "script" if for_tensorrt else "none"
-    on_cpu = "openvino" if artifacts.backend_of(session.recipe) == "openvino" else "onnxruntime"
+    on_cpu = "openvino" if session.target.backend == "openvino" else "onnxruntime"
     backend = "tensorrt" if engine else on_cpu
     sources = ({"tensorrt": engine} if engine else {}) | dict.fromkeys(ONNX, graph)
     ensembles = [name, *(f"{name}_on_{each}" for each in sources)]
     context = _describe_model(
-        session, graph, sidecar.profiles if sidecar else artifacts.engine_profiles(session)
+        session, graph, sidecar.profiles if sidecar else data_profiles.engine_profiles(session)
     ) | {
         "name": name,
         "backend": backend,
@@ -124,13 +124,13 @@ def _export(session: Session, out: Path, name: str | None) -> TritonExport:
 
 def _find_plan(folder: Path, graph: Path) -> tuple[Path | None, Sidecar | None]:
     built = (
-        artifacts.read_built(folder)
-        if (folder / artifacts.BUILD).is_file()
-        else artifacts.Skipped(skipped="not built")
+        outcomes.read_built(folder)
+        if (folder / outcomes.BUILD).is_file()
+        else outcomes.Skipped(skipped="not built")
     )
-    if isinstance(built, artifacts.Skipped):
+    if isinstance(built, outcomes.Skipped):
         return None, None
-    engine = artifacts.engine_file(folder, built)
+    engine = outcomes.engine_file(folder, built)
     sidecar = read_sidecar(engine)
     if built.backend != "tensorrt":
         return None, sidecar  # TensorRT-RTX's engines are none of TensorRT's

@@ -18,6 +18,7 @@ from qdqbench.eval.bench.systems import Config, Preparation, describe_systems
 from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.pipeline import graphs
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.system.gpu import Gpu
@@ -104,7 +105,6 @@ class FakeBackground:
 @pytest.fixture
 def device(monkeypatch):
     """Everything of a GPU that a cell asks for; what was built, loaded and compiled."""
-    from qdqbench.quantize.pipeline import artifacts
 
     asked = SimpleNamespace(specs=[], models=[], compiled=[], work=GpuWork(FakeBackground()))
 
@@ -126,7 +126,7 @@ def device(monkeypatch):
     monkeypatch.setattr(gpu, "build_engine", make)
     monkeypatch.setattr(gpu, "Engine", FakeEngine)
     monkeypatch.setattr(gpu, "find_gpu", lambda: None)  # none that kernels run on
-    monkeypatch.setattr(artifacts, "list_expected_gemms", lambda graph, plan: ["/a/MatMul"])
+    monkeypatch.setattr(graphs, "list_expected_gemms", lambda graph, plan: ["/a/MatMul"])
     monkeypatch.setattr(gpu.measure, "CudaTimer", lambda: Timer)
     monkeypatch.setattr(gpu.measure, "to_device", dict)
     monkeypatch.setattr(

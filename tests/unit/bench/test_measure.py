@@ -138,7 +138,7 @@ def test_one_worker_times_on_a_gpu_at_a_time(monkeypatch, tmp_path):
 )
 def test_a_cpu_measures_where_its_runtime_is_the_backend(work, monkeypatch, compute, features, twin):
     cpu = Cpu("a CPU", 2, features)
-    monkeypatch.setattr("qdqbench.quantize.pipeline.artifacts.find_cpu", lambda: cpu)
+    monkeypatch.setattr("qdqbench.quantize.engine.target.find_cpu", lambda: cpu)
     monkeypatch.setattr(workspace, "find_cpu", lambda: cpu)
     monkeypatch.setattr(workspace, "find_gpu", lambda: Gpu("not used", "0.0", None))
     monkeypatch.setattr(workspace, "alone", lambda **_: nullcontext())

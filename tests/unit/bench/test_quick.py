@@ -6,7 +6,8 @@ import pytest
 
 from qdqbench.eval.bench import quick
 from qdqbench.eval.bench.systems import systems_of
-from qdqbench.quantize.pipeline.artifacts import Skipped
+from qdqbench.quantize.engine.target import choose_target
+from qdqbench.quantize.pipeline.outcomes import Skipped
 from qdqbench.quantize.recipe.schema import adapt_recipe, load_recipe
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
 
@@ -22,6 +23,7 @@ def session(tmp_path):
 def measured(session, monkeypatch, backend, *, outcome=None, **found):
     """What `bench_quickly` returns, the systems that it measured, its plan and its written benches."""
     session.recipe = adapt_recipe(session.recipe, backend=backend)
+    session.target = choose_target(session.recipe)
     target, plans, written = SimpleNamespace(session=session, extra={}), [], []
 
     def run_bench(target, plan, work, *, command, backend=("", "")):
@@ -50,7 +52,7 @@ def measured(session, monkeypatch, backend, *, outcome=None, **found):
     ],
 )
 def test_an_engine_is_timed_next_to_its_twin(session, monkeypatch, backend, systems, work, shown):  # noqa: PLR0917
-    monkeypatch.setattr(quick, "cpu_compute", lambda recipe: "fp32")
+    monkeypatch.setattr("qdqbench.quantize.engine.target.choose_compute", lambda *_: "fp32")
     said, [(names, plan, *more)], written = measured(session, monkeypatch, backend)
     assert (said, written) == ("", ["bench.json"])
     assert (names, more) == (systems, [work, shown])

@@ -21,6 +21,7 @@ from qdqbench.eval.bench.systems import Config, profiles_of
 from qdqbench.quantize.calibration.record import read_record
 from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.profiles import Profile
+from qdqbench.quantize.engine.target import choose_target
 from qdqbench.quantize.models.families.known import MODEL_SHAPES
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
@@ -199,8 +200,10 @@ def some_target(tmp_path, recipe="bert-int8-linears", kind="shape"):
         shape={"vocabulary": 500, "positions": 512},
         files={},
     )
+    recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     session = SimpleNamespace(
-        recipe=load_recipe(recipe) if isinstance(recipe, str) else recipe,
+        recipe=recipe,
+        target=choose_target(recipe),
         folder=tmp_path,
         plan=SimpleNamespace(attention=()),
     )
@@ -325,6 +328,7 @@ def test_profiles_are_exactly_the_shape_or_the_recipes(tmp_path, monkeypatch):
     assert (every.min, every.opt, every.max) == ((1, 16), (32, 128), (128, 128))
     assert [each.min[1] for each in full] == [128, 128, 128]
     monkeypatch.setattr(backend, "WITHOUT_GPU", CPU_BACKENDS)
+    target.session.target = choose_target(target.session.recipe)
     assert profiles_of(target, "recipe", real) == [every]
 
 

@@ -16,7 +16,7 @@ from qdqbench.quantize.engine import build as build_module
 from qdqbench.quantize.engine.backend import build_engine, choose_backend
 from qdqbench.quantize.engine.profiles import Profile, fit_batch, require_room
 from qdqbench.quantize.engine.sidecar import check_sidecar
-from qdqbench.quantize.pipeline import artifacts, session
+from qdqbench.quantize.pipeline import graphs, session
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import Shapes
 from qdqbench.quantize.tasks.task import GLUE
@@ -163,7 +163,7 @@ def run(tmp_path, monkeypatch):
         eval_splits={"validation": (None, types.SimpleNamespace(lengths=np.full(40, 128)))},
     )
     files.write_json(tmp_path / "verify.json", {"skipped": "not asked for"})
-    save(tmp_path / artifacts.FP16, {"x": ("b", "l", 8), "mask": ("b", "l", 1)})
+    save(tmp_path / graphs.FP16, {"x": ("b", "l", 8), "mask": ("b", "l", 1)})
     return made
 
 

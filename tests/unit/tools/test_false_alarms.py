@@ -9,7 +9,7 @@ from tools import false_alarms
 
 from qdqbench.eval.stages import stages
 from qdqbench.eval.verification import engine
-from qdqbench.quantize.pipeline import artifacts, ownership
+from qdqbench.quantize.pipeline import graphs, ownership
 from qdqbench.quantize.utils.errors import UserError
 
 
@@ -32,7 +32,7 @@ def run(tmp_path, monkeypatch):
     path.write_bytes(helper.make_model(helper.make_graph([], "empty", [], [])).SerializeToString())
     monkeypatch.setitem(false_alarms.FAULTS, "empty", lambda graph: True)
     monkeypatch.setattr(ownership, "open_session", nullcontext)
-    monkeypatch.setattr(artifacts, "graph_path", lambda session: path)
+    monkeypatch.setattr(graphs, "graph_path", lambda session: path)
     monkeypatch.setattr(stages, "build_stage", lambda session: None)
     monkeypatch.setattr(engine, "verify_engine", lambda session: SimpleNamespace(passed=False))
     return tmp_path
