@@ -1,13 +1,15 @@
-"""Run mypy --strict over the three packages.
+"""Run mypy --strict over the three packages, and over what the page for Python says.
 
 mypy does not follow editable installs with mapped folders, so links under build/types show it one package.
 """
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "tutorials" / "python.md"
 
 
 def main() -> int:
@@ -18,6 +20,8 @@ def main() -> int:
     for name, target in (links | {path.name: path for path in (ROOT / "api").glob("*[a-z]")}).items():
         if not (package / name).is_symlink():
             (package / name).symlink_to(target)
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    (package.parent / "python_page.py").write_text("\n".join(blocks))
     return subprocess.run([sys.executable, "-m", "mypy"], cwd=ROOT, check=False).returncode
 
 

@@ -15,22 +15,26 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "tutorials" / "python.md").read_text()
 NOTEBOOK = json.loads((ROOT / "docs" / "tutorials" / "quickstart.ipynb").read_text())
 CELLS = ["".join(cell["source"]) for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+BLOCK = r"^```python\n(.*?)^```$"
+BLOCKS = re.findall(BLOCK, TEXT, re.MULTILINE | re.DOTALL)
+
+
+def execute(blocks, path):
+    """Run blocks one after the other, as a reader does; returns what they left."""
+    seen: dict = {}
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"{path}, block {number}", "exec"), seen)
+    return seen
 
 
 @pytest.mark.slow
-def test_every_block_of_the_document_runs(tmp_path, monkeypatch, capsys):
+def test_the_readme_and_the_notebook_run_as_they_stand(tmp_path, monkeypatch, capsys):
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
     monkeypatch.chdir(tmp_path)
-    quick = [system for system in systems.TABLE if system.kind != "compile"]  # these have tests of their own
-    monkeypatch.setattr(systems, "TABLE", quick)
-    seen: dict = {}
-    for number, block in enumerate(BLOCKS):
-        exec(compile(block, f"docs/tutorials/python.md, block {number}", "exec"), seen)
+    (block,) = re.findall(BLOCK, (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    results = execute([block], "README.md")["results"]
     assert capsys.readouterr() == ("", "")  # the API never prints
-    results = seen["results"]
     assert isinstance(results, qdqbench.Results)
-    assert {"quantize", "export", "build", "report"} <= {*seen["stages"]}
     assert results.stages["fp32"].metrics["accuracy"] > 0.9  # of the embedded default
     assert results.stages["fp32"].n >= 1000
     assert results.engine.int8_gemms == len(results.quantized_layers) > 0
@@ -41,35 +45,34 @@ def test_every_block_of_the_document_runs(tmp_path, monkeypatch, capsys):
     accuracy = table[(table.stage == "onnxruntime") & (table.metric == "accuracy")].iloc[0]
     assert accuracy.value == results.stages["onnxruntime"].metrics["accuracy"]
     assert accuracy.delta == results.stages["onnxruntime"].vs_fp32.delta["accuracy"]
-    evaluated = qdqbench.evaluate("runs/a").to_frame()
-    assert evaluated.equals(table)
-    engine = seen["engine"]
-    assert engine.int8_gemms == engine.expected_int8_gemms > 0
-    assert len(engine.to_frame()) == len(engine.layers)
-    assert [*seen["bench"].to_frame().batch.unique()] == [1]
-    assert seen["changed"].name == "mine"
-    text = (ROOT / "README.md").read_text()
-    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    exec(compile(block, "README.md", "exec"), {})  # as it stands; its run is finished already
-    assert_the_notebook_runs()  # where its run is finished already
-
-
-def assert_the_notebook_runs():
-    seen: dict = {}
-    for number, cell in enumerate(CELLS):
-        exec(compile(cell, f"docs/tutorials/quickstart.ipynb, cell {number}", "exec"), seen)
+    assert qdqbench.evaluate("runs/a").to_frame().equals(table)
+    seen = execute(CELLS, "docs/tutorials/quickstart.ipynb")  # its run is finished already
     assert {"fp32", "fake_quant", "onnxruntime"} <= {*seen["accuracy"].stage}
     assert seen["engine"].not_int8 == []
+    assert seen["engine"].int8_gemms == seen["engine"].expected_int8_gemms > 0
     assert len(seen["kernels"]) == len(seen["engine"].layers)
     assert not seen["report"].errors
     assert len(seen["scales"]) == len(seen["quantized"].record.quantizers)
+
+
+@pytest.mark.long  # the types of its calls are checked with those of the package
+def test_every_block_of_the_document_runs(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
+    monkeypatch.chdir(tmp_path)
+    quick = [system for system in systems.TABLE if system.kind != "compile"]  # these have tests of their own
+    monkeypatch.setattr(systems, "TABLE", quick)
+    seen = execute(BLOCKS, "docs/tutorials/python.md")
+    assert capsys.readouterr() == ("", "")
+    assert {"quantize", "export", "build", "report"} <= {*seen["stages"]}
+    assert [*seen["bench"].to_frame().batch.unique()] == [1]
+    assert seen["changed"].name == "mine"
 
 
 @pytest.mark.long
 def test_the_notebook_runs_by_itself(tmp_path, monkeypatch):
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
     monkeypatch.chdir(tmp_path)
-    assert_the_notebook_runs()
+    execute(CELLS, "docs/tutorials/quickstart.ipynb")
 
 
 def test_the_notebook_keeps_no_outputs():
