@@ -215,7 +215,7 @@ def test_an_engine_of_another_cpu_or_version_is_refused(sst2, tmp_path, qdqbench
     engine = next((out / "engine").glob("*.engine"))
     older = Cpu("Old CPU", 2, ())
     monkeypatch.setattr("qdqbench.quantize.engine.sidecar.find_cpu", lambda: older)
-    with pytest.raises(UserError, match="this CPU lacks avx"):
+    with pytest.raises(UserError, match=r"this CPU lacks .*\bavx"):
         check_sidecar(engine)
     monkeypatch.setattr("qdqbench.quantize.engine.sidecar.available_backends", dict)
     with pytest.raises(UserError, match="onnxruntime is not installed"):

@@ -21,15 +21,14 @@ pytestmark = pytest.mark.slow
 def of_families():
     """A recipe has in INT8 what those listed behind it have, so these are a second way where it is there.
 
-    So are families whose layers are built as those of others: unit tests hold what is in their files. BERT's
-    recipes are run by `test_run`.
+    So are families whose attention is BERT's or MPNet's: unit tests hold what is in their files.
     """
-    alike = ("distilbert", "electra", "mpnet")
+    own = ("deberta-v2", "modernbert")
     for family in FAMILIES[1:]:
         kinds = ("residual-fused", "residual", "attention", "linears")
         names = [f"{family.name}-int8-{kind}" for kind in kinds]
         for number, name in enumerate(name for name in names if name in shipped_recipes()):
-            long = number or family.name in alike
+            long = number or family.name not in own
             yield pytest.param(family, name, id=name, marks=pytest.mark.long if long else ())
 
 

@@ -241,7 +241,7 @@ def new_model(num_labels: int):
     return model
 
 
-def write_model(folder: Path, task: str) -> Path:
+def write_model(folder: Path, task: str, steps: int | None = None) -> Path:
     """Train a tiny BERT on a task for about a second and save it with its tokenizer."""
     import torch
     from transformers.utils import logging
@@ -253,7 +253,9 @@ def write_model(folder: Path, task: str) -> Path:
     texts = [table[column] for column in COLUMNS[task]]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     order = np.random.default_rng(0)
-    for _ in range(30 if task == "sst2" else 60):  # one sentence is easy, and its margins stay wide
+    if steps is None:
+        steps = 30 if task == "sst2" else 60  # one sentence is easy, and its margins stay wide
+    for _ in range(steps):
         chosen = order.integers(len(labels), size=32)
         batch = words(
             *[[column[row] for row in chosen] for column in texts], padding=True, return_tensors="pt"
