@@ -79,10 +79,7 @@ def evaluating(model: "PreTrainedModel") -> Iterator["PreTrainedModel"]:
             with use_frozen_weights(model):
                 yield model
         else:
-            from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
-
-            with use_quick_linears(model.device.type, again=True):
-                yield model
+            yield model
     finally:
         cast("Any", model).to("cpu")
 

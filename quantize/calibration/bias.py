@@ -158,10 +158,8 @@ def run_layer(
     """Run a layer `times` times over every batch without gradients; return what the next layer reads."""
     import torch
 
-    from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
-
     layer, outputs = model.get_submodule(name), [*states]
-    with torch.inference_mode(), use_quick_linears(model.device.type, again=True):
+    with torch.inference_mode():
         for _ in range(times):
             for number, (args, kwargs) in enumerate(calls):
                 outputs[number] = get_hidden(layer(outputs[number], *args, **kwargs))

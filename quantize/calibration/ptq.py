@@ -160,7 +160,6 @@ def calibrate(
             and the linears that read the same tensor do not share; names every layer.
     """
     from qdqbench.quantize.calibration import histograms
-    from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
 
     mtq = fake.import_modelopt()
     _require_finite_weights(model)
@@ -168,11 +167,10 @@ def calibrate(
 
     def forward_loop(inner: "PreTrainedModel") -> None:
         lengths.clear()
-        with use_quick_linears(inner.device.type, again=True):
-            for batch in batches:
-                fake.forward(inner, batch)
-                lengths.extend(batch["attention_mask"].sum(axis=1).tolist())
-                progress(len(batch["input_ids"]))
+        for batch in batches:
+            fake.forward(inner, batch)
+            lengths.extend(batch["attention_mask"].sum(axis=1).tolist())
+            progress(len(batch["input_ids"]))
         if not lengths:
             raise UserError(
                 f"calibration saw no samples of split {settings.split!r}; give a split that has rows"

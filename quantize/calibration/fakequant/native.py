@@ -26,7 +26,6 @@ from torch.nn import functional
 
 from qdqbench.quantize.calibration.fakequant import modelopt
 from qdqbench.quantize.calibration.fakequant import quantizers as fake
-from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
 from qdqbench.quantize.models.families.known import family_of
 
 fake.import_modelopt()
@@ -333,12 +332,8 @@ def use_evaluation(model: "PreTrainedModel") -> Iterator[None]:
 
 @contextmanager
 def use_frozen_weights(model: "PreTrainedModel") -> Iterator[None]:
-    """Do as `use_evaluation`, with weights rounded and laid out once: the model only runs meanwhile."""
-    with (
-        use_evaluation(model),
-        fake.use_rounded_weights(model),
-        use_quick_linears(model.device.type, again=True),
-    ):
+    """Do as `use_evaluation`, with weights rounded once: the model only runs meanwhile."""
+    with use_evaluation(model), fake.use_rounded_weights(model):
         yield
 
 

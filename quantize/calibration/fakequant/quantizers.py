@@ -41,11 +41,9 @@ def forward(model: "PreTrainedModel", batch: Batch) -> "torch.Tensor":
     """Return answers [B, width] or [B, L, width] of one batch, on the model's device, without gradients."""
     import torch
 
-    from qdqbench.quantize.calibration.fakequant.onednn import use_quick_linears
-
     device = next(model.parameters()).device
     inputs = {name: torch.from_numpy(array).to(device) for name, array in select_inputs(model, batch).items()}
-    with torch.inference_mode(), use_quick_linears(device.type):
+    with torch.inference_mode():
         output = model(**inputs)
     return join_outputs(output, name_outputs(model))  # type: ignore[no-any-return]
 
