@@ -33,6 +33,7 @@ from qdqbench.eval.bench.results import (
     read_bench,
     row_of,
 )
+from qdqbench.eval.metrics import figures
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.results import QAT_STAGES, RESULTS_FILE, STAGES, Results, read_results
 from qdqbench.eval.runs.study import STUDY_FILE, Study, conditions
@@ -596,7 +597,7 @@ def _joint_speeds(bench: Bench, recipe: str, backend: str) -> list[str]:
         config = max(filter(wanted, bench.configs), key=lambda each: each.batch, default=None)
         found = [over_fastest(bench.systems, config, name) for name in systems] if config else []
         best = max(filter(None, found), key=lambda each: each.value, default=None)
-        cells.append("" if best is None else _ratio_cell(words.ratio_cell(best)))
+        cells.append("" if best is None else _ratio_cell(figures.speed(best)))
     return cells
 
 
@@ -768,7 +769,7 @@ def _length_row(bench: Bench, cell: BenchConfig, notes: Notes) -> list[str]:
         f"{1 - cell.real_tokens / cell.padded_tokens:.1%}",
         rate(best.system if best else ""),
         rate(best.baseline if best else ""),
-        _ratio_cell(words.ratio_cell(best)),
+        _ratio_cell(figures.speed(best)),
     ]
 
 
@@ -904,9 +905,9 @@ def kernel_tables(benches: Sequence[Bench]) -> str:
             line = [
                 _bench_model(bench),
                 split if cell.length is None else f"{cell.batch} x {cell.length}",
-                words.milliseconds(medians.get(fastest)) + other,
-                *(words.milliseconds(medians.get(int8[backend])) for backend in backends),
-                *(_ratio_cell(words.ratio_cell(each)) for each in ratios),
+                figures.latency(medians.get(fastest)) + other,
+                *(figures.latency(medians.get(int8[backend])) for backend in backends),
+                *(_ratio_cell(figures.speed(each)) for each in ratios),
             ]
             rows[str(bench.environment["gpu"])].append(line)
     names = [code("cuda"), label("tensorrt_rtx")]

@@ -22,6 +22,7 @@ from qdqbench.eval.bench.results import (
     row_of,
     speedup_of,
 )
+from qdqbench.eval.metrics import figures
 from qdqbench.eval.metrics.results import Speedup, SpeedVerdict
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
@@ -190,8 +191,7 @@ def _tile(bench: Bench, config: BenchConfig, ratio: Speedup) -> doc.Tile:
     remark = f"over {_named(bench, config, ratio.baseline).text} ms"
     if ratio.verdict == "inconclusive":
         remark += f"; inconclusive: {ratio.interval}"
-    states: dict[SpeedVerdict, doc.State] = {"slower": "bad", "inconclusive": "unclear"}
-    return doc.Tile(config_text(bench, config), f"{ratio.value:.2f}x", remark, states.get(ratio.verdict, ""))
+    return doc.Tile(config_text(bench, config), figures.speed_text(ratio), remark, figures.speed(ratio).state)
 
 
 def bench_blocks(found: Bench | str) -> list[doc.Block]:
@@ -271,7 +271,7 @@ def slow_lines(bench: Bench) -> list[str]:
                 reasons = config.slow_reasons if ratio == same_backend else []
                 what = f"{bench.labels[ratio.system]} is slower than {bench.labels[ratio.baseline]}"
                 why = f": {'; '.join(reasons)}" if reasons else ""
-                lines.append(f"{config_text(bench, config)}: {what}, {ratio.value:.2f}x{why}")
+                lines.append(f"{config_text(bench, config)}: {what}, {figures.speed_text(ratio)}{why}")
     return lines
 
 
@@ -309,20 +309,6 @@ def config_text(bench: Bench, config: BenchConfig) -> str:
     )
 
 
-def ratio_cell(ratio: Speedup | None) -> doc.Cell:
-    if ratio is None:
-        return doc.Cell()
-    interval = f" {ratio.interval}" if ratio.interval else ""
-    verdict = "" if ratio.verdict == "faster" else f" {ratio.verdict}"
-    value = f"{ratio.value:.2f}x"
-    return doc.Cell(f"{value}{interval}{verdict}", doc.bad_unless(ratio.verdict != "slower"), short=value)
-
-
-def milliseconds(value: float | None) -> str:
-    """Return four significant digits, without an exponent."""
-    return "" if value is None else f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
-
-
 def latency_cell(bench: Bench, config: BenchConfig, name: str) -> doc.Cell:
     tried = next((each for each in config.rows if each.system == name and each.status != "skipped"), None)
     if tried is None:
@@ -332,7 +318,7 @@ def latency_cell(bench: Bench, config: BenchConfig, name: str) -> doc.Cell:
     precision = next(system.precision for system in bench.systems if system.name == name)
     fault = " FP32" if tried.fp32_gemms(precision) else ""
     fault = fault if tried.in_best_form else " unfused"
-    return doc.Cell(f"{milliseconds(tried.median_ms)}{fault}", doc.bad_unless(not fault))
+    return doc.Cell(f"{figures.latency(tried.median_ms)}{fault}", doc.bad_unless(not fault))
 
 
 def latency_rows(bench: Bench) -> Rows:
@@ -352,7 +338,7 @@ def headline_title(bench: Bench) -> str:
 def headline_cells(bench: Bench, config: BenchConfig) -> list[doc.Cell]:
     if (best := headline_of(bench.systems, config)) is None:
         return [doc.Cell("not measured"), doc.Cell(), doc.Cell()]
-    return [ratio_cell(best), *(_named(bench, config, name) for name in (best.system, best.baseline))]
+    return [figures.speed(best), *(_named(bench, config, name) for name in (best.system, best.baseline))]
 
 
 def _named(bench: Bench, config: BenchConfig, name: str) -> doc.Cell:
@@ -364,14 +350,14 @@ def ratio_rows(bench: Bench) -> Rows:
     labels, configs = bench.labels, bench.configs
     measured = {(ratio.system, ratio.baseline) for config in configs for ratio in config.speedups}
     rows = [
-        (f"{labels[a]} over {labels[b]}", [ratio_cell(speedup_of(config, a, b)) for config in configs])
+        (f"{labels[a]} over {labels[b]}", [figures.speed(speedup_of(config, a, b)) for config in configs])
         for a, b in NAMED_RATIOS
         if (a, b) in measured
     ]
     title = headline_title(bench).removeprefix("INT8 ")
     for name in labels:
         if bench.device == "gpu" and name.startswith("int8-") and name not in OURS:
-            cells = [ratio_cell(over_fastest(bench.systems, config, name)) for config in configs]
+            cells = [figures.speed(over_fastest(bench.systems, config, name)) for config in configs]
             rows.append((f"{labels[name]} {title}", cells))
     return rows
 
@@ -444,9 +430,9 @@ def _details(bench: Bench) -> doc.Table:
     columns: list[doc.Column[Measurement]] = [
         ("shape", lambda each: config_label(each[0], task)),
         ("system", lambda each: labels[each[1].system]),
-        ("p50 ms", lambda each: milliseconds(each[1].p50_ms)),
-        ("p90 ms", lambda each: milliseconds(each[1].p90_ms)),
-        ("p99 ms", lambda each: milliseconds(each[1].p99_ms)),
+        ("p50 ms", lambda each: figures.latency(each[1].p50_ms)),
+        ("p90 ms", lambda each: figures.latency(each[1].p90_ms)),
+        ("p99 ms", lambda each: figures.latency(each[1].p99_ms)),
         ("launches", lambda each: each[1].launches),
         ("seq/s", lambda each: known(each[1].sequences_per_s, ",.0f")),
         *((f"{count_of(n, 'stream')}, seq/s", partial(rate, n)) for n in bench.settings.streams),

@@ -43,6 +43,7 @@ from qdqbench.eval.bench.target import Target, softmax_notes
 from qdqbench.quantize.engine.backend import choose_backend, gpu_backend
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.lint.inspection import explain_slowdown
+from qdqbench.quantize.report.figures import uncovered
 from qdqbench.quantize.report.formats import count_of
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.utils.progress import duration, silent
@@ -408,7 +409,7 @@ def _record_problems(result: Bench, config: BenchConfig) -> None:
             result.warnings.append(f"{where}: {system.label} is not in its best form: {', '.join(doubts)}")
         if row.not_int8:
             result.warnings.append(
-                f"{where}: {len(row.not_int8)} of {row.expected_int8_gemms} GEMMs do not run in INT8: "
+                f"{where}: {uncovered(len(row.not_int8), row.expected_int8_gemms or 0)}: "
                 f"{', '.join(row.not_int8)}"
             )
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from qdqbench.eval.bench.report import stale_files
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, config_label, headline_of, read_bench, row_of
+from qdqbench.eval.metrics import figures
 from qdqbench.eval.metrics.answers import Predictions, find_changed, predict_answers, sample_texts
 from qdqbench.eval.metrics.compare import compare
 from qdqbench.eval.metrics.logits import Logits, read_answers
@@ -20,6 +21,7 @@ from qdqbench.eval.runs.results import RESULTS_FILE, Results, read_results
 from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
 from qdqbench.quantize.report import document as doc
+from qdqbench.quantize.report.figures import coverage
 from qdqbench.quantize.report.formats import cleaned, count_of, in_points, known, label, model_label, size
 from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.tasks import metrics
@@ -27,7 +29,6 @@ from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Array, Floats
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.names import without_formula
 from qdqbench.quantize.utils.schema import Strict, Tabular, field
 from qdqbench.quantize.utils.system.environment import now
 
@@ -443,19 +444,10 @@ def _not_comparable(runs: list[LoadedRun]) -> list[str]:
 
 
 def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
-    """Write `compare.html`, `compare.md`, `compare.json`, and runs, pairs, samples and layers as CSV."""
-    import pandas
-
-    record = comparison.model_dump(mode="json")
-    paths = write_report(comparison_report(comparison), folder, NAME)
-    files.write_json(folder / f"{NAME}.json", record)
-    for name in ("runs", "pairs", "samples", "layers"):
-        table = pandas.json_normalize([*comparison.rows()] if name == "runs" else record[name])
-        table = table.rename(columns=lambda key: key.removeprefix("predictions.").removeprefix("values."))
-        paths.append(folder / f"{name}.csv")
-        with files.atomic_path(paths[-1]) as temporary:
-            table.map(without_formula).to_csv(temporary, index=False)
-    return [*paths, folder / f"{NAME}.json"]
+    """Write `compare.html`, `compare.md` and `compare.json`."""
+    record = folder / f"{NAME}.json"
+    files.write_json(record, comparison.model_dump(mode="json"))
+    return [*write_report(comparison_report(comparison), folder, NAME), record]
 
 
 def comparison_report(comparison: RunComparison) -> doc.Report:
@@ -486,10 +478,10 @@ def _run_blocks(runs: list[ComparedRun]) -> list[doc.Block]:
     table = doc.table_of(
         runs,
         ("run", lambda run: doc.Cell(run.name, note=f"{run.recipe}, model {run.model}")),
-        ("result", lambda run: _points_cell(run.metrics, run.stderr)),
+        ("result", lambda run: figures.points(run.metrics, run.stderr)),
         (
             "against FP32",
-            lambda run: _points_cell(at.delta, at.delta_stderr, "+") if (at := run.vs_fp32) else None,
+            lambda run: figures.points(at.delta, at.delta_stderr, "+") if (at := run.vs_fp32) else None,
         ),
         *((f"{config}, ms", partial(_latency_cell, config)) for config in configs),
         ("gate", lambda run: doc.Cell(run.gate, verdict.GATE_STATES.get(run.gate, "unclear"))),
@@ -508,7 +500,7 @@ def _run_blocks(runs: list[ComparedRun]) -> list[doc.Block]:
     blocks: list[doc.Block] = [table]
     for run in runs:  # a block for each on a terminal, as 80 columns have no room for the table
         metric = next(iter(run.metrics))
-        drop = _delta_text(run.vs_fp32, metric) if run.vs_fp32 else "not known"
+        drop = figures.change(run.vs_fp32, in_percent=True).text if run.vs_fp32 else "not known"
         score = f"{label(metric)} {in_points(run.metrics[metric], run.stderr.get(metric))}"
         engine = f", engine {_engine_size(run)}" if run.engine_bytes else ""
         pairs = [
@@ -524,37 +516,26 @@ def _run_blocks(runs: list[ComparedRun]) -> list[doc.Block]:
     return [*blocks, doc.Bullets(lines, on=doc.TEXT), doc.Prose(text, "quiet")]
 
 
-def _points_cell(values: dict[str, float], errors: dict[str, float], sign: str = "") -> doc.Cell:
-    lines = [f"{label(name)} {in_points(value, errors.get(name), sign)}" for name, value in values.items()]
-    return doc.Cell("\n".join(lines), sort=next(iter(values.values()), None))
-
-
-def _delta_text(versus: Comparison, metric: str) -> str:
-    return in_points(versus.delta[metric], versus.delta_stderr.get(metric), "+")
-
-
 def _latency_cell(config: str, run: ComparedRun) -> doc.Cell:
-    latency = next((latency for latency in run.latency if latency.config == config), None)
-    if latency is None:
+    at = next((each for each in run.latency if each.config == config), None)
+    if at is None:
         return doc.Cell()
-    ratio = latency.speedup
-    note = f"{ratio.value:.2f}x over {ratio.baseline}" if ratio else ""
-    slower = ratio is not None and ratio.verdict == "slower"
-    return doc.Cell(f"{latency.median_ms:.3g}", doc.bad_unless(not slower), note)
+    over = f"{figures.speed_text(at.speedup)} over {at.speedup.baseline}" if at.speedup else ""
+    return doc.Cell(figures.latency(at.median_ms), figures.speed(at.speedup).state, over)
 
 
-def _latency_text(latency: RunLatency) -> str:
-    text = f"{latency.config} {latency.median_ms:.3g} ms"
-    if (ratio := latency.speedup) is None:
+def _latency_text(at: RunLatency) -> str:
+    text = f"{at.config} {figures.latency(at.median_ms)} ms"
+    if (ratio := at.speedup) is None:
         return text
     interval = f" {ratio.interval}" if ratio.interval else ""
-    return f"{text}, {ratio.value:.2f}x over {ratio.baseline}{interval}"
+    return f"{text}, {figures.speed_text(ratio)} over {ratio.baseline}{interval}"
 
 
 def _int8_text(run: ComparedRun) -> str:
     if run.int8 is None:
         return f"{run.planned_int8} planned, no engine" if run.planned_int8 else "none asked"
-    return f"{run.int8} of {run.expected_int8}"
+    return coverage(run.int8, run.expected_int8 or 0)
 
 
 def _engine_size(run: ComparedRun) -> str:
@@ -562,11 +543,10 @@ def _engine_size(run: ComparedRun) -> str:
 
 
 def _pair_text(pair: ComparedPair, versus: Comparison) -> str:
-    metric = next(iter(versus.delta))
-    difference = f"{label(metric)} {_delta_text(versus, metric)}"
-    parts = [f"{pair.second} against {pair.first}: {difference}", verdict.noise_text(versus)]
-    if versus.disagreements is not None:
-        parts.append(f"{verdict.differing_text(versus)} answers differ")
+    difference = f"{label(next(iter(versus.delta)))} {figures.change_text(versus, in_percent=True)}"
+    parts = [f"{pair.second} against {pair.first}: {difference}"]
+    if differing := figures.differing(versus):
+        parts.append(f"{differing} answers differ")
     if versus.mcnemar_p is not None:
         parts.append(f"McNemar p {versus.mcnemar_p:.2g}")
     return ", ".join(parts)

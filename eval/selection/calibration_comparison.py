@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from pydantic import ValidationError
 
+from qdqbench.eval.metrics import figures
 from qdqbench.eval.metrics.runners import placed
 from qdqbench.eval.selection.trials.calibrations import (
     SharedCalibration,
@@ -23,11 +24,7 @@ from qdqbench.eval.selection.trials.results import (
     DrawRecord,
     Scores,
     Trial,
-    change_cell,
-    divergence_cell,
     failure_of,
-    noise_text,
-    sqnr_text,
 )
 from qdqbench.eval.selection.trials.store import TRIALS, Trials, named_by, write_recipe
 from qdqbench.quantize.calibration.bias import correct_biases
@@ -332,7 +329,7 @@ def calibration_report(methods: CalibrationComparison) -> doc.Report:
         f"Divergence is {DIVERGENCES[methods.divergence]}; ± is one standard error over the samples. "
         "= marks rows that are not worse than the best one by more than two standard errors, paired by "
         "sample.",
-        "Against FP32 is INT8 minus FP32 in fake-quant with the paired standard error; (noise) marks "
+        "Against FP32 is INT8 minus FP32 in fake-quant with the paired standard error; within noise (~) are "
         "differences of at most two of them. amax / rms is the largest of an activation. Time is that of the "
         "passes over the calibration data, also where rows share them, and of what the row adds.",
     )
@@ -348,7 +345,7 @@ def calibration_report(methods: CalibrationComparison) -> doc.Report:
     ]
     for split in methods.fp32:
         versus, title = best.scores[split], f"{_metric(methods, split)} against FP32"
-        tiles.append(doc.Tile(title, f"{-versus.drop + 0.0:+.4f}", noise_text(versus)))
+        tiles.append(doc.Tile(title, figures.change(versus).text, figures.noise(versus)))
     return doc.Report(
         doc.page_of_choice(methods, "calibration methods", "methods.json", *settings),
         [
@@ -373,7 +370,7 @@ def calibration_headline(methods: CalibrationComparison) -> str:
         noise = ", which is within noise" if given.ties else ""
         text += f" against {given.trial.divergence:.2e} of the recipe as it is{noise}."
     scores = [
-        f"{_metric(methods, split)} {change_cell(-versus.drop, versus).text}"
+        f"{_metric(methods, split)} {figures.change(versus).text}"
         for split in methods.fp32
         for versus in [best.trial.scores[split]]
     ]
@@ -415,14 +412,14 @@ def _row(methods: CalibrationComparison, method: CalibrationRow) -> doc.Row:
     for split, fp32 in methods.fp32.items():
         versus = trial.scores[split]
         value = fp32.metrics[methods.metric] + versus.delta[methods.metric]
-        scores += [doc.Cell(f"{value:.4f}"), change_cell(-versus.drop, versus)]
+        scores += [doc.Cell(f"{value:.4f}"), figures.change(versus)]
     return doc.row(
         name,
-        divergence_cell(trial.scores[DRAW]),
+        figures.divergence(trial.scores[DRAW]),
         _share(methods, trial),
         *scores,
         f"{trial.calibration.seconds:.0f} s",
-        sqnr_text(trial.scores[DRAW]),
+        figures.sqnr(trial.scores[DRAW]),
         None if widest is None else f"{widest:.0f}",
         chosen=method.best,
     )

@@ -30,6 +30,7 @@ from qdqbench.quantize.models.load import load_config
 from qdqbench.quantize.pipeline import data_profiles, graphs, outcomes
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import dump_recipe
+from qdqbench.quantize.report.figures import coverage
 from qdqbench.quantize.tasks.rows import OVERLAP
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
 from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
@@ -168,7 +169,7 @@ def _describe_onnxruntime(optimized: outcomes.OptimizedRun | None, max_drop: flo
     if lost := optimized.describe_loss(max_drop):
         return f"{exported}Not with ONNX Runtime's optimizations: {lost}"
     scores = ", ".join(f"{name} {value:.4f}" for name, value in optimized.metrics.items())
-    gemms = f"{optimized.int8_gemms} of {optimized.expected_int8_gemms} GEMMs in INT8"
+    gemms = coverage(optimized.int8_gemms, optimized.expected_int8_gemms)
     told = f"the graph with ONNX Runtime's optimizations, as the run evaluated it: {scores}; {gemms}"
     return f"{told}. On a CPU without INT8 dot products (VNNI) the script is slower and stays exact"
 

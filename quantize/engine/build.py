@@ -30,6 +30,7 @@ from qdqbench.quantize.graph.index import (
     replace_nodes,
 )
 from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.report.figures import uncovered
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int8
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -218,7 +219,7 @@ def require_int8(result: EngineResult) -> None:
             reasons.setdefault(tables.why_not(result.layers, node), []).append(node)
         listed = "; ".join(f"{', '.join(nodes)}: {why}" for why, nodes in reasons.items())
         problems.append(
-            f"{len(result.not_int8)} of {result.expected_int8_gemms} GEMMs do not run in INT8 ({listed}); "
+            f"{uncovered(len(result.not_int8), result.expected_int8_gemms)} ({listed}); "
             "run `qdqbench check` on the ONNX file for the Q/DQ at fault"
         )
     if result.attention_int8 < result.expected_attention_int8:

@@ -37,6 +37,7 @@ from qdqbench.quantize.lint.view import (
     is_quantize,
     missing_arguments,
 )
+from qdqbench.quantize.report.figures import coverage
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import FP16_MAX, INT8_HEAD_SIZES
@@ -677,7 +678,7 @@ def summary(report: CheckReport) -> list[str]:
     whole, rest = len(report.attention_quantized), len(report.attention_not_quantized)
     lines = [_summarize_gemms(report)]
     if whole and not report.refusals:
-        lines.append(f"{whole} of {count_of(whole + rest, 'attention')} in INT8 as a whole")
+        lines.append(f"{coverage(whole, whole + rest, 'attentions')} as a whole")
     if not counts["findings"]:
         return [*lines, "no findings"]
     kinds, errors = count_of(len(report.codes), "kind"), count_of(counts["errors"], "error")
@@ -702,4 +703,4 @@ def _summarize_gemms(report: CheckReport) -> str:
         of_all = f"; of {count_of(counts['gemms'], 'GEMM')}, {', '.join(filter(None, parts))}"
         return f"TensorRT refuses this file, so none of it runs in INT8{of_all}"
     rest = f"; {', '.join(filter(None, parts))}" if any(parts) else ""
-    return f"{counts['int8']} of {count_of(counts['gemms'], 'GEMM')} run in INT8{rest}"
+    return f"{coverage(counts['int8'], counts['gemms'])}{rest}"

@@ -13,6 +13,7 @@ from qdqbench.quantize.lint.findings import WORST_FIRST, Effect, Finding, read_k
 from qdqbench.quantize.lint.inspection import ALONE, EngineFacts, Inspection, count_alone, find_faults
 from qdqbench.quantize.lint.logs import LogFile, Shape
 from qdqbench.quantize.lint.sources import KINDS, OWN, TOKENS, Evidence, OnnxFile, read_sources
+from qdqbench.quantize.report.figures import coverage
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH
 from qdqbench.quantize.utils.names import count_of, name_list
@@ -114,7 +115,7 @@ def _describe_joins(evidence: Evidence) -> list[str]:
 def _describe_file(evidence: Evidence, kind: str) -> str:  # noqa: PLR0911  one line a kind
     if kind == "onnx" and (onnx := evidence.onnx):
         counts = onnx.report.counts
-        return f"{onnx.origin}; {counts['int8']} of {counts['gemms']} GEMMs run in INT8 by the graph"
+        return f"{onnx.origin}; {coverage(counts['int8'], counts['gemms'])} by the graph"
     if kind == "log" and (log := evidence.log):
         version = f" {log.version}" if log.version else ""
         tool = "" if log.tool == "TensorRT" else f"{log.tool}, "
@@ -122,7 +123,7 @@ def _describe_file(evidence: Evidence, kind: str) -> str:  # noqa: PLR0911  one 
         return ", ".join(filter(None, parts)) + (f", {tables.format_count(log.layers)}" if log.layers else "")
     if kind == "layers" and (inspection := evidence.inspection):
         done = len(inspection.proof.int8_gemms)
-        return f"{tables.format_count(evidence.layers)}; {done} of {inspection.gemms} GEMMs in INT8"
+        return f"{tables.format_count(evidence.layers)}; {coverage(done, inspection.gemms)}"
     if kind == "profile":
         return f"{len(evidence.profile)} kernels, {sum(evidence.profile.values()):.3f} ms"
     if kind == "engine" and (engine := evidence.engine):

@@ -15,6 +15,7 @@ from qdqbench.quantize.graph.read import read_model, validate_names
 from qdqbench.quantize.lint.findings import Finding, find
 from qdqbench.quantize.lint.view import walk_types
 from qdqbench.quantize.models.families.known import ANY_MERGED_QKV, ANY_QKV, first_feed_forwards
+from qdqbench.quantize.report.figures import uncovered
 from qdqbench.quantize.utils.errors import UserError
 
 _FLOATS: dict[int, str] = {
@@ -210,7 +211,7 @@ class Inspection:
     def failures(self) -> list[str]:
         messages = []
         if self.expected is not None and self.proof.not_int8:
-            messages.append(f"{len(self.proof.not_int8)} of {len(self.expected)} GEMMs do not run in INT8")
+            messages.append(uncovered(len(self.proof.not_int8), len(self.expected)))
         if self.proof.attention_int8 < self.expected_attention:
             messages.append(
                 f"{self.proof.attention_int8} of {self.expected_attention} attentions run as one INT8 kernel"

@@ -181,7 +181,7 @@ def test_check_of_a_good_file(finished_run, qdqbench):
         shown = qdqbench("check", target)
         assert shown.code == 0
         rest = total - 12
-        assert shown.out == f"12 of {total} GEMMs run in INT8; {rest} in floating point\nno findings\n"
+        assert shown.out == f"12 of {total} GEMMs in INT8; {rest} in floating point\nno findings\n"
 
 
 def test_check_counts_what_tensorrt_refuses(tmp_path, qdqbench):

@@ -53,7 +53,6 @@ def test_what_changed_is_found_with_its_text_and_counted(compared, given):
         predictions = rows[sample]["predictions"]
         assert predictions["finished"]["prediction"] != predictions["run"]["prediction"]
         assert predictions["finished"]["margin"] == pytest.approx(predictions["run"]["margin"])
-    assert pandas.read_csv(folder / "samples.csv")["sample"].tolist() == [*rows]
     assert {row["what"] for row in found["layers"]} >= {"amax", "output error"}
 
 

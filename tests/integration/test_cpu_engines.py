@@ -189,7 +189,7 @@ def test_auto_without_a_gpu_proves_for_both(sst2, tmp_path, qdqbench, monkeypatc
     out = tmp_path / "run"
     done = fine(qdqbench("run", "int8-linears", *sst2.options, "--out", out))
     told = " ".join(done.out.replace("│", "").split())
-    assert "INT8 in 12 of 12 in the TensorRT-RTX engine for GPUs, built ahead of time" in told
+    assert "12 of 12 GEMMs in INT8 in the TensorRT-RTX engine for GPUs, built ahead of time" in told
     found = results(out)
     assert (found["engine"]["backend"], found["gpu_engine"]["backend"]) == ("openvino", "tensorrt_rtx")
     assert found["gpu_engine"]["not_int8"] == []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from qdqbench.eval.bench.report import bench_blocks, bench_of
 from qdqbench.eval.bench.results import Bench
+from qdqbench.eval.metrics import figures
 from qdqbench.eval.metrics.results import Comparison, StageResult
 from qdqbench.eval.runs.gate import issue_sentence, judge_speed, read_engine_sizes, read_speed
 from qdqbench.eval.runs.report import charts, sections, verdict
@@ -19,6 +20,7 @@ from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.pipeline.ownership import locked_folder, locked_for_reading
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.report import document as doc
+from qdqbench.quantize.report.figures import coverage
 from qdqbench.quantize.report.formats import (
     LABELS,
     cleaned,
@@ -142,11 +144,10 @@ def _tiles(results: Results) -> Iterator[doc.Tile]:
     if last is not None and (versus := last[1].vs_fp32) is not None:
         metric = next(iter(last[1].metrics))
         holds = not charts.drop_fails(last[1], metric, results.gate.max_drop)
-        yield _delta_tile(f"{label(metric)} against FP32", versus, metric, holds)
+        yield _change_tile(f"{label(metric)} against FP32", versus, holds)
     if gain is not None:
         metric, delta = next(iter(gain.delta.items()))
-        title = f"{label(metric)}, QAT against PTQ"
-        yield _delta_tile(title, gain, metric, gain.within_noise or delta > 0)
+        yield _change_tile(f"{label(metric)}, QAT against PTQ", gain, gain.within_noise or delta > 0)
     yield _speed_tile(results)
     if engine is not None:
         others = [f"{row.precision.upper()} {size(row.bytes)}" for row in results.unquantized_engines]
@@ -162,11 +163,10 @@ def _tiles(results: Results) -> Iterator[doc.Tile]:
         yield doc.Tile("total stage time", total, f"peak memory {size(peak)}")
 
 
-def _delta_tile(title: str, versus: Comparison, metric: str, holds: bool) -> doc.Tile:
-    error = f"± {versus.delta_stderr[metric]:.4f}, " if metric in versus.delta_stderr else ""
-    return doc.Tile(
-        title, f"{versus.delta[metric]:+.4f}", error + verdict.noise_text(versus), doc.bad_unless(holds)
-    )
+def _change_tile(title: str, versus: Comparison, holds: bool) -> doc.Tile:
+    value, _, error = figures.change(versus).text.partition(" ")
+    remark = ", ".join(filter(None, (error, figures.noise(versus))))
+    return doc.Tile(title, value, remark, doc.bad_unless(holds))
 
 
 def _speed_tile(results: Results) -> doc.Tile:
@@ -174,15 +174,16 @@ def _speed_tile(results: Results) -> doc.Tile:
         return doc.Tile("speed", "not measured", "`qdqbench bench RUN` measures it")
     least = min(results.speed, key=lambda speed: speed.value)
     asked = results.gate.min_speedup
-    state = doc.bad_unless(least.verdict != "slower" and (asked is None or least.value >= asked))
+    figure = figures.speed(least)
+    state = "bad" if asked is not None and least.value < asked else figure.state
     remark = f"over {least.baseline} at {least.config}"
     if least.quick:
         remark = f"{least.interval} {remark}, quick bench"
     if len(results.speed) > 1:
         remark += f", the least of {len(results.speed)}"
     if least.verdict == "inconclusive":
-        remark, state = f"{remark}; inconclusive: the 95% CI contains 1", state or "unclear"
-    return doc.Tile("speed", f"{least.value:.2f}x", remark, state)
+        remark = f"{remark}; inconclusive: the 95% CI contains 1"
+    return doc.Tile("speed", figures.speed_text(least), remark, state)
 
 
 def _proof_tiles(results: Results) -> Iterator[doc.Tile]:
@@ -222,9 +223,9 @@ def _accuracy_section(results: Results) -> doc.Section:
         doc.table_of(
             stages.items(),
             ("stage", lambda pair: verdict.stage_name(results, pair[0])),
-            ("result", lambda pair: verdict.headline(pair[1]) or pair[1].status),
-            ("against FP32", _against(verdict.delta_text)),
-            ("differ", _against(verdict.differing_text)),
+            ("result", lambda pair: figures.metrics(pair[1]) or pair[1].status),
+            ("against FP32", _against(figures.change_text)),
+            ("differ", _against(figures.differing)),
             on=doc.SCREEN,
         ),
         doc.Columns([[doc.Chart(partial(charts.accuracy_svg, results, names))], [legend]]),
@@ -261,22 +262,19 @@ def _stages_table(results: Results, metrics: list[str]) -> doc.Table:
         return doc.row(head(pair), doc.Cell(f"skipped: {pair[1].reason or 'no reason recorded'}", "quiet"))
 
     def deltas(versus: Comparison) -> doc.Cell:
-        lines = "\n".join(verdict.delta_of(versus, metric) for metric in versus.delta)
+        lines = "\n".join(figures.change(versus, metric).text for metric in versus.delta)
         return doc.Cell(lines, sort=next(iter(versus.delta.values()), None))
 
     return doc.table_of(
         results.stages.items(),
         ("stage", head),
-        *(
-            (label(metric), lambda pair, metric=metric: verdict.metric_text(pair[1], metric))
-            for metric in metrics
-        ),
+        *((label(metric), lambda pair, metric=metric: figures.metric(pair[1], metric)) for metric in metrics),
         ("against FP32", _against(deltas)),
-        ("", _against(verdict.noise_text)),
+        ("", _against(figures.noise)),
         ("differing answers", _against(lambda versus: versus.disagreements)),
         ("McNemar p", _against(lambda versus: known(versus.mcnemar_p, ".2g"))),
         ("mean logit difference", _against(lambda versus: f"{versus.mean_abs_logit_diff:.3g}")),
-        ("SQNR", _against(lambda versus: "equal" if versus.sqnr_db is None else f"{versus.sqnr_db:.1f} dB")),
+        ("SQNR", _against(figures.sqnr)),
         ("samples", lambda pair: pair[1].n),
         instead=skipped,
         look="full cards",
@@ -421,17 +419,17 @@ def stage_cell(results: Results, name: str) -> doc.Cell:
 
 
 def _score_text(row: StageResult) -> str:
-    text = f"{verdict.headline(row)}, n = {row.n:,}"
+    text = f"{figures.metrics(row)}, n = {row.n:,}"
     if (versus := row.vs_fp32) is not None:
-        text += f"; against FP32 {verdict.delta_text(versus)}"
-        if versus.disagreements is not None:
-            text += f"; {versus.disagreements} of {versus.n:,} answers differ"
+        text += f"; against FP32 {figures.change_text(versus)}"
+        if differing := figures.differing(versus):
+            text += f"; {differing} answers differ"
     return text
 
 
 def _calibration_text(results: Results) -> str:
     int8, calibration = len(results.quantized_layers), results.data["calibration"]
-    text = f"{int8} of {count_of(int8 + len(results.high_precision_layers), 'linear')} in INT8"
+    text = coverage(int8, int8 + len(results.high_precision_layers), "linears")
     others = {"attention": results.quantized_attention, "residual": results.quantized_residual}
     for what, modules in others.items():
         text += f", {count_of(len(modules), what)}" if modules else ""
@@ -483,7 +481,7 @@ def _engine_text(engine: EngineResult | None) -> str:
         (engine.attention_int8, engine.expected_attention_int8, "attentions"),
         (engine.int8_residuals, engine.expected_int8_residuals, "residuals"),
     ):
-        text += f"; {count} of {expected} {what} in INT8" if expected else ""
+        text += f"; {coverage(count, expected, what)}" if expected else ""
     return f"{text}; ahead of time, not run" if engine.ahead_of_time else text
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from qdqbench.eval.bench.results import Bench, BenchConfig, BenchRow, config_label
+from qdqbench.eval.metrics import figures
 from qdqbench.eval.metrics.results import (
     MAX_OUTPUT_ERROR,
     Change,
@@ -25,6 +26,7 @@ from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.lint.inspection import EngineFacts
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
+from qdqbench.quantize.report.figures import coverage
 from qdqbench.quantize.report.formats import count_of, known, label, number, share_text, types, with_error
 
 OUTPUTS = (
@@ -110,13 +112,13 @@ def _proof_text(results: Results, engine: EngineResult) -> str:
         f"({where}{ahead})."
     )
     if (gpu := results.gpu_engine) is not None:
+        share = coverage(gpu.int8_gemms, gpu.expected_int8_gemms, "matrix products")
         text += (
             f" An engine for GPUs was built ahead of time too ({label(gpu.backend)} {gpu.version}, compute "
-            f"capability {', '.join(gpu.compute_capability)}): {gpu.int8_gemms} of "
-            f"{gpu.expected_int8_gemms} matrix products in INT8."
+            f"capability {', '.join(gpu.compute_capability)}): {share}."
         )
     if engine.expected_attention_int8:
-        text += f" INT8 attention: {engine.attention_int8} of {engine.expected_attention_int8}."
+        text += f" {coverage(engine.attention_int8, engine.expected_attention_int8, 'attentions')}."
     return f"{text} Attentions that one fused kernel computes: {engine.attention_fused}."
 
 
@@ -546,9 +548,9 @@ def evaluate_fp16_blocks(results: Results) -> list[doc.Block]:
     table = doc.table_of(
         [(title, stage, against) for title, stage, against in rows if against is not None],
         ("", lambda row: row[0]),
-        (label(metric), lambda row: verdict.metric_text(row[1], metric)),
-        ("difference", lambda row: verdict.delta_text(row[2])),
-        ("differing answers", lambda row: verdict.differing_text(row[2])),
+        (label(metric), lambda row: figures.metric(row[1], metric)),
+        ("difference", lambda row: figures.change_text(row[2])),
+        ("differing answers", lambda row: figures.differing(row[2])),
         ("McNemar p", lambda row: known(row[2].mcnemar_p, ".2g")),
         title="Against FP16 as well",
         look="cards",
@@ -571,7 +573,7 @@ def tradeoff_blocks(results: Results, bench: Bench | None) -> list[doc.Block]:
         if timed is None or timed.median_ms is None:
             continue
         if scored is None:
-            time = f"{precision.upper()} ({timed.median_ms:.3g} ms)"
+            time = f"{precision.upper()} ({figures.latency(timed.median_ms)} ms)"
             missing = f" {time} is not shown: `{EVALUATE_FP16}` evaluates it."
         else:
             points.append((precision, timed.median_ms, scored))
@@ -581,8 +583,8 @@ def tradeoff_blocks(results: Results, bench: Bench | None) -> list[doc.Block]:
     table = doc.table_of(
         points,
         ("fastest in", lambda point: point[0].upper()),
-        ("ms", lambda point: f"{point[1]:.3g}"),
-        (label(metric), lambda point: verdict.metric_text(point[2], metric)),
+        ("ms", lambda point: figures.latency(point[1])),
+        (label(metric), lambda point: figures.metric(point[2], metric)),
         title="Latency against accuracy",
         look="",
     )

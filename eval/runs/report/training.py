@@ -4,7 +4,7 @@ import math
 from functools import partial
 from pathlib import Path
 
-from qdqbench.eval.runs.report.verdict import metric_text
+from qdqbench.eval.metrics import figures
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.formats import cleaned, count_of, flat, label, model_label, seconds
@@ -194,7 +194,7 @@ def training_blocks(run: TrainingRun | None) -> list[doc.Block]:
 
 
 def _value(name: str, run: TrainingRun) -> str:
-    return metric_text(run, name) or "not measured"
+    return figures.metric(run, name) or "not measured"
 
 
 def _held_out(run: TrainingRun, step: int) -> str:

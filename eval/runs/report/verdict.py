@@ -3,9 +3,9 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from qdqbench.eval.metrics import figures
 from qdqbench.eval.metrics.results import (
     MAX_OUTPUT_ERROR,
-    Comparison,
     GateState,
     Parity,
     ParityRow,
@@ -17,9 +17,9 @@ from qdqbench.eval.runs.report.charts import place
 from qdqbench.eval.runs.results import Results
 from qdqbench.quantize.models.families.known import RUN
 from qdqbench.quantize.report.document import State, Verdict
+from qdqbench.quantize.report.figures import coverage
 from qdqbench.quantize.report.formats import count_of, label, sentence, with_error
 from qdqbench.quantize.tasks.types.embedding import AGREEMENT
-from qdqbench.quantize.training.results import TrainingRun
 
 GATE_STATES: dict[GateState, State] = {"passed": "good", "failed": "bad"}  # others are unclear
 MEASURES = {"codes": "codes that differ", "step": "largest step", "output": "error of the output"}
@@ -70,18 +70,7 @@ def _speed_clause(speed: list[Speedup]) -> str:
     if not speed:
         return "speed not measured until `qdqbench bench RUN`"
     ordered = sorted(speed, key=lambda row: row.value)
-    return "INT8 " + " and ".join(map(_speed_text, [ordered[0], ordered[-1]][: len(ordered)]))
-
-
-def _speed_text(row: Speedup) -> str:
-    slower, unclear = row.verdict == "slower", row.verdict == "inconclusive"
-    about = [f"{row.value:.2f}x"] if slower else []
-    about += ["quick bench"] if row.quick else []
-    about += [f"95% CI {row.interval}"] if row.interval and (row.quick or unclear) else []
-    about += ["inconclusive"] if unclear else []
-    text = "SLOWER than" if slower else f"{row.value:.2f}x as fast as"
-    remark = f" ({', '.join(about)})" if about else ""
-    return f"{text} {row.baseline} at {row.config}{remark}"
+    return "INT8 " + " and ".join(map(figures.speed_clause, [ordered[0], ordered[-1]][: len(ordered)]))
 
 
 def _int8(results: Results) -> list[str]:
@@ -89,27 +78,24 @@ def _int8(results: Results) -> list[str]:
     if engine is None:
         if not planned:
             return ["nothing is quantized, as the recipe asks, and no engine was built"]
-        return [f"INT8 in {planned} linears of the ONNX file, not proven: no engine was built"]
+        return [f"{planned} linears of the ONNX file in INT8, not proven: no engine was built"]
     done, asked = engine.int8_gemms, engine.expected_int8_gemms
     what = "linears" if asked == planned else "matrix products"
     runs = {match[0] for row in engine.layers for node in row.onnx if (match := RUN.search(node))}
-    if runs and asked:
-        what += f" ({planned} linears, whose weights are shared by {len(runs)} layers)"
-    clauses = [f"INT8 in {done} of {asked} {what}, proven from the engine's layer table"]
-    if done < asked:
-        clauses = [f"INT8 in only {done} of {asked} {what} according to the engine's layer table"]
+    shared = f" ({planned} linears, whose weights are shared by {len(runs)} layers)" if runs and asked else ""
+    proof = "according to" if done < asked else "proven from"
+    clauses = [f"{coverage(done, asked, what)}{shared}, {proof} the engine's layer table"]
     if not asked:
         clauses = [
-            "nothing runs in INT8, as the recipe asks" if not done else f"INT8 in {done} {what}, none asked"
+            f"{done} {what} in INT8, none asked" if done else "nothing runs in INT8, as the recipe asks"
         ]
     if (gpu := results.gpu_engine) is not None:
         built = f"{label(gpu.backend)} engine for GPUs, built ahead of time"
-        clauses.append(f"INT8 in {gpu.int8_gemms} of {gpu.expected_int8_gemms} in the {built}")
+        clauses.append(f"{coverage(gpu.int8_gemms, gpu.expected_int8_gemms)} in the {built}")
     if engine.expected_attention_int8:
-        attentions = f"{engine.attention_int8} of {engine.expected_attention_int8}"
-        clauses.append(f"INT8 attention in {attentions} layers")
+        clauses.append(coverage(engine.attention_int8, engine.expected_attention_int8, "attentions"))
     if engine.expected_int8_residuals:
-        clauses.append(f"INT8 residuals in {engine.int8_residuals} of {engine.expected_int8_residuals}")
+        clauses.append(coverage(engine.int8_residuals, engine.expected_int8_residuals, "residuals"))
     return clauses
 
 
@@ -124,16 +110,17 @@ def accuracy_clause(results: Results) -> str:
         return f"{task} was not scored in any stage"
     name, row = last
     metric = next(iter(row.metrics))
-    text = f"{task} {label(metric)} {metric_text(row, metric)} in {stage_label(results, name)}"
+    text = f"{task} {label(metric)} {figures.metric(row, metric)} in {stage_label(results, name)}"
     base = results.stages.get("fp32")
     if name == "fp32":
         return f"{text} ({row.n} samples), no other stage was scored"
     if metric in AGREEMENT:  # with FP32, which agrees with itself
-        kept = f"{label('neighbors')} {metric_text(row, 'neighbors')}"
+        kept = f"{label('neighbors')} {figures.metric(row, 'neighbors')}"
         return f"{text}, {kept} ({row.n} samples)"
     if base is None or row.vs_fp32 is None or metric not in base.metrics:
         return f"{text} ({row.n} samples), not compared with FP32"
-    return f"{text} against {base.metrics[metric]:.4f} in FP32 ({delta_text(row.vs_fp32)}, {row.n} samples)"
+    change = figures.change_text(row.vs_fp32)
+    return f"{text} against {base.metrics[metric]:.4f} in FP32 ({change}, {row.n} samples)"
 
 
 def qat_clause(results: Results) -> str:
@@ -141,14 +128,14 @@ def qat_clause(results: Results) -> str:
     ptq, qat = stages.get("ptq"), stages.get("fake_quant")
     if ptq is None or qat is None or ptq.vs_fp32 is None or qat.vs_fp32 is None:
         return "PTQ and QAT were not both scored, so what training won back is not known"
-    both = f"(against FP32: PTQ {delta_text(ptq.vs_fp32)}, QAT {delta_text(qat.vs_fp32)})"
+    both = f"(against FP32: PTQ {figures.change_text(ptq.vs_fp32)}, QAT {figures.change_text(qat.vs_fp32)})"
     if results.training is not None and results.training.best_step == 0:
         return f"QAT gained nothing: the weights before training were the best on the held-out rows {both}"
     if gain is None:
         return f"QAT and PTQ were not compared with each other {both}"
     metric = next(iter(qat.metrics))
     if gain.within_noise:
-        return f"QAT changed {label(metric)} by {delta_text(gain)} {both}"
+        return f"QAT changed {label(metric)} by {figures.change_text(gain)} {both}"
     verb = "won back" if gain.delta[metric] > 0 else "made it WORSE by"
     gained = with_error(abs(gain.delta[metric]), gain.delta_stderr.get(metric))
     return f"QAT {verb} {gained} of {label(metric)} {both}"
@@ -191,30 +178,6 @@ def quantized_file(results: Results) -> tuple[str, float, int] | None:
     ratios = [(row.name, row.fp32_ratio, row.bytes) for row in results.files if row.fp32_ratio is not None]
     others = [row for row in ratios if "int8" in row[0]] or [row for row in ratios if "fp32" not in row[0]]
     return next(iter(others), None)
-
-
-def metric_text(row: StageResult | TrainingRun, metric: str) -> str:
-    return with_error(row.metrics[metric], row.stderr.get(metric)) if metric in row.metrics else ""
-
-
-def headline(row: StageResult) -> str:
-    return ", ".join(f"{label(metric)} {metric_text(row, metric)}" for metric in row.metrics)
-
-
-def delta_of(versus: Comparison, metric: str) -> str:
-    return with_error(versus.delta[metric], versus.delta_stderr.get(metric), "+.4f")
-
-
-def delta_text(versus: Comparison) -> str:
-    return f"{delta_of(versus, next(iter(versus.delta)))}, {noise_text(versus)}"
-
-
-def differing_text(versus: Comparison) -> str:
-    return "" if versus.disagreements is None else f"{versus.disagreements} of {versus.n}"
-
-
-def noise_text(versus: Comparison) -> str:
-    return "within noise" if versus.within_noise else "beyond noise"
 
 
 def stage_name(results: Results, name: str) -> str:

@@ -3,17 +3,16 @@
 from collections.abc import Sequence
 from functools import partial
 
+from qdqbench.eval.metrics import figures
 from qdqbench.eval.metrics.results import Comparison, GateIssue
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection.auto.results import AUTO_FILE, Auto, AutoStep, SkipReason, StepKind
-from qdqbench.eval.selection.trials.results import latency_text, noise_text, speed_text
 from qdqbench.quantize.deployment.write import DEPLOY
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.formats import (
     cleaned,
     count_of,
-    delta_points,
     flat,
     label,
     points,
@@ -52,14 +51,12 @@ def auto_report(auto: Auto) -> doc.Report:
     if step is not None:
         versus = next(iter(step.scores.values()))
         holds = versus.within_noise or versus.drop <= auto.gate.max_drop
-        change = delta_points(-versus.drop, versus.drop_stderr)
-        against = f"{label(auto.metric)} against FP32"
-        tiles.append(doc.Tile(against, change, f"points, {noise_text(versus)}", doc.bad_unless(holds)))
-        if step.speedup:
+        change, against = figures.change(versus, in_percent=True), f"{label(auto.metric)} against FP32"
+        remark = f"points, {figures.noise(versus)}"
+        tiles.append(doc.Tile(against, change.text, remark, doc.bad_unless(holds)))
+        if (speed := step.speedup) is not None:
             over = f"over {auto.source.baseline_precision}" if auto.source else ""
-            tiles.append(
-                doc.Tile("speed", speed_text(step.speedup), over, doc.bad_unless(step.speedup.value >= 1))
-            )
+            tiles.append(doc.Tile("speed", figures.speed_text(speed), over, figures.speed(speed).state))
     done = sum(each.status == "done" for each in auto.steps)
     tiles.append(doc.Tile("steps taken", f"{done} of {len(auto.steps)}", seconds(auto.elapsed_s)))
     return doc.Report(
@@ -95,13 +92,13 @@ def headline(auto: Auto) -> str:
     step = auto.chosen
     if step is None or step.recipe is None:
         return "No recipe."
-    speed = f", {speed_text(step.speedup)}" if step.speedup else ""
-    figures = f"{label(auto.metric)} {_difference(step.scores)} against FP32{speed}"
+    speed = f", {figures.speed_text(step.speedup)}" if step.speedup else ""
+    result = f"{label(auto.metric)} {_difference(step.scores)} against FP32{speed}"
     if auto.choice.passed:
         if step.undecided:
-            return f"{step.recipe.name} holds as far as these samples can tell: {figures}."
-        return f"Deploy {step.recipe.name}: {figures}."
-    return f"No recipe holds. The best that was found is {step.recipe.name}: {figures}."
+            return f"{step.recipe.name} holds as far as these samples can tell: {result}."
+        return f"Deploy {step.recipe.name}: {result}."
+    return f"No recipe holds. The best that was found is {step.recipe.name}: {result}."
 
 
 def unmet_lines(auto: Auto) -> list[str]:
@@ -242,10 +239,10 @@ def _table(auto: Auto) -> doc.Table:
         (label(auto.metric), lambda step: f"{100 * auto.value(step):.2f}"),
         ("against FP32", lambda step: _change_cell(step.scores)),
         ("against the step before", lambda step: _change_cell(step.run.vs_previous if step.run else {})),
-        ("ms", lambda step: latency_text(step.speedup)),
+        ("ms", lambda step: figures.latency(step.speedup)),
         (
             f"over {auto.source.baseline_precision}" if auto.source else "speed-up",
-            lambda step: speed_text(step.speedup),
+            lambda step: figures.speed_text(step.speedup),
         ),
         ("time", _time_cell),
         chosen=lambda step: auto.choice.passed and step is auto.chosen,
@@ -267,20 +264,15 @@ def _title(step: AutoStep) -> str:
     return step.name if step.kind == "shipped" else TITLES[step.kind]
 
 
-def _differences(scores: dict[str, Comparison], unit: str, noise: str) -> list[str]:
-    return [
-        f"{delta_points(-each.drop, each.drop_stderr)}{unit}{noise if each.within_noise else ''}"
-        for each in scores.values()
-    ]
-
-
 def _change_cell(scores: dict[str, Comparison]) -> doc.Cell:
-    texts = _differences(scores, "", " ~")
-    return doc.Cell(" / ".join(texts), short=texts[0] if texts else "")
+    cells = [figures.change(each, in_percent=True) for each in scores.values()]
+    marked = [cell.text if cell.short is None else cell.short for cell in cells]
+    return doc.Cell(" / ".join(marked), short=marked[0] if marked else "")
 
 
 def _difference(scores: dict[str, Comparison]) -> str:
-    return " and ".join(_differences(scores, " points", " (within noise)"))
+    cells = [figures.change(each, in_percent=True) for each in scores.values()]
+    return " and ".join(f"{cell.text} points{f' ({cell.note})' if cell.note else ''}" for cell in cells)
 
 
 def _explanation(auto: Auto) -> list[str]:

@@ -3,6 +3,7 @@
 import statistics
 from functools import partial
 
+from qdqbench.eval.metrics import figures
 from qdqbench.eval.metrics.results import Comparison
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection.search.results import (
@@ -12,7 +13,7 @@ from qdqbench.eval.selection.search.results import (
     Search,
     SearchTrial,
 )
-from qdqbench.eval.selection.trials.results import DRAW, Origin, latency_text, noise_text, speed_text
+from qdqbench.eval.selection.trials.results import DRAW, Origin
 from qdqbench.quantize.recipe.schema import dump_short_recipe
 from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.report import document as doc
@@ -57,7 +58,8 @@ def search_report(found: Search) -> doc.Report:
     if best is not None and best.score is not None:
         title = "speed of the chosen" if best.speedup else "INT8 share of the chosen"
         tiles.append(doc.Tile(title, _speed(best), speed if best.speedup else "of multiply-adds"))
-        tiles.append(doc.Tile("drop, points", _drop(best.score), f"on validation, {noise_text(best.score)}"))
+        remark = f"on validation, {figures.noise(best.score)}"
+        tiles.append(doc.Tile("drop, points", _drop(best.score).text, remark))
     front = sum(trial.on_front for trial in tried)
     return doc.Report(
         doc.page_of(found, "search", model_label(found.model), about, SEARCH_FILE, facts=facts),
@@ -131,17 +133,13 @@ def describe_choice(found: Search) -> str:
 def _confirmation(found: Search, speed: str) -> doc.Section:
     fp32 = next(iter(found.fp32.values())).metrics[found.metric]
 
-    def drop(each: ConfirmedRecipe) -> doc.Cell:
-        return doc.Cell(_drop(each.score), short=f"{_drop(each.score)}{' ~' if _noise(each.score) else ''}")
-
     table = doc.table_of(
         found.confirmed,
         ("recipe", lambda each: each.name),
         (label(found.metric), lambda each: f"{fp32 - each.score.drop:.4f}" if each.score else ""),
-        ("drop, points", drop),
-        ("noise", lambda each: _noise(each.score)),
+        ("drop, points", lambda each: _drop(each.score)),
         ("engine drop", lambda each: _drop(next(iter(each.engine.values()), None))),
-        ("ms", lambda each: latency_text(each.speedup)),
+        ("ms", lambda each: figures.latency(each.speedup)),
         (speed, lambda each: _speed(each) if each.score else ""),
         (
             "remark",
@@ -150,7 +148,7 @@ def _confirmation(found: Search, speed: str) -> doc.Section:
         chosen=lambda each: each is found.confirmed[0],
         texts=(0, -1),
         look="full cards sortable",
-        screen=(0, 1, 2, 5, 6),
+        screen=(0, 1, 2, 4, 5),
         on=doc.EVERYWHERE,
     )
     remarks = [f"{each.name}: {text}" for each in found.confirmed if (text := _remark(each))]
@@ -164,8 +162,8 @@ def _remark(each: ConfirmedRecipe) -> str:
         return each.failure.text
     texts = []
     for split, score in list(each.scores.items())[1:]:
-        engine = f", of the engine {_drop(each.engine[split])}" if split in each.engine else ""
-        texts.append(f"{split.removeprefix('validation_')}: drop {_drop(score)}{engine}")
+        engine = f", of the engine {_drop(each.engine[split]).text}" if split in each.engine else ""
+        texts.append(f"{split.removeprefix('validation_')}: drop {_drop(score).text}{engine}")
     return "; ".join(texts + ["dominates the chosen recipe"] * each.dominates)
 
 
@@ -185,17 +183,16 @@ def _trials(found: Search, speed: str) -> doc.Section:
         ("trial", lambda each: each.number),
         (speed, lambda each: _speed(each) if each.scores else ""),
         ("drop, points", lambda each: _drop(each.scores.get(DRAW))),
-        ("noise", lambda each: _noise(each.scores.get(DRAW))),
         ("front", lambda each: "yes" if each.on_front else ""),
         ("holds", lambda each: "yes" if each.holds else ""),
-        ("ms", lambda each: latency_text(each.speedup)),
+        ("ms", lambda each: figures.latency(each.speedup)),
         ("divergence", lambda each: f"{each.divergence:.3g}" if each.scores else ""),
         ("from", lambda each: doc.Cell(ORIGINS.get(each.origin, f"shipped {each.shipped}"), look="nowrap")),
         ("INT8", int8),
         ("calibration", lambda each: doc.Cell(_calibration_text(each), look="text")),
         ("remark", _trial_remark),
         chosen=lambda each: each.number == found.outcome.chosen,
-        texts=(8, 9, 10, 11),
+        texts=(7, 8, 9, 10),
         look="full sortable",
         filter="trials",
     )
@@ -223,16 +220,12 @@ def _trial_remark(trial: SearchTrial) -> str:
     return f"same recipe as {trial.duplicate_of}" if trial.duplicate_of is not None else ""
 
 
-def _drop(score: Comparison | None) -> str:
-    return delta_points(score.drop, score.drop_stderr) if score else ""
-
-
-def _noise(score: Comparison | None) -> str:
-    return "within noise" if score and score.within_noise else ""
+def _drop(score: Comparison | None) -> doc.Cell:
+    return figures.change(score, in_percent=True, loss=True) if score else doc.Cell()
 
 
 def _speed(each: PlacedTrial) -> str:
-    return speed_text(each.speedup) or f"{each.int8_share:.0%}"
+    return figures.speed_text(each.speedup) or f"{each.int8_share:.0%}"
 
 
 def _describe_agreement(found: Search) -> str:

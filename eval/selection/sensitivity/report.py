@@ -3,8 +3,8 @@
 import math
 from functools import partial
 
+from qdqbench.eval.metrics import figures
 from qdqbench.eval.selection.sensitivity.results import SENSITIVITY_FILE, CandidateRow, Sensitivity, ranking
-from qdqbench.eval.selection.trials.results import change_cell, divergence_cell, noise_text, sqnr_text
 from qdqbench.quantize.models.families.family import QKV
 from qdqbench.quantize.models.families.known import part_of
 from qdqbench.quantize.report import document as doc
@@ -48,15 +48,19 @@ def sensitivity_report(sensitivity: Sensitivity) -> doc.Report:
     curve = doc.table_of(
         sensitivity.curve,
         ("kept", lambda point: point.kept),
-        ("divergence", lambda point: divergence_cell(point.comparison)),
-        ("drop", lambda point: change_cell(point.comparison.drop, point.comparison)),
+        ("divergence", lambda point: figures.divergence(point.comparison)),
+        ("drop", lambda point: figures.change(point.comparison, loss=True)),
         ("differing answers", lambda point: point.comparison.disagreements),
         texts=(),
     )
-    screens = [_screen_table(f"the {WORST} worst linears", worst[:WORST]), _screen_table("kinds", kinds)]
+    screens: list[doc.Block] = [
+        _screen_table(f"the {WORST} worst linears", worst[:WORST]),
+        _screen_table("kinds", kinds),
+        doc.Prose("~ marks drops within noise.", on=doc.SCREEN),
+    ]
     drop, kept = f"{full.drop:+.4f}", count_of(sensitivity.choice.kept, "linear")
     tiles = [
-        doc.Tile(f"drop of {label(sensitivity.metric)}", drop, f"everything in INT8, {noise_text(full)}"),
+        doc.Tile(f"drop of {label(sensitivity.metric)}", drop, f"everything in INT8, {figures.noise(full)}"),
         doc.Tile("divergence", f"{full.divergence:.2g}", "everything in INT8"),
     ]
     if worst and full.divergence:
@@ -67,8 +71,8 @@ def sensitivity_report(sensitivity: Sensitivity) -> doc.Report:
     data = sensitivity.data
     explanation = (
         f"Divergence is {DIVERGENCES[sensitivity.divergence]}. The ranking goes by it and not by the metric: "
-        f"on {data['samples']} samples most drops are noise. ± is one standard error, and (noise) marks "
-        "drops of at most two, paired with FP32.",
+        f"on {data['samples']} samples most drops are noise. ± is one standard error, and within noise are "
+        "drops of at most two (~), paired with FP32.",
         f"Measured on split {data['split']!r}, on other rows than those that calibrate; no evaluation "
         f"split was read. Everything in INT8 means {count_of(len(sensitivity.int8), 'module')}.",
     )
@@ -101,7 +105,7 @@ def sensitivity_headline(sensitivity: Sensitivity) -> str:
     value = fp32.metrics[sensitivity.metric]
     text = (
         f"Everything in INT8: {metric} {value - full.drop:.4f} against {value:.4f} in FP32 on "
-        f"{sensitivity.data['samples']} training samples, drop {change_cell(full.drop, full).text}, "
+        f"{sensitivity.data['samples']} training samples, drop {figures.change(full, loss=True).text}, "
         f"divergence {full.divergence:.2g}."
     )
     if worst := ranking(sensitivity.rows):
@@ -112,7 +116,7 @@ def sensitivity_headline(sensitivity: Sensitivity) -> str:
 
 def choice_text(sensitivity: Sensitivity) -> str:
     choice, own, limit = sensitivity.choice, sensitivity.chosen.comparison, sensitivity.max_drop
-    drop = f"{own.drop:+.4f} ± {own.drop_stderr:.4f}"
+    drop = figures.change(own, loss=True).text
     if not choice.reached:
         reason = (
             f"no measured number of linears kept out of INT8 holds the drop to {limit:g} and halves the "
@@ -132,11 +136,16 @@ def choice_text(sensitivity: Sensitivity) -> str:
 def _row(sensitivity: Sensitivity, candidate: CandidateRow) -> doc.Row:
     only, rest, full = candidate.only, candidate.all_but, sensitivity.full
     name = doc.code(f"{candidate.name}{' (diagnostic)' if candidate.diagnostic else ''}")
-    cells = [divergence_cell(only), change_cell(only.drop, only), only.disagreements, sqnr_text(only)]
+    cells = [
+        figures.divergence(only),
+        figures.change(only, loss=True),
+        only.disagreements,
+        figures.sqnr(only),
+    ]
     if rest is None:
         return doc.row(name, *cells, doc.Cell("not part of everything", "quiet"))
     share = f"{rest.distance / full.distance:.0%}" if full.divergence else ""
-    return doc.row(name, *cells, divergence_cell(rest), share, change_cell(rest.drop, rest))
+    return doc.row(name, *cells, figures.divergence(rest), share, figures.change(rest, loss=True))
 
 
 def _screen_table(title: str, rows: list[CandidateRow]) -> doc.Table:
@@ -144,8 +153,7 @@ def _screen_table(title: str, rows: list[CandidateRow]) -> doc.Table:
         rows,
         (f"{title}, by divergence", lambda each: _shorten(each.name.removeprefix("encoder."))),
         ("only this", lambda each: f"{each.only.divergence:.1e}"),
-        ("drop", lambda each: f"{each.only.drop:+.4f} ± {each.only.drop_stderr:.4f}"),
-        ("", lambda each: "noise" if each.only.within_noise else ""),
+        ("drop", lambda each: figures.change(each.only, loss=True)),
         ("all but", lambda each: f"{each.all_but.divergence:.1e}" if each.all_but else ""),
         on=doc.SCREEN,
     )

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from qdqbench.eval.metrics.results import Comparison, Speedup
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.report.document import Cell, Report
+from qdqbench.quantize.report.document import Report
 from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, Unwritable, UserError
@@ -114,33 +114,6 @@ class DrawRecord(ChoiceRecord):
         "`kl`: KL(FP32 || INT8) per sample in nat; `squared`: squared error over the variance of FP32 "
         "logits; `cosine`: 1 - cosine to FP32 embeddings."
     )
-
-
-def change_cell(value: float, comparison: Comparison) -> Cell:
-    text = f"{value + 0.0:+.4f} ± {comparison.drop_stderr:.4f}"
-    noise = comparison.within_noise
-    return Cell(f"{text} (noise)" if noise else text, short=f"{text} ~" if noise else None, sort=value)
-
-
-def divergence_cell(comparison: Comparison) -> Cell:
-    value = comparison.distance
-    return Cell(f"{value:.2e} ± {comparison.divergence_stderr:.0e}", short=f"{value:.2e}", sort=value)
-
-
-def sqnr_text(comparison: Comparison) -> str:
-    return "equal" if comparison.sqnr_db is None else f"{comparison.sqnr_db:.1f} dB"
-
-
-def noise_text(comparison: Comparison) -> str:
-    return "within noise" if comparison.within_noise else "beyond noise"
-
-
-def speed_text(speedup: Speedup | None) -> str:
-    return f"{speedup.value:.2f}x" if speedup else ""
-
-
-def latency_text(speedup: Speedup | None) -> str:
-    return f"{speedup.system_ms:.3g}" if speedup else ""
 
 
 def write_result(result: ChoiceRecord, report: Report, folder: Path) -> list[Path]:

@@ -113,7 +113,7 @@ def test_the_verdict_leads_both_reports_and_the_terminal(case: str, rendered: Re
 def test_the_verdict_of_a_run_without_a_gpu() -> None:
     said = wording.run_verdict(sample())
     assert said.sentence == (
-        "INT8 in 36 of 36 linears, proven from the engine's layer table; SST-2 accuracy 0.8956 ± 0.0103 in "
+        "36 of 36 linears in INT8, proven from the engine's layer table; SST-2 accuracy 0.8956 ± 0.0103 in "
         "ONNX Runtime against 0.8968 in FP32 (-0.0012 ± 0.0021, within noise, 872 samples); "
         "ONNX file 0.39 of FP32; speed not measured until `qdqbench bench RUN`; gate passed."
     )
@@ -141,14 +141,14 @@ def test_the_verdict_cites_the_engine_when_it_ran_and_passes_over_no_stage() -> 
     [
         ("mnli", "MNLI accuracy 0.8387 ± 0.0103 in ONNX Runtime against 0.8421 in FP32 (-0.0034 ± 0.0021, b"),
         ("regression", "STS-B Pearson 0.8588 ± 0.0103 in ONNX Runtime against 0.8662 in FP32"),
-        ("without_engine", "INT8 in 36 linears of the ONNX file, not proven: no engine was built; SST-2"),
+        ("without_engine", "36 linears of the ONNX file in INT8, not proven: no engine was built; SST-2"),
         ("bare", "Nothing is quantized, as the recipe asks, and no engine was built; SST-2 accuracy 0.8968"),
         (
             "bare",
             "in FP32 (872 samples), no other stage was scored; speed not measured until `qdqbench",
         ),
         ("unscored", "SST-2 was not scored in any stage"),
-        ("failed", "INT8 in only 35 of 36 linears according to the engine's layer table; SST-2 accuracy"),
+        ("failed", "35 of 36 linears in INT8, according to the engine's layer table; SST-2 accuracy"),
         ("failed", "gate FAILED."),
     ],
 )
@@ -159,8 +159,8 @@ def test_the_verdict_is_honest(case: str, part: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"attention_int8": 5, "expected_attention_int8": 6}, "; INT8 attention in 5 of 6 layers;"),
-        ({"int8_residuals": 11, "expected_int8_residuals": 12}, "; INT8 residuals in 11 of 12;"),
+        ({"attention_int8": 5, "expected_attention_int8": 6}, "; 5 of 6 attentions in INT8;"),
+        ({"int8_residuals": 11, "expected_int8_residuals": 12}, "; 11 of 12 residuals in INT8;"),
     ],
 )
 def test_attentions_and_residuals_are_part_of_the_verdict(changes: dict[str, Any], part: str) -> None:
