@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from qdqbench._auto import auto
     from qdqbench._bench import bench
     from qdqbench._models import Exported, Quantized, check, export, load, load_embedder, quantize
-    from qdqbench._runs import build, evaluate, load_recipe, resume, run
-    from qdqbench._train import finetune, qat
+    from qdqbench._progress import StageProgress
+    from qdqbench._runs import build, evaluate, load_recipe, qat, resume, run
+    from qdqbench._train import finetune
     from qdqbench.eval.bench.results import Bench
     from qdqbench.eval.metrics.mteb import mteb_encoder
     from qdqbench.eval.runs.results import Results
-    from qdqbench.eval.runs.run import StageProgress
     from qdqbench.eval.selection.auto.results import Auto
     from qdqbench.quantize.calibration.record import CalibrationRecord
     from qdqbench.quantize.engine.results import EngineResult
@@ -26,12 +26,12 @@ _HOMES = {
     "_auto": "auto",
     "_bench": "bench",
     "_models": "Exported Quantized check export load load_embedder",
-    "_runs": "build evaluate load_recipe resume run",
-    "_train": "finetune qat",
+    "_progress": "StageProgress",
+    "_runs": "build evaluate load_recipe qat resume run",
+    "_train": "finetune",
     "eval.selection.auto.results": "Auto",
     "eval.bench.results": "Bench",
     "eval.metrics.mteb": "mteb_encoder",
-    "eval.runs.run": "StageProgress",
     "quantize.calibration.record": "CalibrationRecord",
     "quantize.lint.check": "CheckReport",
     "quantize.utils.errors": "CheckFailed MissingDevice QdqError UserError",

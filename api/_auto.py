@@ -2,11 +2,12 @@
 
 import contextlib
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from qdqbench._options import AutoOptions, PoolingOptions, TaskOptions
-from qdqbench._progress import draw_texts, shown
+from qdqbench._progress import displayed
+from qdqbench._runs import Progress
 from qdqbench.eval.selection.auto.results import BEST_RECIPE, Auto, Criteria
 from qdqbench.eval.selection.auto.run import AutoRun, run_auto
 from qdqbench.eval.selection.search.options import SearchOptions
@@ -19,7 +20,7 @@ from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.options import take_options
-from qdqbench.quantize.utils.progress import silent
+from qdqbench.quantize.utils.progress import reporter
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
 ON_GPU = "int8-attention"  # tried first for a GPU, where a family has it
@@ -31,37 +32,38 @@ LENGTH = 128
 def auto(
     options: AutoOptions = AutoOptions(),  # noqa: B008  (frozen)
     *,
-    progress: Callable[[str], None] | bool | None = None,
-    note: Callable[[str], None] = silent,
-    command: str = "qdqbench.auto",
+    progress: Progress = None,
 ) -> Auto:
     """Find a recipe that meets the limits, and reuse finished steps; the result says if none does.
 
     Args:
         progress: True for a bar (default in notebooks), or a function that is called with what is being done.
-        note: called with what was moved.
-        command: recorded in the result.
 
     Raises:
         UserError: input that cannot be used, or a folder of another model or task.
         MissingDevice: the runtime that the recipes name is not installed.
     """
+    with displayed(progress):
+        return start_auto(options)[0]
+
+
+def start_auto(options: AutoOptions) -> tuple[Auto, Path]:
+    """Find a recipe; return the result and the folder of its reports."""
     name, criteria = options.model, Criteria(max_drop=options.max_drop, min_speedup=options.min_speedup)
     first = _first_recipes(options.recipe or (), name, options)
     gate = criteria.model_dump()
     gated = [recipe.model_copy(update={"gate": recipe.gate.model_copy(update=gate)}) for recipe in first]
     recipes = [options.adapt(recipe) for recipe in gated]
-    config = options.config(recipes[0], command)
+    config = options.config(recipes[0])
     for recipe in recipes:
         if recipe.engine.backend in CPU_BACKENDS:
             choose_backend(recipe.engine.backend)
     folder = options.out or default_folder("auto", name, config.task.name)
     session = Session(config, folder)
     identity, ready = identity_of("auto", session), session.require_inputs
-    owned = owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note)
-    with owned, shown(progress, draw_texts) as say:
+    with owned_folder(folder, identity, overwrite=options.overwrite, ready=ready):
         if config.model is None:
-            say("training the embedded default")
+            reporter().begin("training the embedded default")
             embedded = write_embedded(folder / "embedded", seed=options.seed)
             written = {"model": str(embedded.model_dir), "data": str(embedded.data_dir)}
             config = config.model_copy(update=written)
@@ -74,11 +76,10 @@ def auto(
             folder=folder,
             criteria=criteria,
             options=SearchOptions(**values, length=options.length or min(LENGTH, longest)),
-            say=say,
         )
         state.session.notes += notes
         words = ["qdqbench", "run", str(folder / BEST_RECIPE), *_option_words(options)]
-        return run_auto(state, options.budget, shlex.join(words))
+        return run_auto(state, options.budget, shlex.join(words)), folder
 
 
 def _first_recipes(names: Sequence[str], model: str | None, options: AutoOptions) -> list[Recipe]:

@@ -2,13 +2,14 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 
 from qdqbench._options import BenchOptions
-from qdqbench._progress import draw_texts, shown
+from qdqbench._progress import displayed
+from qdqbench._runs import Progress
 from qdqbench.eval.bench.cpu import CpuWork
 from qdqbench.eval.bench.gpu import GpuWork, background, start_compiles, start_export
 from qdqbench.eval.bench.report import write_bench_reports
@@ -34,8 +35,9 @@ from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import write_text
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.options import path_of, take_options
-from qdqbench.quantize.utils.progress import silent
+from qdqbench.quantize.utils.progress import reporter
 from qdqbench.quantize.utils.system.cpu import find_cpu
+from qdqbench.quantize.utils.system.process import invocation
 
 DEFAULT_BATCHES, DEFAULT_CPU_BATCHES = (1, 8, 32, 128), (1, 8)
 DEFAULT_DATASET_BATCH = 32
@@ -44,15 +46,7 @@ DEFAULT_ROUNDS, DEFAULT_CPU_ROUNDS = 12, 6  # 12 is balanced for 2, 3, 4 and 6 c
 
 
 @take_options
-def bench(  # noqa: PLR0913
-    target: str | Path | None = None,
-    *,
-    options: BenchOptions,
-    progress: Callable[[str], None] | bool | None = None,
-    written: Callable[[Path], None] = silent,
-    note: Callable[[str], None] = silent,
-    command: str = "qdqbench.bench",
-) -> Bench:
+def bench(target: str | Path | None = None, *, options: BenchOptions, progress: Progress = None) -> Bench:
     """Measure INT8 against other engines, PyTorch and other quantizers; write bench.json and its reports.
 
     Measurements that failed are in `errors` of the result.
@@ -60,14 +54,17 @@ def bench(  # noqa: PLR0913
     Args:
         target: run directory; or `model` is given.
         progress: True for a bar (default in notebooks), or a function that is called with what is being done.
-        written: called with each report.
-        note: called with what was moved, and with about how long it takes.
-        command: recorded in the result.
 
     Raises:
         UserError: arguments that do not fit together, or a target that cannot be used.
         MissingDevice: the GPU or the runtime that is asked for is not there; before anything is exported.
     """
+    with displayed(progress):
+        return start_bench(target, options)[0]
+
+
+def start_bench(target: str | Path | None, options: BenchOptions) -> tuple[Bench, list[Path]]:
+    """Measure; return the result and its reports."""
     path = None if target is None else path_of(target, "target")
     _check_target(path, options)
     pooling = options.find_pooling()
@@ -96,9 +93,8 @@ def bench(  # noqa: PLR0913
     plan = _plan(options, cpu)
     place = options.out or path or ownership.default_folder("bench", options.model, own_recipe.name)
     with ExitStack() as stack:
-        announce = stack.enter_context(shown(progress, draw_texts))
-        announce("exporting")
-        stack.enter_context(_owned_folder(place, path, own_recipe, options, note))
+        reporter().begin("exporting")
+        stack.enter_context(_owned_folder(place, path, own_recipe, options))
         work = CpuWork() if cpu else GpuWork(stack.enter_context(background(os.cpu_count() or 1)))
         if path:
             opened = run_target(path)
@@ -113,19 +109,16 @@ def bench(  # noqa: PLR0913
             plan = plan.model_copy(update={"splits": splits})
         check_lengths(opened, plan.lengths)
         save = partial(write_bench, place / BENCH_FILE)
-        told = {"announce": announce, "note": note}
-        result = run_bench(opened, plan, work, command=command, backend=backend, save=save, **told)
-        return result if options.build_only else _report(result, place, written)
+        result = run_bench(opened, plan, work, command=invocation(), backend=backend, save=save)
+        return (result, []) if options.build_only else _report(result, place)
 
 
-def _report(bench: Bench, folder: Path, written: Callable[[Path], None]) -> Bench:
+def _report(bench: Bench, folder: Path) -> tuple[Bench, list[Path]]:
     """Write the reports of a bench and again those of its run; why these cannot be is a warning of it."""
     refreshed, why = refresh_reports(folder)
     if why:
         bench = bench.model_copy(update={"warnings": [*bench.warnings, why]})
-    for report in [*write_bench_reports(bench, folder), *refreshed]:
-        written(report)
-    return bench
+    return bench, [*write_bench_reports(bench, folder), *refreshed]
 
 
 def _plan(options: BenchOptions, cpu: bool) -> BenchPlan:
@@ -174,7 +167,7 @@ def _threads(threads: int | None, streams: Sequence[int] | None, cpu: bool) -> t
 
 
 def _owned_folder(
-    place: Path, target: Path | None, recipe: Recipe, options: BenchOptions, note: Callable[[str], None]
+    place: Path, target: Path | None, recipe: Recipe, options: BenchOptions
 ) -> AbstractContextManager[None]:
     """Hold the folder of a bench: of the run that is measured, or one for this model and recipe."""
     if target is not None and place.resolve() == target.resolve():
@@ -186,7 +179,7 @@ def _owned_folder(
     identity = ownership.RunIdentity(
         kind="bench", recipe=recipe.name, model=ownership.model_location(name), model_sha256=known
     )
-    return ownership.owned_folder(place, identity, overwrite=options.overwrite, say=note)
+    return ownership.owned_folder(place, identity, overwrite=options.overwrite)
 
 
 def _export_all(  # noqa: PLR0913, PLR0917

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from qdqbench._options import CheckOptions, PoolingOptions, RunOptions
-from qdqbench._progress import draw_samples, draw_stages, shown
+from qdqbench._progress import StageProgress, displayed
 from qdqbench._samples import Batches, Samples, find_texts, list_samples
 from qdqbench.eval.runs.results import Results
 from qdqbench.quantize.calibration import ptq, smoothing
@@ -39,7 +39,6 @@ from qdqbench.quantize.models.load import (
 )
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder
-from qdqbench.quantize.pipeline.pipeline import Timing
 from qdqbench.quantize.pipeline.session import Session, require_fit
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
@@ -50,7 +49,9 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE, count_of
 from qdqbench.quantize.utils.options import parse_options, path_of, take_options
+from qdqbench.quantize.utils.progress import reporter
 from qdqbench.quantize.utils.shown import Shown
+from qdqbench.quantize.utils.system.process import invoked_as
 from qdqbench.quantize.utils.system.quiet import quiet
 
 if TYPE_CHECKING:
@@ -168,16 +169,14 @@ class Quantized(Shown):
             UserError: input that cannot be used.
         """
         from qdqbench.eval.runs.collect import collect
-        from qdqbench.eval.runs.run import follow, run_to
+        from qdqbench.eval.runs.run import run_stages
 
         with (
             tempfile.TemporaryDirectory(prefix="qdqbench-evaluate-") as folder,
             self._session(Path(folder) / "run", task, data, tokenizer, options) as session,
-            shown(progress, draw_stages) as show,
+            displayed(progress, "stage"),
         ):
-            costs: dict[str, Timing] = {}
-            for stage in ("baseline", "fake_quant"):
-                costs |= run_to(session, stage, follow(session, show, stage))
+            costs = run_stages(session, "baseline") | run_stages(session, "fake_quant")
             return collect(session, costs, "fake_quant")
 
     def deploy(
@@ -206,13 +205,13 @@ class Quantized(Shown):
         Raises:
             UserError: input that cannot be used, or a folder that holds something else.
         """
-        from qdqbench.eval.runs.run import follow, run_until
+        from qdqbench.eval.runs.run import run_until
 
         with (
             self._session(path_of(folder, "folder"), task, data, tokenizer, options) as session,
-            shown(progress, draw_stages) as show,
+            displayed(progress, "stage"),
         ):
-            return run_until(session, None, follow(session, show))
+            return run_until(session)
 
     @contextmanager
     def _session(
@@ -227,7 +226,8 @@ class Quantized(Shown):
         with tempfile.TemporaryDirectory(prefix="qdqbench-model-") as temporary:
             saved = replace(self, tokenizer=tokenizer).save_pretrained(Path(temporary) / "model")
             asked = parse_options(RunOptions, {"model": saved, "task": task, "data": data, **options})
-            config = asked.config(asked.adapt(self.recipe.ptq), "qdqbench.Quantized")
+            with invoked_as("qdqbench.Quantized"):
+                config = asked.config(asked.adapt(self.recipe.ptq))
             config = config.model_copy(update={"calibrated": True})
             session = Session(config, out)
             identity = identity_of("run", session)
@@ -280,7 +280,7 @@ def quantize(
     recipe: str | Path | Recipe = DEFAULT_RECIPE,
     *,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
-    progress: Callable[[int], None] | bool | None = None,
+    progress: Callable[[StageProgress], object] | bool | None = None,
 ) -> Quantized:
     """Calibrate a model in memory (PTQ): quantizers where the recipe says, scales from the samples.
 
@@ -295,7 +295,7 @@ def quantize(
         recipe: shipped name, YAML file, or what `load_recipe` gave; of its calibration section split,
             samples and seed are not used.
         progress: True for a bar (default in notebooks), or a function that is called with the number of
-            samples of each batch.
+            samples after each batch.
 
     Raises:
         UserError: an architecture, samples or a recipe that do not fit.
@@ -333,8 +333,9 @@ def quantize(
         sizes["token_type_ids"] = model.config.type_vocab_size
     settings = chosen.calibration.model_copy(update={"split": "memory"})
     batches = Batches(list_samples(samples), settings.batch_size, longest, sizes)
-    with shown(progress, draw_samples) as show:
-        record = ptq.calibrate(twin, plan, batches, settings, show)
+    with displayed(progress):
+        reporter().begin("calibrating")
+        record = ptq.calibrate(twin, plan, batches, settings)
     record.data |= {"source": "samples in memory", "split": settings.split}
     _tie_copies(twin, record)
     return Quantized(twin, chosen, plan, record, model, tokenizer)

@@ -15,6 +15,7 @@ from qdqbench.quantize.utils.limits import BackendChoice
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.options import Duration, Options
 from qdqbench.quantize.utils.schema import field
+from qdqbench.quantize.utils.system.process import invocation
 from qdqbench.quantize.utils.trackers import TrackerName
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
             return 1  # embeddings of pairs have scores
         return int(load_config(self.model, self.revision).num_labels)
 
-    def config(self, recipe: "Recipe", command: str) -> "RunConfig":
+    def config(self, recipe: "Recipe") -> "RunConfig":
         """Return the configuration of a run; `UserError`s as `find_task`, and where options do not fit."""
         from qdqbench.quantize.models.identity import choose_prompts, has_pooling
         from qdqbench.quantize.models.load import read_class_names
@@ -216,7 +217,7 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
         elif self.prompt:
             raise UserError("--prompt is of embedding models; drop it")
         values = self.model_dump(include={"model", "revision", "data", "batch_size", "seed", "limit"})
-        return RunConfig(recipe=recipe, task=task, pooling=pooling, command=command, **values)
+        return RunConfig(recipe=recipe, task=task, pooling=pooling, command=invocation(), **values)
 
 
 class EvaluationOptions(RecipeOptions):

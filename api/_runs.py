@@ -5,26 +5,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from qdqbench._options import RecipeOptions, RunOptions
-from qdqbench._progress import draw_stages, shown
+from qdqbench._options import QatOptions, RecipeOptions, RunOptions
+from qdqbench._progress import StageProgress, displayed
 from qdqbench.eval.runs.results import Results
-from qdqbench.eval.runs.run import StageProgress, follow, require_inputs, run_until
-from qdqbench.eval.runs.tracked import track_run
+from qdqbench.eval.runs.run import require_inputs, run_stages, run_until
+from qdqbench.eval.runs.tracked import tracking
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.pipeline.ownership import identity_of, open_session, owned_folder, run_folder
-from qdqbench.quantize.pipeline.session import RunConfig, Session
+from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import Recipe, find_recipe
 from qdqbench.quantize.recipe.schema import load_recipe as load_named
-from qdqbench.quantize.utils.errors import MissingDevice
+from qdqbench.quantize.training.qat import get_settings, train_on_all
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
-from qdqbench.quantize.utils.names import DEFAULT_RECIPE
+from qdqbench.quantize.utils.names import DEFAULT_QAT, DEFAULT_RECIPE
 from qdqbench.quantize.utils.options import path_of, take_options
-from qdqbench.quantize.utils.progress import silent
 from qdqbench.quantize.utils.system.gpu import find_gpu
-from qdqbench.quantize.utils.trackers import TrackerName, require_tracker
+from qdqbench.quantize.utils.system.process import is_main_process
+from qdqbench.quantize.utils.trackers import require_tracker
 
-Progress = Callable[[StageProgress], None] | bool | None
+Progress = Callable[[StageProgress], object] | bool | None
 
 
 def load_recipe(recipe: str | Path | Recipe, model: Any = None) -> Recipe:
@@ -62,45 +62,67 @@ def run(
         UserError: input that cannot be used.
         CheckFailed: a stage gives what no report can hold, such as NaN.
     """
-    config = options.config(choose_recipe(options, recipe), "qdqbench.run")
-    folder = run_folder("run", config, options.out)
-    report_to = options.report_to
-    with shown(progress, draw_stages) as show:
-        return start(config, folder, options.until, show, overwrite=options.overwrite, report_to=report_to)
+    with displayed(progress, "stage"):
+        return start_run(recipe, options)[0]
 
 
-def choose_recipe(options: RecipeOptions, recipe: str | Path | Recipe) -> Recipe:
-    return options.adapt(recipe) if isinstance(recipe, Recipe) else options.find_recipe(str(recipe))
-
-
-def start(  # noqa: PLR0913
-    config: RunConfig,
-    folder: Path,
-    until: str | None = None,
-    progress: Callable[[StageProgress], None] = silent,
+@take_options
+def qat(
+    recipe: str | Path | Recipe = DEFAULT_QAT,
+    options: QatOptions = QatOptions(),  # noqa: B008  (frozen)
     *,
-    overwrite: bool = False,
-    say: Callable[[str], None] = silent,
-    report_to: TrackerName | None = None,
+    progress: Progress = None,
 ) -> Results:
+    """Train with quantization, then continue to engine and report. A gate that fails is in the results.
+
+    Args:
+        recipe: shipped name or YAML file with a `qat` section, or what `load_recipe` gave.
+        progress: True for bars (default in notebooks), or a function that is called as stages start and
+            continue.
+
+    Raises:
+        UserError: input that cannot be used, or a recipe without `qat`.
+        CheckFailed: a stage gives what no report can hold, such as NaN.
+    """
+    with displayed(progress, "stage"):
+        return start_run(recipe, options)[0]
+
+
+def start_run(recipe: str | Path | Recipe, options: QatOptions) -> tuple[Results, Path]:
     """Open a run directory for what was asked, and take it up to a stage as `resume` does.
+
+    Of `qat` all processes of a launcher train, and the others than the main one end here.
 
     Raises:
         UserError: the folder holds something else.
         MissingDevice: the recipe names a CPU runtime that is not installed; nothing was begun.
     """
+    config, until = options.config(choose_recipe(options, recipe)), getattr(options, "until", None)
     if config.recipe.engine.backend in CPU_BACKENDS:
         choose_backend(config.recipe.engine.backend)
-    require_tracker(report_to)
+    folder = run_folder("run", config, options.out)
     session = Session(config, folder)
+    if trains := not isinstance(options, RunOptions):
+        get_settings(session)  # before anything is written
+    require_tracker(options.report_to)
     identity, ready = identity_of("run", session), partial(require_inputs, session, until)
+    known = {"recipe": config.recipe.name, "model": session.model_name, "task": config.task.name}
+    known |= {"data": session.data_source, "seed": str(config.seed)}
     with (
-        owned_folder(folder, identity, overwrite=overwrite, ready=ready, say=say),
-        track_run(report_to, session) as tracked,
+        owned_folder(folder, identity, overwrite=options.overwrite, ready=ready),
+        tracking(options.report_to, folder, known) as tracked,
     ):
-        results = _run(session, until, tracked.follow(progress))
+        if trains:
+            train_on_all(session, partial(run_stages, session))
+            if not is_main_process():
+                raise SystemExit(0)
+        results = run_until(session, until)
         tracked.finish(results)
-    return results
+    return results, folder
+
+
+def choose_recipe(options: RecipeOptions, recipe: str | Path | Recipe) -> Recipe:
+    return options.adapt(recipe) if isinstance(recipe, Recipe) else options.find_recipe(str(recipe))
 
 
 def resume(folder: str | Path, until: str | None = None, progress: Progress = None) -> Results:
@@ -116,8 +138,8 @@ def resume(folder: str | Path, until: str | None = None, progress: Progress = No
         UserError: no run directory, or no such stage.
         MissingDevice: it ended with the engine, and nothing here can build it.
     """
-    with open_session(path_of(folder, "folder")) as session, shown(progress, draw_stages) as show:
-        return _run(session, until, show)
+    with open_session(path_of(folder, "folder")) as session, displayed(progress, "stage"):
+        return run_until(session, until)
 
 
 def evaluate(folder: str | Path, progress: Progress = None) -> Results:
@@ -144,13 +166,6 @@ def build(folder: str | Path, progress: Progress = None) -> Results:
     Raises:
         MissingDevice: nothing here can build it.
     """
-    with open_session(path_of(folder, "folder")) as session, shown(progress, draw_stages) as show:
+    with open_session(path_of(folder, "folder")) as session, displayed(progress, "stage"):
         here = find_gpu() or session.target.on_cpu
-        return _run(session, "verify" if here else "build", show)
-
-
-def _run(session: Session, until: str | None, progress: Callable[[StageProgress], None]) -> Results:
-    results = run_until(session, until, follow(session, progress, until))
-    if until in ("build", "verify") and results.engine is None:
-        raise MissingDevice(results.skipped["build"])
-    return results
+        return run_until(session, "verify" if here else "build")

@@ -1,40 +1,27 @@
-"""Training: an FP32 baseline over seeds, and QAT that ends with an engine and a report."""
+"""Training: an FP32 baseline over seeds, and a study of QAT over seeds."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from qdqbench._options import FinetuneOptions, QatOptions, TrainingOptions
-from qdqbench._progress import draw_seeds, draw_stages, shown
-from qdqbench._runs import Progress, choose_recipe
+from qdqbench._options import FinetuneOptions, StudyOptions, TrainingOptions
+from qdqbench._progress import displayed
+from qdqbench._runs import Progress
 from qdqbench.eval.runs.report.training import write_finetuning
-from qdqbench.eval.runs.results import Results
-from qdqbench.eval.runs.run import follow, require_inputs, run_to, run_until
-from qdqbench.eval.runs.tracked import track_run
+from qdqbench.eval.runs.study import Study, study
+from qdqbench.eval.runs.tracked import tracking
 from qdqbench.quantize.models.identity import model_fingerprint
-from qdqbench.quantize.pipeline.ownership import (
-    RunIdentity,
-    default_folder,
-    identity_of,
-    model_location,
-    owned_folder,
-    run_folder,
-)
-from qdqbench.quantize.pipeline.session import RunConfig, Session
-from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.pipeline.ownership import RunIdentity, default_folder, model_location, owned_folder
+from qdqbench.quantize.recipe.schema import find_recipe
 from qdqbench.quantize.tasks.embedded import write_embedded
 from qdqbench.quantize.training import finetune as tuning
 from qdqbench.quantize.training.loop import join_group, new_accelerator
-from qdqbench.quantize.training.qat import get_settings, train_on_all
 from qdqbench.quantize.training.results import Finetuning
-from qdqbench.quantize.utils.names import DEFAULT_QAT
 from qdqbench.quantize.utils.options import take_options
-from qdqbench.quantize.utils.progress import silent
-from qdqbench.quantize.utils.system.process import is_main_process
-from qdqbench.quantize.utils.trackers import LogRow, open_tracker, require_tracker, row_values
+from qdqbench.quantize.utils.system.process import invocation
+from qdqbench.quantize.utils.trackers import require_tracker
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -43,106 +30,56 @@ if TYPE_CHECKING:
 
 
 @take_options
-def finetune(
-    *, options: FinetuneOptions, progress: Callable[[int, LogRow, int], None] | bool | None = None
-) -> Finetuning:
+def finetune(*, options: FinetuneOptions, progress: Progress = None) -> Finetuning:
     """Fine-tune an encoder: the FP32 baseline of a task, over seeds.
 
     A seed that failed is in the result; the model of the best is `OUT/seed-N/model`.
 
     Args:
-        progress: True for bars (default in notebooks), or a function that is called with the seed, the row
-            of its log and the number of its steps.
+        progress: True for bars (default in notebooks), or a function that is called as seeds start and
+            continue.
 
     Raises:
         UserError: input that cannot be used, or a folder of another model or task.
         CheckFailed: no seed was trained to its end.
     """
-    with shown(progress, draw_seeds) as report:
-        return start_finetuning(options, "qdqbench.finetune", report)[0]
+    with displayed(progress, "training"):
+        return start_finetuning(options)[0]
 
 
-def start_finetuning(
-    options: FinetuneOptions,
-    command: str,
-    report: Callable[[int, LogRow, int], None] = silent,
-    note: Callable[[str], None] = silent,
-) -> tuple[Finetuning, Path]:
+def start_finetuning(options: FinetuneOptions) -> tuple[Finetuning, Path]:
     """Fine-tune on all processes of a launcher; return the result and the folder of its reports."""
     task = options.find_task()
     folder = options.out or default_folder("finetune", options.model, task.name)
     require_tracker(options.report_to)
-    with own_folder("finetune", options, task, folder, note), join_group():
+    known = {"model": str(options.model), "task": task.name, **options.training.model_dump()}
+    with _own_folder("finetune", options, task, folder), join_group():
         accelerator = new_accelerator(options.precision)
-        tracker = options.report_to if accelerator.is_main_process else None
-        known = {"model": str(options.model), "task": task.name, **options.training.model_dump()}
-        with open_tracker(tracker, folder, known) as log:
-
-            def report_row(seed: int, row: LogRow, steps: int) -> None:
-                log(row_values(row, f"seed-{seed}/"), row.step)
-                report(seed, row, steps)
-
-            request = request_of(options, task, folder, accelerator, options.max_length, command)
-            request = replace(request, keep_head=options.keep_head, report=report_row)
-            result = tuning.finetune(request, accelerator)
+        with tracking(options.report_to, folder, known) as tracked:
+            request = _request_of(options, task, folder, accelerator, options.max_length)
+            result = tuning.finetune(replace(request, keep_head=options.keep_head), accelerator)
             last = max(run.steps for run in result.runs)
-            log({f"validation/{name}": each.mean for name, each in result.spread.items()}, last)
+            values = {f"validation/{name}": each.mean for name, each in result.spread.items()}
+            tracked.log_values(values, last)
         if accelerator.is_main_process:
             write_finetuning(result, folder)
     return result, folder
 
 
-@take_options
-def qat(
-    recipe: str | Path | Recipe = DEFAULT_QAT,
-    options: QatOptions = QatOptions(),  # noqa: B008  (frozen)
-    *,
-    progress: Progress = None,
-) -> Results:
-    """Train with quantization, then continue to engine and report. A gate that fails is in the results.
-
-    Args:
-        recipe: shipped name or YAML file with a `qat` section, or what `load_recipe` gave.
-        progress: True for bars (default in notebooks), or a function that is called as stages start and
-            continue.
-
-    Raises:
-        UserError: input that cannot be used, or a recipe without `qat`.
-        CheckFailed: a stage gives what no report can hold, such as NaN.
-    """
-    config = options.config(choose_recipe(options, recipe), "qdqbench.qat")
-    stages: Any = partial(shown, progress, draw_stages)
-    return start_qat(config, options, stages)[0]
+def start_study(recipe: Sequence[str], options: StudyOptions) -> tuple[Study, Path]:
+    """Measure FP32, PTQ and QAT over seeds; return the result and its folder."""
+    recipes = [options.adapt(find_recipe(name, options.model, options.revision)) for name in recipe]
+    task = options.find_task()
+    folder = options.out or default_folder("study", options.model, task.name)
+    with _own_folder("study", options, task, folder), join_group():
+        accelerator = new_accelerator(options.precision)
+        longest = max(each.export.max_length for each in recipes)
+        request = _request_of(options, task, folder, accelerator, longest)
+        return study(request, recipes, accelerator), folder
 
 
-def start_qat(
-    config: RunConfig,
-    options: QatOptions,
-    stages: Callable[[], AbstractContextManager[Callable[..., None]]],
-    note: Callable[[str], None] = silent,
-) -> tuple[Results, Path]:
-    """Train on all processes of a launcher and finish the run; the others than the main one end here."""
-    folder = run_folder("run", config, options.out)
-    session = Session(config, folder)
-    get_settings(session)  # before anything is written
-    require_tracker(options.report_to)
-    identity, ready = identity_of("run", session), partial(require_inputs, session)
-    with (
-        owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note),
-        track_run(options.report_to, session) as tracked,
-    ):
-        with stages() as show:
-            start = follow(session, tracked.follow(show))
-            train_on_all(session, lambda stage: run_to(session, stage, start))
-            if not is_main_process():
-                raise SystemExit(0)
-            results = run_until(session, None, start)
-        tracked.finish(results)
-    return results, folder
-
-
-def own_folder(
-    kind: str, options: TrainingOptions, task: "Task", folder: Path, note: Callable[[str], None]
+def _own_folder(
+    kind: str, options: TrainingOptions, task: "Task", folder: Path
 ) -> AbstractContextManager[None]:
     def ready() -> None:
         if options.model is not None:
@@ -151,16 +88,15 @@ def own_folder(
     sha256 = None if options.model is None else model_fingerprint(options.model, options.revision)
     place = model_location(options.model, options.revision)
     identity = RunIdentity(kind=kind, model=place, model_sha256=sha256, task=task.name)
-    return owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note)
+    return owned_folder(folder, identity, overwrite=options.overwrite, ready=ready)
 
 
-def request_of(  # noqa: PLR0913, PLR0917
+def _request_of(
     options: TrainingOptions,
     task: "Task",
     folder: Path,
     accelerator: "Accelerator",
     max_length: int,
-    command: str,
 ) -> tuning.FinetuneRequest:
     base, data = options.model, options.data
     if base is None:
@@ -177,6 +113,6 @@ def request_of(  # noqa: PLR0913, PLR0917
         max_length=max_length,
         keep_head=False,
         limit=options.limit,
-        command=command,
+        command=invocation(),
         revision=options.revision,
     )

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
+from qdqbench._progress import reset_clock
 from qdqbench.cli import bench, diagnose, doctor, inspect, recipes, run, serve, train, tune
 from qdqbench.cli.examples import epilog
-from qdqbench.cli.progress import reset_clock
-from qdqbench.cli.terminal import complain
+from qdqbench.cli.terminal import command_line, complain
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
 from qdqbench.quantize.utils.system import process
 
@@ -114,7 +114,8 @@ def main() -> None:
     try:
         reset_clock()
         try:
-            _invoke()
+            with process.invoked_as(command_line()):
+                _invoke()
         except Exception:
             process.interruption.raise_if_pending()  # a library made this error of Ctrl-C
             raise

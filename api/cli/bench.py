@@ -6,9 +6,9 @@ from typing import Annotated
 import typer
 
 from qdqbench._options import BenchOptions
-from qdqbench.cli.options import command, note
-from qdqbench.cli.progress import status
-from qdqbench.cli.terminal import Json, command_line, say, show_json, show_report
+from qdqbench._progress import displayed
+from qdqbench.cli.options import command
+from qdqbench.cli.terminal import Json, say, show_json, show_report
 from qdqbench.quantize.utils.errors import CheckFailed
 
 
@@ -20,14 +20,12 @@ def bench(
     json: Json = False,
 ) -> None:
     """Measure INT8 against other engines, PyTorch and other quantizers: interleaved, verified, GPU or CPU."""
-    from qdqbench._bench import bench as measure
+    from qdqbench._bench import start_bench
     from qdqbench.eval.bench.report import bench_report
     from qdqbench.eval.runs.report.report import too_slow
 
-    written: list[Path] = []
-    with status() as announce:
-        told = {"note": note, "progress": announce, "written": written.append, "command": command_line()}
-        found = measure(target, **vars(options), **told)
+    with displayed():
+        found, written = start_bench(target, options)
     if options.build_only:
         if json:
             show_json(found)

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qdqbench._options import CheckOptions, FixCommandOptions
+from qdqbench._progress import displayed
 from qdqbench.cli.options import command
-from qdqbench.cli.progress import status
 from qdqbench.cli.terminal import Json, console, plain, print_json
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import install_command
+from qdqbench.quantize.utils.progress import reporter
 
 if TYPE_CHECKING:
     from qdqbench.quantize.lint.check import CheckReport
@@ -76,8 +77,8 @@ def diagnose(
     """Find why INT8 is slow, wrong or missing: files of any origin, read together, worst finding first."""
     from qdqbench.quantize.lint.diagnose import diagnose as diagnosed
 
-    with status() as say, TemporaryDirectory() as folder:
-        say("reading")
+    with displayed(), TemporaryDirectory() as folder:
+        reporter().begin("reading")
         piped = Path(folder, "stdin")
         if Path("-") in files:
             with piped.open("wb") as stream:
@@ -158,8 +159,8 @@ def fix(
         max_error=options.max_error,
         engine=not options.no_engine,
     )
-    with status() as say:
-        say("fixing, and building engines before and after")
+    with displayed():
+        reporter().begin("fixing, and building engines before and after")
         report = fix_file(onnx_file, options.out, settings)
     if json:
         print_json(report.model_dump(mode="json") | {"failures": report.failures})

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from qdqbench._options import DoctorOptions
 from qdqbench.cli.options import command
-from qdqbench.cli.terminal import Json, clean, console, print_json
+from qdqbench.cli.terminal import Json, console, print_json
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
+from qdqbench.quantize.utils.names import clean
 
 if TYPE_CHECKING:
     from qdqbench.quantize.lint.doctor import Doctor

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from qdqbench._options import InspectOptions
+from qdqbench._progress import displayed
 from qdqbench.cli.options import command
-from qdqbench.cli.progress import status
 from qdqbench.cli.terminal import Json, console, plain, print_json, say
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.progress import reporter
 
 if TYPE_CHECKING:
     from qdqbench.quantize.engine.results import LayerRow
@@ -42,8 +43,8 @@ def inspect(
     expected, attentions = count_expected(found)
     times, shape = None, ""
     if profile in MEASURED:
-        with status() as announce:
-            announce("measuring kernels")
+        with displayed():
+            reporter().begin("measuring kernels")
             times, shape = measure_times(found, profile, batch, length)
     elif profile:
         times = read_profile(Path(profile))
@@ -64,8 +65,8 @@ def _bisect(target: "InspectTarget", json: bool) -> None:
         )
     from qdqbench.eval.verification.bisect import bisect_lines, bisect_run
 
-    with status() as announce:
-        announce("looking for the first wrong tensor")
+    with displayed():
+        reporter().begin("looking for the first wrong tensor")
         result = bisect_run(target.folder)
     if json:
         print_json(result.model_dump(mode="json"))

@@ -1,6 +1,5 @@
 """Options of the command line: models of `qdqbench._options` as parameters that typer reads."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -26,10 +25,6 @@ RecipeName = Annotated[
     ),
 ]
 LONG_CHOICES = 16  # characters; wider ones squeeze the help
-
-
-def note(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
 
 
 def _strip(annotation: Any) -> Any:

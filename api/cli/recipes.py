@@ -10,9 +10,9 @@ import typer
 from qdqbench._options import CacheRecipeOptions, NewRecipeOptions
 from qdqbench.cli.examples import epilog
 from qdqbench.cli.options import RecipeName, command
-from qdqbench.cli.terminal import Json, clean, console, print_json, show, show_json
+from qdqbench.cli.terminal import Json, console, print_json, show, show_json
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.names import clean, name_list
 
 if TYPE_CHECKING:
     from qdqbench.quantize.lint.cache_import import FromCache

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qdqbench._options import FolderOptions, QatOptions, RunOptions
-from qdqbench.cli import progress
-from qdqbench.cli.options import RecipeName, command, note
-from qdqbench.cli.terminal import Json, RunFolder, command_line, console, print_json, show, show_report
+from qdqbench._progress import displayed
+from qdqbench.cli.options import RecipeName, command
+from qdqbench.cli.terminal import Json, RunFolder, console, print_json, show, show_report
 from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.names import DEFAULT_QAT, DEFAULT_RECIPE
+from qdqbench.quantize.utils.progress import reporter
+from qdqbench.quantize.utils.system.process import invocation
 
 if TYPE_CHECKING:
     from qdqbench.eval.runs.results import Results
@@ -21,26 +23,20 @@ if TYPE_CHECKING:
 @command
 def run(recipe: RecipeName = DEFAULT_RECIPE, *, options: RunOptions, json: Json = False) -> None:
     """Quantize, export, build, verify and evaluate a model, and write the report."""
-    from qdqbench._runs import start
-    from qdqbench.quantize.pipeline.ownership import run_folder
+    from qdqbench._runs import start_run
 
-    config = options.config(options.find_recipe(recipe), command_line())
-    folder = run_folder("run", config, options.out)
-    with progress.stages() as shown:
-        tracker, overwrite = options.report_to, options.overwrite
-        results = start(
-            config, folder, options.until, shown, overwrite=overwrite, say=note, report_to=tracker
-        )
+    with displayed(noun="stage"):
+        results, folder = start_run(recipe, options)
     print_results(results, folder, json=json)
 
 
 @command
 def qat(recipe: RecipeName = DEFAULT_QAT, *, options: QatOptions, json: Json = False) -> None:
     """Train with quantization, then continue to engine and report; on one GPU or many."""
-    from qdqbench._train import start_qat
+    from qdqbench._runs import start_run
 
-    config = options.config(options.find_recipe(recipe), command_line())
-    results, folder = start_qat(config, options, progress.stages, note)
+    with displayed(noun="stage"):
+        results, folder = start_run(recipe, options)
     print_results(results, folder, json=json)
 
 
@@ -68,8 +64,8 @@ def _stage_command(target: str, text: str) -> Callable[..., None]:
     def run_stage(folder: RunFolder, json: Json = False) -> None:
         from qdqbench._runs import resume
 
-        with progress.stages() as shown:
-            found = resume(folder, target, shown)
+        with displayed(noun="stage"):
+            found = resume(folder, target)
         print_results(found, folder, json=json)
 
     run_stage.__name__, run_stage.__doc__ = target, text
@@ -86,8 +82,8 @@ def build(folder: RunFolder, json: Json = False) -> None:
     """Build the engine, prove its INT8 layers, verify its outputs if it runs here."""
     from qdqbench._runs import build as build_engine
 
-    with progress.stages() as shown:
-        found = build_engine(folder, shown)
+    with displayed(noun="stage"):
+        found = build_engine(folder)
     print_results(found, folder, json=json)
 
 
@@ -100,8 +96,8 @@ def report(
     from qdqbench._runs import resume
 
     for target in (["fp16"] if fp16 else []) + ["report"]:
-        with progress.stages() as shown:
-            found = resume(folder, target, shown)
+        with displayed(noun="stage"):
+            found = resume(folder, target)
     print_results(found, folder, json=json)
 
 
@@ -139,10 +135,10 @@ def compare(
     from qdqbench.quantize.pipeline.ownership import RunIdentity, owned_folder
 
     out = options.out or Path("runs/compare")
-    compared = cache(partial(compare_runs, runs, command_line()))
-    with progress.status() as announce:
-        announce("comparing")
-        with owned_folder(out, RunIdentity(kind=NAME), overwrite=options.overwrite, ready=compared, say=note):
+    compared = cache(partial(compare_runs, runs, invocation()))
+    with displayed():
+        reporter().begin("comparing")
+        with owned_folder(out, RunIdentity(kind=NAME), overwrite=options.overwrite, ready=compared):
             found = compared()
             written = write_comparison(found, out)
     pages = (f"page: {path}" for path in written if path.suffix == ".html")

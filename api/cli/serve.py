@@ -5,12 +5,13 @@ from typing import Annotated
 
 import typer
 
+from qdqbench._progress import displayed
 from qdqbench.cli.options import command
-from qdqbench.cli.progress import status
 from qdqbench.cli.terminal import Json, RunFolder, plain, say, show_json
 from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.utils.errors import MissingDevice
 from qdqbench.quantize.utils.names import install_command
+from qdqbench.quantize.utils.progress import reporter
 
 EXTRA = ("fastapi", "starlette", "uvicorn", "prometheus_client")  # of the extra `serve`
 
@@ -56,8 +57,8 @@ def deploy(
     from qdqbench.eval.runs.report.report import deploy as write
     from qdqbench.eval.runs.report.report import where_to_begin
 
-    with status() as announce:
-        announce("writing")
+    with displayed():
+        reporter().begin("writing")
         made = write(run, out, fp32=fp32)
     begin = where_to_begin(made, made)
     if json:
@@ -83,10 +84,10 @@ def push(  # noqa: PLR0913
     from qdqbench.quantize.deployment.push import push_folder
     from qdqbench.quantize.pipeline.ownership import locked_for_reading
 
-    with status() as announce:
-        announce("writing")
+    with displayed():
+        reporter().begin("writing")
         made = write(run, fp32=fp32)
-        announce("uploading")
+        reporter().begin("uploading")
         with locked_for_reading(run):
             url = push_folder(made, repository, private=private, create_pr=create_pr)
     if json:
@@ -109,8 +110,8 @@ def export_triton(
     from qdqbench.cli.schemas import TritonRepository
     from qdqbench.quantize.deployment.triton.export import export_triton as export
 
-    with status() as announce:
-        announce("writing")
+    with displayed():
+        reporter().begin("writing")
         made = export(run, out, name)
     if json:
         show_json(TritonRepository(folder=str(out), **asdict(made)))

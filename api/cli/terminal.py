@@ -7,18 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from qdqbench.quantize.utils.names import hide_credentials
+from qdqbench.quantize.utils.names import clean, hide_credentials
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 RunFolder = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
-
-
-def clean(text: str) -> str:
-    """Return text without what a terminal would obey."""
-    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
 
 
 def plain(text: str) -> str:

@@ -5,9 +5,9 @@ from typing import Annotated
 import typer
 
 from qdqbench._options import FinetuneOptions, StudyOptions
-from qdqbench.cli import progress
-from qdqbench.cli.options import command, note
-from qdqbench.cli.terminal import Json, command_line, show_report
+from qdqbench._progress import displayed
+from qdqbench.cli.options import command
+from qdqbench.cli.terminal import Json, show_report
 
 
 @command
@@ -18,8 +18,8 @@ def finetune(*, options: FinetuneOptions, json: Json = False) -> None:
     from qdqbench.quantize.training.finetune import RESULT, require_all
     from qdqbench.quantize.utils.system.process import is_main_process
 
-    with progress.seeds(options.seeds, quiet=not is_main_process()) as report:
-        result, folder = start_finetuning(options, command_line(), report, note)
+    with displayed(noun="training"):
+        result, folder = start_finetuning(options)
     if is_main_process():
         written = [f"report: {folder / 'finetune.html'}"]
         if result.best_seed is not None:
@@ -37,21 +37,12 @@ def study(
     json: Json = False,
 ) -> None:
     """Measure FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
-    from qdqbench._train import own_folder, request_of
-    from qdqbench.eval.runs.study import STUDY_FILE, study, study_report
-    from qdqbench.quantize.pipeline.ownership import default_folder
-    from qdqbench.quantize.recipe.schema import find_recipe
+    from qdqbench._train import start_study
+    from qdqbench.eval.runs.study import STUDY_FILE, study_report
     from qdqbench.quantize.training.finetune import require_all
-    from qdqbench.quantize.training.loop import join_group, new_accelerator
 
-    recipes = [options.adapt(find_recipe(name, options.model, options.revision)) for name in recipe]
-    task = options.find_task()
-    folder = options.out or default_folder("study", options.model, task.name)
-    with own_folder("study", options, task, folder, note), join_group(), progress.status() as say:
-        accelerator = new_accelerator(options.precision)
-        longest = max(each.export.max_length for each in recipes)
-        request = request_of(options, task, folder, accelerator, longest, command_line())
-        found = study(request, recipes, accelerator, say)
+    with displayed():
+        found, folder = start_study(recipe, options)
     show_report(found, json, study_report, f"results: {folder / STUDY_FILE}")
     failed = [f"seed {row.seed} with {row.recipe}" for row in found.rows if row.status == "failed"]
     require_all(failed, folder / STUDY_FILE)

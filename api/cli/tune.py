@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qdqbench._options import AutoOptions, CalibrationOptions, SearchCommandOptions, SensitivityOptions
-from qdqbench.cli import progress
-from qdqbench.cli.options import RecipeName, command, note
-from qdqbench.cli.terminal import Json, command_line, show_report
+from qdqbench._progress import displayed
+from qdqbench.cli.options import RecipeName, command
+from qdqbench.cli.terminal import Json, show_report
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
+from qdqbench.quantize.utils.progress import reporter
 
 if TYPE_CHECKING:
     from qdqbench.quantize.pipeline.session import RunConfig
@@ -24,14 +25,11 @@ EMBEDDED_MODEL = Path("embedded", "model", "config.json")
 @command
 def auto(*, options: AutoOptions, json: Json = False) -> None:
     """Find a recipe that meets your limits: try shipped ones, calibration, FP16 fallbacks, search, QAT."""
-    from qdqbench._auto import auto as find_recipe
+    from qdqbench._auto import start_auto
     from qdqbench.eval.selection.auto.report import auto_report, unmet_lines
-    from qdqbench.quantize.pipeline.ownership import default_folder
 
-    folder = options.out or default_folder("auto", options.model, options.find_task().name)
-    with progress.status() as say:
-        values = vars(options) | {"out": folder}
-        result = find_recipe(**values, note=note, progress=say, command=command_line())
+    with displayed():
+        result, folder = start_auto(options)
     show_report(result, json, auto_report, f"report: {folder / 'auto.html'}")
     if not result.choice.passed:
         raise CheckFailed(f"no recipe holds: {'; '.join(unmet_lines(result))}")
@@ -50,7 +48,7 @@ def search(recipe: RecipeName = DEFAULT_RECIPE, *, options: SearchCommandOptions
     from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder
     from qdqbench.quantize.pipeline.session import Session
 
-    config = options.config(options.find_recipe(recipe).ptq, command_line())
+    config = options.config(options.find_recipe(recipe).ptq)
     folder, study = run_folder("search", config, options.out), options.study_name
     study = study or f"{config.recipe.name}-{config.task.name}"
     if options.sensitivity is not None:  # before anything is trained or loaded
@@ -65,16 +63,17 @@ def search(recipe: RecipeName = DEFAULT_RECIPE, *, options: SearchCommandOptions
     session = Session(config, folder / WORK)
     identity, ready = identity_of("search", session), session.require_inputs
     with (
-        owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note),
+        displayed(),
+        owned_folder(folder, identity, overwrite=options.overwrite, ready=ready),
         ExitStack() as stack,
     ):
         session.folder.mkdir(exist_ok=True)
-        say, show_trial = stack.enter_context(progress.trials(options.trials))
         if config.model is None and not (session.folder / EMBEDDED_MODEL).is_file():
-            say("training the embedded default")
+            reporter().begin("training the embedded default")
             stages.embedded(session)
-        worker = open_worker(session, options, stack, say)
-        run_trials(worker, show_trial)
+        reporter().begin("preparing")
+        worker = open_worker(session, options, stack)
+        run_trials(worker)
         found = finish_search(worker, folder)
     show_report(found, json, search_report, f"report: {folder / 'search.html'}")
     if not found.outcome.passed:
@@ -90,7 +89,7 @@ def sensitivity(
     from qdqbench.eval.selection.sensitivity.measure import Measurement
     from qdqbench.eval.selection.sensitivity.report import choice_text, sensitivity_report
 
-    config = options.config(options.find_recipe(recipe).ptq, command_line())
+    config = options.config(options.find_recipe(recipe).ptq)
     found, written = _measure("sensitivity", config, options, Measurement, sensitivity_report)
     show_report(found, json, sensitivity_report, *written)
     if not found.choice.reached:
@@ -104,7 +103,7 @@ def compare_calibration(
     """Compare calibration methods in one table; write the recipe with the best one."""
     from qdqbench.eval.selection import calibration_comparison as compared
 
-    config = options.config(options.find_recipe(recipe).ptq, command_line())
+    config = options.config(options.find_recipe(recipe).ptq)
     named, smooths = options.method or (), options.smoothing or ()
     # a wrong name fails before anything is loaded
     compared.list_sections(config.recipe.calibration, named, smooths)
@@ -132,16 +131,13 @@ def _measure(
     session = Session(config, folder)
     identity = identity_of(kind, session)
     ready = partial(session.require_inputs, evaluates=kind == "methods")
-    with (
-        owned_folder(folder, identity, overwrite=options.overwrite, ready=ready, say=note),
-        progress.time_left() as show_progress,
-    ):
-        session.progress = lambda done, total: show_progress(done, total, "embedded default")
+    with displayed(), owned_folder(folder, identity, overwrite=options.overwrite, ready=ready):
         if config.model is None:
+            reporter().begin("training the embedded default")
             stages.embedded(session)
-        measurement = measured(session, options.samples, progress=show_progress)
+        measurement = measured(session, options.samples)
         if measurement.trials.store.resume_note:
-            note(measurement.trials.store.resume_note)
+            reporter().log(measurement.trials.store.resume_note)
         found = measurement.run()
         write_result(found, report(found), folder)
     return found, [f"recipe: {folder / RECIPE_FILE}", f"report: {folder / f'{kind}.html'}"]

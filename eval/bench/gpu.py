@@ -52,6 +52,7 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int32, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, QdqError, UserError
 from qdqbench.quantize.utils.limits import BackendChoice, BackendName
+from qdqbench.quantize.utils.progress import reporter
 from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
@@ -214,9 +215,7 @@ def start_export(
     return partial(work.background.wait_for, f"export {folder}")
 
 
-def prebuild(
-    work: GpuWork, target: Target, options: systems.BenchPlan, backend: str, announce: Callable[[str], None]
-) -> None:
+def prebuild(work: GpuWork, target: Target, options: systems.BenchPlan, backend: str) -> None:
     """Build and compile in processes; waits for all of it. TensorRT times kernels: it builds alone, later."""
     target.stack.callback(work.models.clear)
     if options.splits:
@@ -233,7 +232,7 @@ def prebuild(
             spec.engine.parent.mkdir(parents=True, exist_ok=True)
             work.background.add(str(spec.engine), ["engine", spec.model_dump_json()], BUILD_S)
     while left := work.background.left:
-        announce(f"{left} builds and compilations are under way or wait")
+        reporter().begin(f"{left} builds and compilations are under way or wait")
         time.sleep(WAIT_S)
 
 

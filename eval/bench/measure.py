@@ -138,11 +138,7 @@ def rotation(count: int, rounds: int) -> list[list[int]]:
     return [rows[number % len(rows)] for number in range(rounds)]
 
 
-def measure_rounds(
-    systems: Sequence[ReadySystem],
-    effort: Effort,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> dict[str, list[Burst]]:
+def measure_rounds(systems: Sequence[ReadySystem], effort: Effort) -> dict[str, list[Burst]]:
     """Time all systems in interleaved rounds; CheckFailed names one that fails while it runs."""
     if not systems:
         return {}
@@ -152,7 +148,6 @@ def measure_rounds(
             pace[system.name] = _pace(system, effort)
     bursts: dict[str, list[Burst]] = {system.name: [] for system in systems}
     for number, order in enumerate(rotation(len(systems), effort.rounds)):
-        progress(number + 1, effort.rounds)
         for system in (systems[position] for position in order):
             report_phase("rounds", number, effort.rounds)
             with measuring(), _naming(system):

@@ -13,6 +13,7 @@ from qdqbench.eval.bench.target import session_target
 from qdqbench.quantize.pipeline.outcomes import Skipped, read_built, read_engine_run
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.utils.errors import QdqError
+from qdqbench.quantize.utils.progress import Within, reporting_to
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
 BATCH, GPU_BATCH, LENGTH, INPUT_SETS = 8, 32, 128, 4
@@ -57,7 +58,7 @@ def bench_quickly(session: Session) -> str:
         target, command = session_target(session), session.config.command
         others = {*systems_of(target, plan)} - {twin, "int8"}
         plan = plan.model_copy(update={"exclude": tuple(others)})
-        with ExitStack() as stack:
+        with reporting_to(Within()), ExitStack() as stack:
             if own.on_cpu:
                 bench = run_bench(target, plan, CpuWork(), command=command)
             else:

@@ -5,10 +5,9 @@ import os
 import statistics
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,32 +32,21 @@ from qdqbench.eval.bench.systems import (
     BenchPlan,
     Entry,
     Preparation,
-    System,
     configs_of,
     describe_systems,
-    systems_of,
-    why_absent,
 )
 from qdqbench.eval.bench.target import Target, softmax_notes
 from qdqbench.quantize.engine.backend import choose_backend, gpu_backend
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.lint.inspection import explain_slowdown
 from qdqbench.quantize.report.figures import uncovered
-from qdqbench.quantize.report.formats import count_of
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
-from qdqbench.quantize.utils.progress import duration, silent
+from qdqbench.quantize.utils.progress import report_phase, reporter
 from qdqbench.quantize.utils.system.cpu import cpu_hazards, find_cpu
 from qdqbench.quantize.utils.system.environment import describe_environment, now
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
 CLOCK_INTERVAL_S = 0.1
-# seconds of a system with 22.7 million parameters on two cores of an AMD EPYC, before its first launch
-PREPARE_S = {"int8": 4.0, "export": 1.0, "dynamic": 2.0, "nncf": 15.0, "torch": 0.2, "compile": 13.0}
-PREPARED = 22.7e6
-GPU_START_S, GPU_PREPARE_S = 40.0, 1.5  # one H200: all that is built before, and each system
-CORE_FLOPS, GPU_FLOPS = 1.5e11, 1e14  # about
-PREPARED_SHARE = 0.4  # of a config's time, when its first round begins
-OVERHEAD = 2.0  # launches that are not timed, and checks
 BUSY = 0.5  # load average of a machine on which something else runs
 CPU_LEAST = 2  # launches per round; one may take seconds
 # threads of PyTorch's OpenMP spin for 10 ms after their work (measured), of others not at all
@@ -133,34 +121,6 @@ class GpuMonitor:
             self._ended.wait(CLOCK_INTERVAL_S)
 
 
-class TimeLeft:
-    """Seconds of each part of a bench as estimated, corrected by how long the finished parts took."""
-
-    def __init__(self, parts: Sequence[float]) -> None:
-        self.parts, self.total, self._began = parts, sum(parts), time.monotonic()
-
-    def text(self, part: int, share: float = 0.0) -> str:
-        done = sum(self.parts[:part]) + share * self.parts[part]
-        pace = (time.monotonic() - self._began) / done if done else 1.0
-        return f"about {duration(pace * (self.total - done))} left"
-
-
-def estimate_parts(options: BenchPlan, systems: Sequence[System], shape: Mapping[str, int]) -> list[float]:
-    """Return about how many seconds what is built before the first config takes, then each config."""
-    on_cpu = options.device == "cpu"
-    size = shape["parameters"] / PREPARED
-    weights = shape["layers"] * shape["hidden"] * (4 * shape["hidden"] + 2 * shape["intermediate"])
-    speed = CORE_FLOPS * (options.threads or 1) if on_cpu else GPU_FLOPS
-    prepared = sum(PREPARE_S[each.kind] * size if on_cpu else GPU_PREPARE_S for each in systems)
-    parts = [0.0 if on_cpu else GPU_START_S]
-    for config in configs_of(options):
-        tokens = config.split.padded_tokens if config.split else config.batch * (config.length or 0)
-        least = options.rounds * CPU_LEAST * 2 * weights * tokens / speed
-        times = 1 if config.split else 1 + len(options.streams)
-        parts.append(prepared + OVERHEAD * times * len(systems) * max(options.duration_s, least))
-    return parts
-
-
 def cpu_now() -> BenchCpu:
     cpu, load = find_cpu(), load_average()
     features = list(cpu.features)
@@ -218,13 +178,8 @@ def run_bench(  # noqa: PLR0913
     command: str,
     backend: tuple[str, str] = ("", ""),
     save: Callable[[Bench], None] = lambda bench: None,
-    announce: Callable[[str], None] = silent,
-    note: Callable[[str], None] = silent,
 ) -> Bench:
-    """Measure every config; `save` gets what is known after each, `announce` what is being done.
-
-    `note` gets the estimate of its time before it starts.
-    """
+    """Measure every config; `save` gets what is known after each."""
     on_cpu, clock = options.device == "cpu", time.monotonic()
     capability = gpu.compute_capability if not on_cpu and (gpu := find_gpu()) else None
     settings = BenchSettings(**options.model_dump(include={*BenchSettings.model_fields}))
@@ -248,24 +203,19 @@ def run_bench(  # noqa: PLR0913
         errors=[],
         environment=describe_environment(),
     )
-    systems = systems_of(target, options).values()
-    present = [each for each in systems if not (on_cpu and why_absent(each))]
-    time_left = TimeLeft(estimate_parts(options, present, target.about.shape))
-    if not options.build_only:
-        counts = count_of(len(configs_of(options)), "shape"), count_of(len(present), "system")
-        note(f"measuring {counts[0]} of {counts[1]}: about {duration(time_left.total)}")
     monitor = None if on_cpu else GpuMonitor(gpu_uuid())
     if not options.keep_engines:
         target.stack.callback(target.drop_forms)
     with monitor or nullcontext(), target.stack:
         if isinstance(work, GpuWork):
-            prebuild(work, target, options, backend[0], announce)
+            prebuild(work, target, options, backend[0])
         result.prepare_s = round(time.monotonic() - clock, 1)
-        time_left = TimeLeft([0.0, *time_left.parts[1:]])  # builds say nothing about the pace of measuring
         configs = () if options.build_only else configs_of(options)
         for number, config in enumerate(configs, start=1):
             here = Preparation[Any](target, options, config, work, ExitStack())
-            _measure_config(result, here, monitor, announce, partial(time_left.text, number))
+            label = f"b{config.batch} {'data set' if config.split else f's{config.length}'}"
+            reporter().begin(label, number - 1, len(configs))
+            _measure_config(result, here, monitor, label)
             if result.cpu:
                 result.cpu.load_after = load_average()
             result.complete = number == len(configs)  # what follows frees the engines, for seconds
@@ -278,13 +228,7 @@ def run_bench(  # noqa: PLR0913
     return result
 
 
-def _measure_config(
-    result: Bench,
-    here: Preparation[Any],
-    monitor: GpuMonitor | None,
-    announce: Callable[[str], None],
-    time_left: Callable[[float], str],
-) -> None:
+def _measure_config(result: Bench, here: Preparation[Any], monitor: GpuMonitor | None, label: str) -> None:
     """Prepare, verify, measure, verify again; adds the config and what is wrong with it to the result."""
     options, config, split = here.options, here.config, here.config.split
     on_cpu, clock = options.device == "cpu", time.monotonic()
@@ -293,20 +237,13 @@ def _measure_config(
     effort = Effort(options.rounds, options.duration_s, options.iterations, streams, least, rest_s)
     if options.quick and on_cpu:
         effort = replace(effort, least=1, warm=1)
-    label = f"b{config.batch} {'data set' if split else f's{config.length}'}"
     with here.stack as stack:
         stack.callback(gc.collect)
-        announce(f"{label}: preparing systems, {time_left(0)}")
         entries = prepare_on_cpu(here) if on_cpu else prepare_on_gpu(here)
-        announce(f"{label}: verifying outputs")
+        report_phase("verifying outputs")
         reference = _check(entries)
         ready = [entry.system for entry in entries if entry.system is not None]
-
-        def show(number: int, total: int) -> None:
-            share = PREPARED_SHARE + (1 - PREPARED_SHARE) * (number - 1) / total
-            announce(f"{label}: round {number} of {total}, {time_left(share)}")
-
-        measured = measure_rounds(ready, effort, progress=show)
+        measured = measure_rounds(ready, effort)
         _check(entries)  # several streams or a graph may have spoilt what was right before
         _read_kernels(result, entries, label)
         for entry in entries:

@@ -27,13 +27,6 @@ def evaluate_stage(
     edges: Sequence[int] | None = None,
 ) -> Path:
     """Write answers and their labels of every evaluation split as arrays; `edges` as of `predict`."""
-    total, seen = sum(encoded.rows for _, encoded in session.eval_splits.values()), 0
-
-    def progress(count: int) -> None:
-        nonlocal seen
-        seen += count
-        session.progress(seen, total)
-
     arrays: dict[str, Any] = {}
     for name, (_, encoded) in session.eval_splits.items():
         arrays[f"{name}.logits"] = predict(
@@ -42,7 +35,6 @@ def evaluate_stage(
             pad_id=session.pad_id,
             batch_size=batch_size or session.config.batch_size,
             stage=stage,
-            progress=progress,
             edges=edges,
         )
         arrays[f"{name}.labels"] = encoded.labels

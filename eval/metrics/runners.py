@@ -30,14 +30,12 @@ def predict(  # noqa: PLR0913
     pad_id: int,
     batch_size: int,
     stage: str,
-    progress: Callable[[int], None] = lambda _: None,
     edges: Sequence[int] | None = None,
 ) -> Float32:
     """Return answers to a whole split [answers, width], row after row.
 
     Args:
         run: one batch (int64 [B, L] arrays) to float32 answers [B, width] or [B, L or more, width].
-        progress: called with the number of rows of each batch.
         edges: of length buckets that the runner pads to; no batch has rows of two.
 
     Raises:
@@ -50,7 +48,6 @@ def predict(  # noqa: PLR0913
         parts.append((rows, encoded.kept(rows, run(batch)[: len(rows)])))
         done += len(rows)
         report_phase("answering", done, encoded.rows)
-        progress(len(rows))
     answers = np.empty((encoded.answers.sum(), parts[0][1].shape[1]), dtype=np.float32)
     for rows, values in parts:
         answers[encoded.answers_of(rows)] = values

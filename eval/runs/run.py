@@ -1,7 +1,6 @@
-"""Run a session's stages with progress, and write the report at the end."""
+"""Run a session's stages, and write the report at the end."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from qdqbench.eval.bench.quick import bench_quickly
 from qdqbench.eval.metrics.answers import FILE
@@ -19,52 +18,13 @@ from qdqbench.quantize.pipeline.pipeline import Timing
 from qdqbench.quantize.pipeline.session import CONFIG, Session
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.trackers import LogRow
+from qdqbench.quantize.utils.errors import MissingDevice, UserError
+from qdqbench.quantize.utils.progress import reporter
 
 BASELINE = "baseline"
 EVALUATED = (BASELINE, "ptq", "fake_quant", "onnxruntime", "engine")
 REPORT = (RESULTS_FILE, "report.md", "report.html", FILE)
 REPORTED = (None, "report")
-
-
-@dataclass(frozen=True)
-class StageProgress:
-    """Progress of a run, as callbacks get it."""
-
-    stage: str
-    done: float = 0
-    total: float = 0  # 0: the stage starts; 1: `done` is a part of it, no number of steps
-    reused: bool = False  # what is there is used again
-    row: LogRow | None = None  # of a training's log
-    alarm: str = ""  # what makes the rest of the run worth nothing
-    said: str = ""  # what is to know before it begins
-    number: int = 1  # of the stage, among
-    of: int = 1  # those that are gone through
-
-
-def follow(
-    session: Session, progress: Callable[[StageProgress], None], until: str | None = None
-) -> Callable[[str, bool], None]:
-    """Report to `progress` what the session does up to a stage; the result is called as each stage starts."""
-    names = [stage.name for stage in planned(session, until)]
-    names += ["report"] if until in REPORTED else []
-    unsaid = _before_build(session, names)
-
-    def start(name: str, reused: bool) -> None:
-        number = names.index(name) + 1 if name in names else 1
-        now = StageProgress(name, reused=reused, number=number, of=len(names))
-        session.progress = lambda done, total: progress(replace(now, done=done, total=total))
-        session.report = lambda row, steps: progress(replace(now, done=row.step, total=steps, row=row))
-        if name in unsaid and not reused:
-            unsaid.clear()
-            if missing := find_missing_builder(session.target.backend):
-                session.say(f"no engine can be built here, so the run will continue without one: {missing}")
-        progress(now)
-
-    session.alarm = lambda text: progress(StageProgress("", alarm=text))
-    session.say = lambda text: progress(StageProgress("", said=text))
-    return start
 
 
 def _before_build(session: Session, names: list[str]) -> set[str]:
@@ -98,27 +58,25 @@ def planned(session: Session, until: str | None) -> list[pipeline.Stage]:
     return pipeline.select_stages(listed, targets)
 
 
-def run_until(
-    session: Session,
-    until: str | None = None,
-    show: Callable[[str, bool], None] = lambda name, reused: None,
-    *,
-    quick_bench: bool = True,
-) -> Results:
+def run_until(session: Session, until: str | None = None, *, quick_bench: bool = True) -> Results:
     """Run up to a stage, "evaluate" for all evaluations; with None or "report" everything and the report.
 
     Args:
         session: in a folder that this process holds.
-        show: called as a stage starts, with its name and whether it is reused.
         quick_bench: time the engine too, where it runs here and was not timed yet.
 
     Raises:
         UserError: no such stage in this run, or data that the recipe's engine would not take.
+        MissingDevice: it ends with the engine, and nothing here can build it.
     """
-    timings = run_to(session, until, show)
+    timings = run_stages(session, until)
     if until not in REPORTED:
-        return collect(session, timings, until)
-    show("report", False)
+        results = collect(session, timings, until)
+        if until in ("build", "verify") and results.engine is None:
+            raise MissingDevice(results.skipped["build"])
+        return results
+    count = len(timings)
+    reporter().begin("report", count, count + 1)
     if quick_bench and (why := bench_quickly(session)):
         session.notes.append(why)
     results = collect(session, timings)
@@ -128,22 +86,27 @@ def run_until(
     return results
 
 
-def run_to(
-    session: Session, until: str | None, show: Callable[[str, bool], None] = lambda name, reused: None
-) -> dict[str, Timing]:
+def run_stages(session: Session, until: str | None) -> dict[str, Timing]:
     """Run up to a stage as `run_until` does, without results; return the cost of its stages."""
     needed = planned(session, until)
+    names = [stage.name for stage in needed]
     # another run may have been here since this one was opened
     files.write_json(session.folder / CONFIG, session.config.model_dump(mode="json"))
     pipeline.remove_other_stages(session.folder, stages(session))
     files.write_text(session.folder / "recipe.yaml", dump_recipe(session.recipe))
-    if said := pipeline.explain_stale(session.folder, [stage.name for stage in needed]):
-        session.say(said)
+    if said := pipeline.explain_stale(session.folder, names):
+        reporter().log(said)
     if said := cannot_hold(session.recipe):
-        session.alarm(said)
+        reporter().log(said, alarm=True)
+    before_build = _before_build(session, names)
 
     def announce(name: str, reused: bool) -> None:
-        show(name, reused)
+        if name in before_build and not reused:
+            before_build.clear()
+            if missing := find_missing_builder(session.target.backend):
+                text = f"no engine can be built here, so the run will continue without one: {missing}"
+                reporter().log(text)
+        reporter().begin(name, names.index(name), len(names) + (until in REPORTED), reused=reused)
         if not reused:  # an interrupted run must not leave the report of another one next to its files
             for file in REPORT:
                 (session.folder / file).unlink(missing_ok=True)
@@ -151,7 +114,7 @@ def run_to(
 
     first = [stage for stage in needed if stage.name == "embedded"]  # the data, where it is not given
     timings = pipeline.run_stages(session, first, announce)
-    _require_room(session, {stage.name for stage in needed})
+    _require_room(session, {*names})
     rest = (
         replace(stage, recorded=_warn_unreadable) if stage.name == BASELINE else stage
         for stage in needed[len(first) :]
@@ -162,7 +125,7 @@ def run_to(
 def _warn_unreadable(session: Session) -> None:
     issue = judge_baseline(session, score_stage(session, "fp32"))
     if issue is not None and issue.state == "failed":
-        session.alarm(issue_sentence(issue))
+        reporter().log(issue_sentence(issue), alarm=True)
 
 
 def require_inputs(session: Session, until: str | None = None) -> None:

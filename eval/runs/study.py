@@ -1,7 +1,5 @@
 """FP32, PTQ and QAT of one task over seeds: what seeds and quantization change (docs/how-to/qat.md)."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.eval.runs.collect import score_stage
@@ -16,9 +14,9 @@ from qdqbench.quantize.training.qat import get_settings
 from qdqbench.quantize.training.results import Spread, TrainingRun
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.progress import Prefixed, reporter, reporting_to
 from qdqbench.quantize.utils.schema import Strict, field
 from qdqbench.quantize.utils.system.environment import now
-from qdqbench.quantize.utils.trackers import training_line
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -77,7 +75,6 @@ def study(
     request: FinetuneRequest,
     recipes: list[Recipe],
     accelerator: "Accelerator",
-    say: Callable[[str], None] = lambda text: None,
 ) -> Study:
     """Fine-tune for every seed, then PTQ and QAT of every recipe on each of these models.
 
@@ -93,15 +90,9 @@ def study(
         )
     for recipe in recipes:
         get_settings(_session(request, recipe, 0))
-    say("fine-tuning")
-    models = finetune(
-        replace(
-            request,
-            report=lambda seed, row, steps: say(f"fine-tuning, seed {seed}: {training_line(row, steps)}"),
-        ),
-        accelerator,
-    )
-    rows = [_measure(request, recipe, run, say) for run in models.runs for recipe in recipes]
+    with reporting_to(Prefixed("fine-tuning")):
+        models = finetune(request, accelerator)
+    rows = [_measure(request, recipe, run) for run in models.runs for recipe in recipes]
     summary = {}
     for recipe in recipes:
         if done := [row for row in rows if row.recipe == recipe.name and row.status == "done"]:
@@ -141,20 +132,17 @@ def _session(request: FinetuneRequest, recipe: Recipe, seed: int) -> Session:
     return Session(config, request.folder / f"seed-{seed}" / recipe.name)
 
 
-def _measure(
-    request: FinetuneRequest, recipe: Recipe, model: TrainingRun, say: Callable[[str], None]
-) -> StudyRow:
+def _measure(request: FinetuneRequest, recipe: Recipe, model: TrainingRun) -> StudyRow:
     name = f"seed {model.seed}: {recipe.name}"
-    say(name)
+    reporter().begin(name)
     row = StudyRow(seed=model.seed, recipe=recipe.name, status="failed", reason=model.reason)
     if model.status == "failed":
         return row
     planned = _session(request, recipe, model.seed)
     session = open_run(planned.config, planned.folder)
-    session.report = lambda row, steps: say(f"{name}, qat, {training_line(row, steps)}")
     needed = select_stages(stages(session), STUDY_STAGES)
     try:
-        run_stages(session, needed, lambda stage, reused: say(f"{name}, {stage}"))
+        run_stages(session, needed, lambda stage, reused: reporter().begin(f"{name}, {stage}"))
     except CheckFailed as error:
         row.reason = str(error)
         return row

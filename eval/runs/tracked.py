@@ -1,47 +1,53 @@
-"""A run in an experiment tracker: its training as it goes, its results at the end."""
+"""A run or fine-tuning in an experiment tracker: its training as it goes, its results at the end."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from qdqbench.eval.runs.results import Results
-from qdqbench.eval.runs.run import StageProgress
-from qdqbench.quantize.pipeline.session import Session
+from qdqbench.quantize.utils.progress import Reporter, reporting_to
 from qdqbench.quantize.utils.system.process import is_main_process
 from qdqbench.quantize.utils.trackers import Log, LogRow, TrackerName, open_tracker, row_values
 
+SEED = "seed "  # begins the steps of a fine-tuning
 
-@dataclass
-class TrackedRun:
-    log: Log
-    last: LogRow | None = None  # that was logged
 
-    def follow(self, progress: Callable[[StageProgress], None]) -> Callable[[StageProgress], None]:
-        def show(now: StageProgress) -> None:
-            if now.row:
-                self._log_row(now.row)
-            progress(now)
+class Tracked(Reporter):
+    """Logs each row of a training; those of seeds under a prefix."""
 
-        return show
+    prefix = ""
+
+    def __init__(self, log: Log) -> None:
+        self.log_values, self.last = log, 0  # step that was logged
+
+    def begin(self, step: str, done: float = 0, of: float = 0, *, reused: bool = False) -> None:
+        self.prefix = f"{step.replace(' ', '-')}/" if step.startswith(SEED) else ""
+        super().begin(step, done, of, reused=reused)
+
+    def advance(self, done: float = 0, total: float = 0, phase: str = "", row: LogRow | None = None) -> None:
+        if row:
+            self.log_row(row)
+        super().advance(done, total, phase, row)
+
+    def log_row(self, row: LogRow) -> None:
+        self.last = row.step
+        self.log_values(row_values(row, self.prefix), row.step)
 
     def finish(self, results: Results) -> None:
         for row in results.training.log if results.training and not self.last else ():  # of an earlier call
-            self._log_row(row)
-        self.log(result_values(results), self.last.step if self.last else 0)
-
-    def _log_row(self, row: LogRow) -> None:
-        self.last = row
-        self.log(row_values(row), row.step)
+            self.log_row(row)
+        self.log_values(result_values(results), self.last)
 
 
 @contextmanager
-def track_run(name: TrackerName | None, session: Session) -> Iterator[TrackedRun]:
-    config = session.config
-    known = {"recipe": config.recipe.name, "model": session.model_name, "task": config.task.name}
-    known |= {"data": session.data_source, "seed": str(config.seed)}
-    with open_tracker(name if is_main_process() else None, session.folder, known) as log:
-        yield TrackedRun(log)
+def tracking(name: TrackerName | None, folder: Path, known: Mapping[str, Any]) -> Iterator[Tracked]:
+    with (
+        open_tracker(name if is_main_process() else None, folder, known) as log,
+        reporting_to(Tracked(log)) as tracked,
+    ):
+        yield tracked
 
 
 def result_values(results: Results) -> dict[str, float]:

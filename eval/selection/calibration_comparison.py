@@ -38,7 +38,7 @@ from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.formats import DIVERGENCES, cleaned, label, seconds, sentence
 from qdqbench.quantize.tasks.metrics import NOISE
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.progress import Progress
+from qdqbench.quantize.utils.progress import reporter
 from qdqbench.quantize.utils.schema import Strict, field
 
 if TYPE_CHECKING:
@@ -195,51 +195,36 @@ class CalibrationMeasurement:
     samples: int
     methods: Sequence[str] = ()
     smooths: Sequence[str] = ()
-    progress: Progress = lambda done, total, text: None
     evaluates: bool = True  # False: evaluation data are not read
-    _done: float = dataclasses.field(default=0.0, init=False)  # samples that went through a model
-    _total: float = dataclasses.field(default=1.0, init=False)
 
     @cached_property
     def trials(self) -> Trials:
         path = self.session.folder / f"methods.{TRIALS}"
-        return Trials(self.session, self.samples, path, evaluates=self.evaluates, advance=self._advance)
+        return Trials(self.session, self.samples, path, evaluates=self.evaluates)
 
     def run(self) -> CalibrationComparison:
         start, trials = time.perf_counter(), self.trials
         cases, earlier = list_cases(self.session, self.methods, self.smooths), trials.store.seconds
         groups: dict[str, list[CalibrationCase]] = {}  # that share their passes over the calibration data
-        passes = 0
         for case in cases:
             splitting = case.section.outlier_channel_splitting
             scaling = [(name, each.weights, each.smoothing) for name, each in case.plan.scaling.items()]
-            group = groups.setdefault(repr((splitting, scaling)), [])
-            if not group:  # a pass of its own to smooth and split, one for scales, one for the softmax
-                prepares = splitting > 0 or any(smoothing != "none" for *_, smoothing in scaling)
-                passes += 1 + prepares + bool(case.plan.attention)
-            group.append(case)
-        self._total = trials.rows * (1 + len(cases)) + self.session.recipe.calibration.samples * passes
+            groups.setdefault(repr((splitting, scaling)), []).append(case)
+        reporter().begin("FP32", 0, 1 + len(cases))
         trials.fp32  # noqa: B018  (before anything is calibrated)
-        self._done = trials.rows
         tried: dict[str, Trial] = {}
         for group in groups.values():
+            text = f"calibration, smooth {group[0].section.smoothing}"
+            reporter().begin(text, 1 + len(tried), 1 + len(cases))
             tried |= self._try_group(group)
         return self._summarize([tried[case.key] for case in cases], earlier + time.perf_counter() - start)
-
-    def _advance(self, rows: int, text: str) -> None:
-        self._done += rows
-        self.progress(self._done, self._total, text)
 
     def _try_group(self, group: list[CalibrationCase]) -> dict[str, Trial]:
         """Try cases that share their passes; those are made where a case is left to measure."""
         session, known = self.session, self.trials.store.trials
         pending = [case for case in group if case.key not in known]
         tried = {case.key: known[case.key] for case in group if case.key in known}
-        if tried:
-            self._advance(len(tried) * self.trials.rows, "resuming")
-        if not pending:
-            self._advance(session.recipe.calibration.samples, "resuming")  # at least
-        else:
+        if pending:
             start, first = time.perf_counter(), pending[0]
             try:
                 shared = collect_ranges(
@@ -247,7 +232,6 @@ class CalibrationMeasurement:
                     first.plan,
                     session.calibration_batches(),
                     first.section,
-                    lambda rows: self._advance(rows, f"calibration, smooth {first.section.smoothing}"),
                 )
             except (CheckFailed, UserError) as error:
                 failure = failure_of(error)

@@ -168,11 +168,7 @@ def _run_engine(session: Session) -> list[Path]:
 
 
 def embedded(session: Session) -> list[Path]:
-    run = write_embedded(
-        session.folder / "embedded",
-        seed=session.config.seed,
-        progress=lambda fraction: session.progress(fraction, 1),
-    )
+    run = write_embedded(session.folder / "embedded", seed=session.config.seed)
     return sorted(path for path in run.model_dir.parent.rglob("*") if path.is_file())
 
 
@@ -185,14 +181,7 @@ def quantize_stage(session: Session) -> list[Path]:
         write_record(path, record)
         return [path]
     batches = session.calibration_batches()
-    total, seen = len(batches.split.dataset), 0
-
-    def progress(count: int) -> None:
-        nonlocal seen
-        seen = seen % total + count  # smoothing goes through the data twice
-        session.progress(seen, total)
-
-    found = calibrate(placed(session.new_int8_model()), session.plan, batches, settings, progress)
+    found = calibrate(placed(session.new_int8_model()), session.plan, batches, settings)
     split = batches.split
     found.data |= {"source": split.source, "split": settings.split, "fingerprint": split.fingerprint}
     session.notes += found.notes
@@ -316,8 +305,7 @@ def _parity_batches(session: Session) -> Iterator[dict[str, Any]]:
     """Draw samples in random order, so that the batches are padded."""
     _, encoded = next(iter(session.eval_splits.values()))
     order = np.random.default_rng(session.config.seed).permutation(encoded.rows)[:PARITY_SAMPLES]
-    for start in range(0, len(order), PARITY_BATCH):
-        session.progress(start, len(order))
+    for start in track("comparing", range(0, len(order), PARITY_BATCH)):
         yield encoded.batch(order[start : start + PARITY_BATCH].tolist(), session.pad_id)[1]
 
 

@@ -26,7 +26,7 @@ from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.utils.arrays import Batch, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import name_list
-from qdqbench.quantize.utils.progress import report_phase, track
+from qdqbench.quantize.utils.progress import report_phase, reporter, track
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -145,14 +145,12 @@ def calibrate(
     plan: Plan,
     batches: Iterable[Batch],
     settings: Calibration,
-    progress: Callable[[int], None] = lambda _: None,
 ) -> records.CalibrationRecord:
     """Insert quantizers and calibrate them, in place; memory does not grow with the samples.
 
     Args:
         batches: int64 [B, L] arrays with attention_mask, of equal length, so that no quantizer sees padding
             (Model-Optimizer issue 1261). One pass, and more as the plan needs.
-        progress: called with the number of samples of each batch.
 
     Raises:
         UserError: no batches, or given amax of quantizers that are not there.
@@ -164,13 +162,14 @@ def calibrate(
     mtq = fake.import_modelopt()
     _require_finite_weights(model)
     lengths: list[int] = []
+    total = getattr(batches, "rows", 0)  # known of a split
 
     def forward_loop(inner: "PreTrainedModel") -> None:
         lengths.clear()
         for batch in batches:
             fake.forward(inner, batch)
             lengths.extend(batch["attention_mask"].sum(axis=1).tolist())
-            progress(len(batch["input_ids"]))
+            reporter().advance(len(lengths), total)
         if not lengths:
             raise UserError(
                 f"calibration saw no samples of split {settings.split!r}; give a split that has rows"

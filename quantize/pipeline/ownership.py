@@ -22,6 +22,7 @@ from qdqbench.quantize.pipeline.session import CONFIG, RunConfig, Session, read_
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import hide_credentials
+from qdqbench.quantize.utils.progress import reporter
 from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.system.process import is_main_process
 
@@ -124,7 +125,6 @@ def owned_folder(
     *,
     overwrite: bool = False,  # move what is there to an unused FOLDER.old, whatever it belongs to
     ready: Callable[[], object] = lambda: None,  # raises where the command cannot work; before any write
-    say: Callable[[str], None] = lambda text: None,  # told what was moved, and where it is
 ) -> Iterator[None]:
     """Hold a folder for one run in this process; a command that fails before any result leaves it as it was.
 
@@ -139,7 +139,7 @@ def owned_folder(
         owner = _require_owner(folder, identity, overwrite)
         ready()
         if owner is not None and overwrite:
-            say(f"{folder}: {_describe(folder, owner)} is now in {_set_aside(folder)}")
+            reporter().log(f"{folder}: {_describe(folder, owner)} is now in {_set_aside(folder)}")
             owner = None
         try:
             files.write_json(folder / MARK, identity.model_dump(mode="json"))

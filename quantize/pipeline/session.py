@@ -32,7 +32,6 @@ from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.schema import Strict, read
-from qdqbench.quantize.utils.trackers import LogRow
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -89,12 +88,8 @@ def require_fit(recipe: Recipe, model: str, config: Any) -> None:
 class Session:
     config: RunConfig
     folder: Path
-    progress: Callable[[float, float], None] = lambda done, total: None  # of the current stage
     notes: list[str] = field(default_factory=list)  # how data were read, what was calibrated
     warnings: list[str] = field(default_factory=list)  # what a reader of the report must know
-    report: Callable[[LogRow, int], None] = lambda row, steps: None  # a line of the training log
-    say: Callable[[str], None] = lambda text: None  # told what is to know before a run continues
-    alarm: Callable[[str], None] = lambda text: None  # told what makes the rest of a run worth nothing
     accelerator: "Accelerator | None" = None  # of several processes; None: made when it is needed
     before_training: Callable[[], None] = lambda: None  # the other processes wait for this
 

@@ -1,6 +1,6 @@
 """The default that needs no model and no download: a generated sentence task and a small trained BERT."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from qdqbench.quantize.tasks.task import EMBEDDED
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch, pad
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.system.quiet import quiet
 
 if TYPE_CHECKING:
@@ -121,9 +122,7 @@ class EmbeddedRun:
     data_dir: Path  # of the task `EMBEDDED`
 
 
-def write_embedded(
-    folder: Path, *, seed: int = 0, progress: Callable[[float], None] | None = None, size: Size | None = None
-) -> EmbeddedRun:
+def write_embedded(folder: Path, *, seed: int = 0, size: Size | None = None) -> EmbeddedRun:
     """Generate the data and train the model, unless `folder` holds those of the same seed and size.
 
     Training runs on one thread: matrices this small gain nothing from a second one, and the weights then do
@@ -131,7 +130,6 @@ def write_embedded(
 
     Args:
         folder: Gets `data/embedded/{train,validation}.parquet`, `model/` and `embedded.json`.
-        progress: Called with the fraction done, from 0 to 1.
     """
     size = size or Size()
     run = EmbeddedRun(folder / "model", folder / "data")
@@ -146,7 +144,7 @@ def write_embedded(
         _write_data(temporary / "data" / EMBEDDED.name, seed, size)
         with quiet("transformers"):
             tokenizer = _tokenizer()
-            model = _train(temporary / "data", tokenizer, seed, size, progress or (lambda _: None))
+            model = _train(temporary / "data", tokenizer, seed, size)
             model.save_pretrained(temporary / "model")
             tokenizer.save_pretrained(temporary / "model")
         files.write_json(temporary / marker.name, settings)
@@ -183,7 +181,7 @@ def _tokenizer() -> "BertTokenizer":
 
 
 def _train(
-    data_dir: Path, tokenizer: "BertTokenizer", seed: int, size: Size, progress: Callable[[float], None]
+    data_dir: Path, tokenizer: "BertTokenizer", seed: int, size: Size
 ) -> "BertForSequenceClassification":
     import torch
 
@@ -209,7 +207,7 @@ def _train(
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-                progress(step / size.steps)
+                report_phase("training", step, size.steps)
     finally:
         torch.set_num_threads(threads)
     model.train(False)

@@ -1,7 +1,6 @@
 """Fine-tuning: the FP32 baseline of a task from a base encoder, over several seeds."""
 
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,10 @@ from qdqbench.quantize.training.results import Finetuning, Spread, TrainingRun
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.progress import reporter
 from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.system.environment import describe_environment, get_code_identity, now
 from qdqbench.quantize.utils.system.quiet import quiet
-from qdqbench.quantize.utils.trackers import LogRow
 
 RESULT = "finetune.json"
 
@@ -54,7 +53,6 @@ class FinetuneRequest:
     keep_head: bool
     limit: int | None  # training rows
     command: str
-    report: Callable[[int, LogRow, int], None] = lambda seed, row, steps: None
     revision: str | None = None  # of a base on the hub
 
 
@@ -88,11 +86,11 @@ def finetune(request: FinetuneRequest, accelerator: Accelerator) -> Finetuning:
     if request.task.kind.embeds:
         raise UserError(f"task {request.task.name!r} has no labels to learn from; give one that has")
     data = _load(request)
-    first = request.settings.seed
-    runs = [
-        _train_seed(request, data, request.settings.model_copy(update={"seed": seed}), accelerator)
-        for seed in range(first, first + request.seeds)
-    ]
+    first, runs = request.settings.seed, list[TrainingRun]()
+    for number in range(request.seeds):
+        settings = request.settings.model_copy(update={"seed": first + number})
+        reporter().begin(f"seed {settings.seed}", number, request.seeds)
+        runs.append(_train_seed(request, data, settings, accelerator))
     result = _result(request, data, runs)
     if accelerator.is_main_process:
         files.write_text(request.folder / RESULT, result.model_dump_json(indent=2) + "\n")
@@ -266,7 +264,6 @@ def _new_job(
         folder=request.folder / f"seed-{settings.seed}" / CHECKPOINTS,
         identity=identity,
         groups=loop.group_decayed(model, settings.weight_decay),
-        report=lambda row, steps: request.report(settings.seed, row, steps),
     )
 
 

@@ -39,7 +39,7 @@ from qdqbench.quantize.training.results import TrainingRun
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Array, Float32, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, QdqError, Unwritable, UserError
-from qdqbench.quantize.utils.progress import report_phase, track
+from qdqbench.quantize.utils.progress import report_phase, reporter, track
 from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.trackers import LogRow
 
@@ -437,7 +437,6 @@ class Job:
     identity: dict[str, Any]  # what a resumed run must share
     groups: list[dict[str, Any]]  # of parameters, as optimizers take them
     after_step: Callable[[], None] = lambda: None
-    report: Callable[[LogRow, int], None] = lambda row, steps: None  # a new line of the log, and all steps
     judge_first: bool = False  # the weights before training are a candidate too
     far: float = math.inf  # minus the score: a run that gets there, and ten times its first, diverged
     notes: list[str] = field(default_factory=list)
@@ -445,7 +444,7 @@ class Job:
 
     def log(self, state: State, row: LogRow) -> None:
         state.log.append(row.model_dump())
-        self.report(row, self.run.planned_steps)
+        reporter().advance(row.step, self.run.planned_steps, row=row)
 
 
 def group_decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -506,7 +505,7 @@ def _train(job: Job, accelerator: Accelerator) -> None:
             job.notes.append(f"{state.threads} threads before, {threads} now: sums are rounded differently")
         state.threads = threads
         for row in state.log:
-            job.report(LogRow(**row), run.planned_steps)
+            reporter().advance(row["step"], run.planned_steps, row=LogRow(**row))
     else:
         state = State(threads=threads)
         set_seed(settings.seed, device_specific=True)

@@ -210,7 +210,6 @@ def new_job(session: Session, settings: Qat, accelerator: Accelerator) -> loop.J
         identity=_identity(session, settings, session.ptq_record, split.fingerprint),
         groups=groups,
         after_step=after_step,
-        report=session.report,
         judge_first=True,
         far=distillation.worst_distance,
     )

@@ -13,6 +13,11 @@ Divergence = Literal["kl", "squared", "cosine"]  # of outputs from those of FP32
 MAX_NAMED = 12  # offenders named in one sentence before "and N more"
 
 
+def clean(text: str) -> str:
+    """Return text without what a terminal would obey."""
+    return "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in text)
+
+
 def name_list(names: Iterable[str], most: int = MAX_NAMED) -> str:
     names = list(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""

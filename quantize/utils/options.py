@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.schema import Frozen
+from qdqbench.quantize.utils.system.process import invoked_as
 
 LONGEST = 100  # characters of a value in an error
 SECONDS = {"s": 1, "m": 60, "h": 3600, "": 1}
@@ -110,7 +111,8 @@ def take_options(
         except TypeError as error:
             raise TypeError(f"{function.__name__}(): {error}") from None
         given = {key: values.pop(key) for key in schema.model_fields if key in values}
-        return function(**values, **{name: parse_options(schema, given, typed=annotate is not None)})
+        with invoked_as(f"qdqbench.{function.__name__}"):
+            return function(**values, **{name: parse_options(schema, given, typed=annotate is not None)})
 
     call.__signature__ = signature  # type: ignore[attr-defined]  # help and typer read it
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -1,34 +1,74 @@
-"""Progress, reported by the code that works; the display pauses while time is measured."""
+"""Progress: the code that works reports to the innermost reporter, which pauses while time is measured."""
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Listener = Callable[[str, float, float], None]  # phase, steps done, steps in all (0: not known; 1: a share)
-Progress = Callable[[float, float, str], None]  # steps done, steps in all, the next one
 
-_listeners: list[Listener] = []  # the innermost display is the last
+
+class Reporter:
+    """Is told what a command does, and passes it on; the outermost one shows nothing."""
+
+    outer: "Reporter | None" = None
+
+    def begin(self, step: str, done: float = 0, of: float = 0, *, reused: bool = False) -> None:
+        """A step begins, after `done` of `of` (0: not known), unless its result is there and `reused`."""
+        if self.outer:
+            self.outer.begin(step, done, of, reused=reused)
+
+    def advance(self, done: float = 0, total: float = 0, phase: str = "", row: Any = None) -> None:
+        """The step is at `done` of `total` (0: not known; 1: a share), in a phase, or at a row of its log."""
+        if self.outer:
+            self.outer.advance(done, total, phase, row)
+
+    def log(self, text: str, *, alarm: bool = False) -> None:
+        """Something is to be known; an `alarm` makes the rest worth nothing."""
+        if self.outer:
+            self.outer.log(text, alarm=alarm)
+
+
+class Prefixed(Reporter):
+    """What another command does as a step of this one: its steps have a name before them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def begin(self, step: str, done: float = 0, of: float = 0, *, reused: bool = False) -> None:
+        super().begin(f"{self.name}: {step}" + (f", {done / of:.0%}" if of else ""))
+
+
+class Within(Reporter):
+    """What another command does inside a step: its steps are phases of that."""
+
+    def begin(self, step: str, done: float = 0, of: float = 0, *, reused: bool = False) -> None:
+        super().advance(phase=step)
+
+
+_reporters = [Reporter()]  # the innermost is the last
 _measuring: list[float] = []  # when each measurement began
 
+Inner = TypeVar("Inner", bound=Reporter)
 
-def silent(*now: Any) -> None:
-    """No progress is shown."""
+
+def reporter() -> Reporter:
+    return _reporters[-1]
 
 
 @contextmanager
-def subscribe(listener: Listener) -> Iterator[None]:
-    _listeners.append(listener)
+def reporting_to(inner: Inner) -> Iterator[Inner]:
+    """Report to another reporter, which may pass it on to the present one."""
+    inner.outer = _reporters[-1]
+    _reporters.append(inner)
     try:
-        yield
+        yield inner
     finally:
-        _listeners.remove(listener)
+        _reporters.remove(inner)
 
 
 def report_phase(phase: str, done: float = 0, total: float = 0) -> None:
-    if _listeners:
-        _listeners[-1](phase, done, total)
+    reporter().advance(done, total, phase)
 
 
 def track(phase: str, items: Collection[T]) -> Iterator[T]:

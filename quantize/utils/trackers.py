@@ -42,11 +42,6 @@ class LogRow(Strict):
     )
 
 
-def training_line(row: LogRow, steps: int) -> str:
-    loss = "" if row.loss is None else f", loss {row.loss:.4g}"
-    return f"step {row.step} of {steps}{loss}"
-
-
 def require_tracker(name: TrackerName | None) -> None:
     if name is not None and find_spec(name) is None:
         raise MissingDevice(

@@ -53,7 +53,7 @@ def qdqbench(capsys) -> Callable[..., Outcome]:
 def _no_progress_lines() -> Iterator[None]:
     """A slow machine must not add lines to what a test compares; they have tests of their own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("qdqbench.cli.progress.EVERY_S", float("inf"))
+        patch.setattr("qdqbench._progress.EVERY_S", float("inf"))
         yield
 
 
@@ -87,11 +87,11 @@ def _trained_once(monkeypatch, made_once) -> None:
 
     real = embedded.write_embedded
 
-    def write(folder, *, seed=0, progress=None, size=None):
+    def write(folder, *, seed=0, size=None):
         store = made_once(f"embedded-{seed}-{size}", lambda made: real(made, seed=seed, size=size))
         if not folder.exists():
             shutil.copytree(store, folder)
-        return real(folder, seed=seed, progress=progress, size=size)
+        return real(folder, seed=seed, size=size)
 
     monkeypatch.setattr(embedded, "write_embedded", write)
 

@@ -103,12 +103,12 @@ def test_a_seed_that_fails_is_said_at_the_end(tuned, qdqbench, given, tmp_path, 
 
 
 def test_a_study_names_the_seeds_that_failed(qdqbench, given, tmp_path, monkeypatch):
-    from qdqbench.eval.runs import study
+    from qdqbench import _train
 
     rows = [SimpleNamespace(seed=seed, recipe="r", status=("done", "failed")[seed % 2]) for seed in range(4)]
     found = SimpleNamespace(rows=rows, model_dump_json=lambda indent: "{}")
     asked = []
-    monkeypatch.setattr(study, "study", lambda _, recipes, *__: asked.extend(recipes) or found)
+    monkeypatch.setattr(_train, "study", lambda _, recipes, *__: asked.extend(recipes) or found)
     options = [*given("sst2").options, "--out", str(tmp_path / "s"), "--json", "--set", "qat.epochs=2"]
     done = qdqbench("study", "bert-int8-attention-qat", *options)
     assert (done.code, done.out) == (2, "{}\n")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from qdqbench.cli import progress
+from qdqbench import _progress as progress
 
 EVERY_S = progress.EVERY_S  # integration tests silence it for all that follow
 

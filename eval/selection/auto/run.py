@@ -22,7 +22,7 @@ from qdqbench.eval.metrics.logits import Logits, read_logits
 from qdqbench.eval.metrics.results import Comparison, Gate, GateIssue, Speedup
 from qdqbench.eval.runs.report.verdict import last_measured
 from qdqbench.eval.runs.results import read_results
-from qdqbench.eval.runs.run import StageProgress, follow, run_until
+from qdqbench.eval.runs.run import run_until
 from qdqbench.eval.selection.auto.report import auto_report
 from qdqbench.eval.selection.auto.results import (
     BEST_RECIPE,
@@ -62,7 +62,7 @@ from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
-from qdqbench.quantize.utils.progress import report_phase
+from qdqbench.quantize.utils.progress import Prefixed, reporter, reporting_to
 from qdqbench.quantize.utils.system.environment import get_code_identity
 
 RUN, RECIPE = "run", "run.yaml"  # in the folder of a step
@@ -187,6 +187,15 @@ class Proposer:
     require_fit: Callable[[], object] = lambda: None
 
 
+class _Step(Prefixed):
+    """The run of a step, which ends where it cannot hold."""
+
+    def log(self, text: str, *, alarm: bool = False) -> None:
+        if alarm:
+            raise CheckFailed(text)
+        super().log(text)
+
+
 @dataclass
 class AutoRun:
     """State that all steps share: model, data, gate, and the folder with one of its own for each step."""
@@ -196,7 +205,6 @@ class AutoRun:
     folder: Path
     criteria: Criteria
     options: SearchOptions  # rows that proposals are chosen on, trials, shape of speed-ups
-    say: Callable[[str], None] = lambda text: None
 
     @cached_property
     def session(self) -> Session:
@@ -213,9 +221,9 @@ class AutoRun:
         files.write_text(self.folder / name / RECIPE, dump_recipe(step.recipe))
         session = open_run(self.config.model_copy(update={"recipe": step.recipe}), folder)
         self._share_baseline(folder, before)
-        results = run_until(session, None, follow(session, self._show(name)), quick_bench=False)
-        assert results is not None
-        self.say(f"{name}: timing")
+        with reporting_to(_Step(name)):
+            results = run_until(session, quick_bench=False)
+        reporter().begin(f"{name}: timing")
         source, timed = self._time(session)
         last = last_measured(results)
         if last is None or last[1].vs_fp32 is None:
@@ -250,21 +258,6 @@ class AutoRun:
             ],
             nested=nested,
         )
-
-    def _show(self, name: str) -> Callable[[StageProgress], None]:
-        """Return what shows the progress of a step's run, and ends one that cannot hold."""
-
-        def progress(stage: StageProgress) -> None:
-            if stage.alarm:
-                raise CheckFailed(stage.alarm)
-            if stage.said:
-                self.say(stage.said)
-            elif stage.total:
-                report_phase("", stage.done, stage.total)
-            else:
-                self.say(f"{name}: stage {stage.number} of {stage.of}, {stage.stage}")
-
-        return progress
 
     @cached_property
     def evaluation(self) -> Evaluation:
@@ -320,7 +313,7 @@ class AutoRun:
                 except UserError:
                     if waited == WAITS:
                         raise
-                    self.say("waiting for another process that times engines")
+                    reporter().begin("waiting for another process that times engines")
                     time.sleep(WAIT_S)
             yield
 
@@ -367,12 +360,9 @@ def choose_base(before: Sequence[AutoStep], *, moved: bool = False) -> Recipe:
 
 def propose_methods(auto: AutoRun, before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
     folder, base = auto.folder / "methods", choose_base(before)
-    methods = CalibrationMeasurement(
-        auto.open_session(base, folder),
-        auto.options.samples,
-        evaluates=False,
-        progress=lambda done, total, text: auto.say(f"methods: {text}, {done / total:.0%}"),
-    ).run()
+    session = auto.open_session(base, folder)
+    with reporting_to(Prefixed("methods")):
+        methods = CalibrationMeasurement(session, auto.options.samples, evaluates=False).run()
     write_result(methods, calibration_report(methods), folder)
     best, given = methods.best, methods.given
     if best is given:
@@ -385,12 +375,9 @@ def propose_methods(auto: AutoRun, before: Sequence[AutoStep], left: float) -> t
 
 def propose_islands(auto: AutoRun, before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
     session = auto.open_session(choose_base(before, moved=True), auto.folder / "islands")
-    measurement = Measurement(
-        session,
-        auto.options.samples,
-        lambda done, total, text: auto.say(f"islands: {text}, {done / total:.0%}"),
-    )
-    sensitivity = measurement.run()
+    measurement = Measurement(session, auto.options.samples)
+    with reporting_to(Prefixed("islands")):
+        sensitivity = measurement.run()
     write_result(sensitivity, sensitivity_report(sensitivity), session.folder)
     point = find_islands(sensitivity.curve)
     return make_recipe(point, measurement.found), Proposal(
@@ -413,13 +400,13 @@ def propose_search(auto: AutoRun, before: Sequence[AutoStep], left: float) -> tu
             "study_name": hash_of([auto.session.model_sha256, base.model_dump(mode="json"), known])[:16],
         }
     )
-    with ExitStack() as stack:
+    with reporting_to(Prefixed("search")), ExitStack() as stack:
         session = auto.open_session(base, auto.folder / "search" / "work")
         try:
-            worker = open_worker(session, options, stack, lambda text: auto.say(f"search: {text}"))
+            worker = open_worker(session, options, stack)
         except MissingDevice as error:  # a speed-up is asked for, and no engine runs here
             raise UserError(str(error)) from error
-        run_trials(worker, lambda done, total, best: auto.say(f"search: {done} of {total} trials; {best}"))
+        run_trials(worker)
         trials = list_trials(worker)
     trial = choose_trial(trials, auto.criteria.min_speedup)
     assert trial.recipe is not None
@@ -553,7 +540,7 @@ def run_auto(auto: AutoRun, budget_s: float, command: str) -> Auto:
     with locked_folder(folder):
         store = auto.open_store()
         if store.resume_note:
-            auto.say(store.resume_note)
+            reporter().log(store.resume_note)
         steps = take_steps(auto, list_proposers(auto), budget_s, store)
         best, fp32 = choose_step(steps), dict[str, float]()
         choice = AutoChoice(passed=False, step=None)

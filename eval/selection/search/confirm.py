@@ -30,6 +30,7 @@ from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.tasks.metrics import NOISE
 from qdqbench.quantize.utils.arrays import Float32
 from qdqbench.quantize.utils.limits import INT8_RESIDUALS
+from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.system.environment import versions
 
 
@@ -58,7 +59,7 @@ def finish_search(worker: Worker, folder: Path) -> Search:
     )
     (folder / RECIPE_FILE).unlink(missing_ok=True)
     if (chosen := found.chosen) is not None and chosen.recipe is not None:
-        worker.work.progress("validating FP32")
+        report_phase("validating FP32")
         found.fp32 = {split: evaluated.fp32_scores(split) for split in evaluated.encoded}
         found.confirmed = confirm_recipes(worker, chosen, chosen.recipe)
         searched = worker.work.score(worker.work.trials, chosen.recipe, chosen.origin, in_full=True)
@@ -90,7 +91,7 @@ def confirm_recipes(worker: Worker, chosen: SearchTrial, best: Recipe) -> list[C
     rows: list[ConfirmedRecipe] = []
     known: dict[str, Speedup | None] = {}
     for recipe, origin in listed:
-        worker.work.progress(f"validating {recipe.name}")
+        report_phase(f"validating {recipe.name}")
         row = ConfirmedRecipe(name=recipe.name, recipe=recipe, origin=origin)
         try:
             _confirm(worker, row, recipe, known, is_chosen=not rows)
@@ -120,7 +121,7 @@ def _confirm(
         known[key] = worker.measure(recipe, plan)
     row.scores, row.speedup = scored.scores, known[key]
     if is_chosen and worker.source.mode == "latency":
-        work.progress("validating the engine")
+        report_phase("validating the engine")
         row.engine = work.confirmations.compare(_answer_with_engine(work, recipe, plan))[0]
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from qdqbench.quantize.tasks.rows import source_fingerprint
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.names import hide_credentials
+from qdqbench.quantize.utils.progress import Within, reporter, reporting_to
 from qdqbench.quantize.utils.system.environment import get_code_identity
 from qdqbench.quantize.utils.system.quiet import quiet
 
@@ -64,12 +64,7 @@ class Worker:
         return self.work.session.recipe.gate
 
 
-def open_worker(
-    session: Session,
-    options: SearchOptions,
-    stack: ExitStack,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Worker:
+def open_worker(session: Session, options: SearchOptions, stack: ExitStack) -> Worker:
     """Join or start the study.
 
     Raises:
@@ -80,7 +75,7 @@ def open_worker(
         read_ranking(session, options.sensitivity)
     model = session.fp32_model
     space = workspace.make_space(session.recipe, module_table(model), model.base_model_prefix)
-    work = workspace.Workspace(session, space, options.samples, progress)
+    work = workspace.Workspace(session, space, options.samples)
     work.trials.drawn  # noqa: B018  (too few rows, too)
     source, measure = workspace.open_source(session, options, work, stack)
     settings = _settings(session, options, source)
@@ -234,13 +229,10 @@ def rank_units(work: workspace.Workspace, file: Path | None) -> Ranking:
         return Ranking(units=units, attention=attention, file=file.name)
     whole = work.space.assemble(set(work.space.units), set(work.space.attention), workspace.PLAIN)
     config = session.config.model_copy(update={"recipe": disable_bias_correction(whole)})
-    work.progress("measuring sensitivity")
-    measured = Measurement(
-        Session(config, session.folder),
-        min(RANKED_SAMPLES, work.samples),
-        lambda done, total, text: work.progress(f"measuring sensitivity, {done / total:.0%}"),
-    )
-    units, attention = workspace.rank_by_rows(work.space, measured.run().rows, "the sensitivity")
+    measured = Measurement(Session(config, session.folder), min(RANKED_SAMPLES, work.samples))
+    with reporting_to(Within()):
+        rows = measured.run().rows
+    units, attention = workspace.rank_by_rows(work.space, rows, "the sensitivity")
     return Ranking(units=units, attention=attention, samples=measured.samples)
 
 
@@ -255,7 +247,7 @@ def read_ranking(session: Session, file: Path) -> Sensitivity:
     return measured
 
 
-def run_trials(worker: Worker, progress: Callable[[int, int, str], None] = lambda *_: None) -> None:
+def run_trials(worker: Worker) -> None:
     """Run trials until the study has as many as asked for, or the budget of time is spent.
 
     Trials of other workers are waited for: where a worker dies, Optuna queues its trial again.
@@ -269,7 +261,8 @@ def run_trials(worker: Worker, progress: Callable[[int, int, str], None] = lambd
         while True:
             optuna.storages.fail_stale_trials(study)
             done, active, queued_again = count_trials(study)
-            progress(min(done, wanted), wanted, _describe_best(worker))
+            text = f"{min(done, wanted)} of {wanted} trials; {_describe_best(worker)}"
+            reporter().begin(text, min(done, wanted), wanted)
             if budget is not None and done and time.monotonic() - start >= budget:
                 return
             if done + active < wanted or queued_again:

@@ -43,6 +43,7 @@ from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.arrays import Float32
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH, INT8_HEAD_SIZES
+from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.system.cpu import find_cpu
 from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 
@@ -339,7 +340,6 @@ class Workspace:
     session: Session
     space: Space
     samples: int
-    progress: Callable[[str], None] = lambda text: None
     identity: str = ""  # of model, data and code: calibrations of others are not reused
     _records: dict[str, CalibrationRecord] = field(default_factory=dict)
     _last: "tuple[tuple[str, bool], PreTrainedModel] | None" = None  # scored, then exported
@@ -376,7 +376,7 @@ class Workspace:
             model, record = self._calibrate(recipe, plan, in_full=in_full)
             return model, describe_cost(time.perf_counter() - start, record.quantizers)
 
-        self.progress(f"scoring {recipe.name}")
+        report_phase(f"scoring {recipe.name}")
         trial = Trial(recipe=recipe, origin=origin)
         try:
             return trials.measure(key, trial, calibrate)
@@ -441,7 +441,7 @@ class Workspace:
         if path.is_file():
             record = read_record(path)
         else:
-            self.progress("calibrating")
+            report_phase("calibrating")
             session = self._session_of(recipe)
             model = placed(session.new_int8_model())
             record = ptq.calibrate(model, plan, session.calibration_batches(), recipe.calibration)
@@ -532,7 +532,7 @@ def _open_timer(
         if not plan.int8 and known:  # it is its own baseline
             own = {"system_ms": known[0].baseline_ms, "value": 1.0, "ci95_low": None, "ci95_high": None}
             return known[0].model_copy(update=own)
-        work.progress("building and timing")
+        report_phase("building and timing")
         graph = write_engine_graph(session, work.model(recipe, plan), recipe, plan, folder / "trial.onnx")
         with open_engine(session, graph, folder / "trial", [shape]) as engine:
             require_int8(engine.result)

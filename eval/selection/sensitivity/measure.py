@@ -40,7 +40,7 @@ from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
 from qdqbench.quantize.utils.arrays import Batch, Float32, Int64
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import HEAD_SIZES_TEXT, INT8_HEAD_SIZES
-from qdqbench.quantize.utils.progress import Progress
+from qdqbench.quantize.utils.progress import reporter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -366,7 +366,6 @@ class _Bench:
 class Measurement:
     session: Session
     samples: int
-    progress: Progress = lambda done, total, text: None
     _done: int = field(default=0, init=False)  # measurements
 
     def run(self) -> Sensitivity:
@@ -413,17 +412,10 @@ class Measurement:
         """Return the model, calibrated, with everything switchable, and its FP32 logits."""
         session, recipe = self.session, self.session.recipe
         model = placed(session.new_int8_model())
-        seen = 0
-
-        def show(count: int) -> None:
-            nonlocal seen
-            seen += count
-            self._say(f"calibration, {seen} samples")
-
         with watch_norms(model, recipe.calibration) as norms:
             # a correction depends on everything that is in INT8, so it cannot be switched with its linear
             settings = recipe.calibration.model_copy(update={"bias_correction": False})
-            ptq.calibrate(model, self.found.plan, session.calibration_batches(), settings, show)
+            ptq.calibrate(model, self.found.plan, session.calibration_batches(), settings)
             switches = Switches(model, self.found.plan, norms())
         encoded = self.trials.draw
         batches = list(sorted_batches(encoded, session.config.batch_size, pad_id=session.pad_id))
@@ -480,7 +472,7 @@ class Measurement:
         return trials.store.trials[key].scores[DRAW]
 
     def _say(self, text: str) -> None:
-        self.progress(self._done, self._total, text)
+        reporter().begin(text, self._done, self._total)
 
     @functools.cached_property
     def _total(self) -> int:

@@ -1,7 +1,7 @@
 """One calibration pass shared by recipes that differ in the method of activations only."""
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -34,16 +34,12 @@ class SharedCalibration:
 
 
 def collect_ranges(
-    model: "PreTrainedModel",
-    plan: Plan,
-    batches: Iterable[Batch],
-    settings: Calibration,
-    progress: Callable[[int], None] = lambda _: None,
+    model: "PreTrainedModel", plan: Plan, batches: Iterable[Batch], settings: Calibration
 ) -> SharedCalibration:
     """Calibrate `model`, in place, for all plans that differ from `plan` in methods of activations only."""
     scaling = {name: replace(each, method=SHARED_METHOD) for name, each in plan.scaling.items()}
     unbiased = settings.model_copy(update={"bias_correction": False})
-    record = ptq.calibrate(model, replace(plan, scaling=scaling), batches, unbiased, progress)
+    record = ptq.calibrate(model, replace(plan, scaling=scaling), batches, unbiased)
     return SharedCalibration(model, record.quantizers, record.notes)
 
 

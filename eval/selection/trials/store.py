@@ -172,7 +172,6 @@ class Trials:
     path: Path
     evaluates: bool = True  # False: evaluation data are not read
     least: int = 2  # samples of the draw
-    advance: Callable[[int, str], None] = lambda rows, text: None  # rows that were answered
     reference: Callable[[], dict[str, Float32]] | None = None  # FP32's answers; None: of the session's model
 
     @cached_property
@@ -279,7 +278,6 @@ class Trials:
                 pad_id=session.pad_id,
                 batch_size=session.config.batch_size,
                 stage=text,
-                progress=lambda rows: self.advance(rows, text),
             )
             for split, encoded in self.encoded.items()
         }

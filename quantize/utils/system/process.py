@@ -73,6 +73,24 @@ def is_main_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+_invocations: list[str] = []
+
+
+@contextmanager
+def invoked_as(words: str) -> Iterator[None]:
+    """Say what was called, a command line or a function, for the records of what is done inside."""
+    _invocations.append(words)
+    try:
+        yield
+    finally:
+        _invocations.pop()
+
+
+def invocation() -> str:
+    """Return what was called first."""
+    return _invocations[0] if _invocations else "qdqbench"
+
+
 @dataclass
 class Usage:
     wall_s: float = 0.0

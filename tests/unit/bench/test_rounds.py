@@ -210,9 +210,10 @@ def test_progress_and_windows(monkeypatch):
     clocks = SimpleNamespace(time=now, sleep=time.sleep, process_time=time.process_time)
     monkeypatch.setattr(loop, "time", clocks)
     effort = loop.Effort(rounds=3, duration_s=1, iterations=1)
-    found = loop.measure_rounds([contestant("a")], effort, progress=lambda *begun: seen.append(begun))
+    monkeypatch.setattr(loop, "report_phase", lambda *begun: seen.append(begun))
+    found = loop.measure_rounds([contestant("a")], effort)
     timed = ["timed"] * 2  # a round is told before it is timed
-    assert seen == [(1, 3), *timed, (2, 3), *timed, (3, 3), *timed]
+    assert seen == [step for number in range(3) for step in (("rounds", number, 3), *timed)]
     assert [(burst.start, burst.end) for burst in found["a"]] == [(0, 1), (2, 3), (4, 5)]
 
 

@@ -11,13 +11,12 @@ from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench.gpu import GpuWork
 from qdqbench.eval.bench.measure import ReadySystem
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, BenchTarget, compute_speedups
-from qdqbench.eval.bench.run import TimeLeft, estimate_parts, run_bench
-from qdqbench.eval.bench.systems import BenchPlan, Config, Entry, Preparation, SharedWork, systems_of
+from qdqbench.eval.bench.run import run_bench
+from qdqbench.eval.bench.systems import BenchPlan, Config, Entry, Preparation, SharedWork
 from qdqbench.eval.bench.target import BatchedSplit, Target
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
-from qdqbench.quantize.utils.progress import duration
 from qdqbench.quantize.utils.system.gpu import Gpu
 
 from .test_rounds import FakeLane, FakeTimer
@@ -201,20 +200,6 @@ def test_numbers_of_every_contestant(machine, target):
         assert cell.elapsed_s >= 0
         assert cell.reference == "fp32"
         assert row(cell, "int8").rel_error == 0
-
-
-def test_the_time_is_estimated_before_it_starts_and_follows_the_pace(machine, target, monkeypatch):
-    now, noted, announced = [0.0], [], []
-    monkeypatch.setattr(bench_run.time, "monotonic", lambda: now[0])
-    measure(target, OPTIONS, note=noted.append, announce=announced.append)
-    systems = len(systems_of(target, OPTIONS))
-    start, *parts = estimate_parts(OPTIONS, [*systems_of(target, OPTIONS).values()], SHAPE)
-    assert len(parts) == 2
-    assert noted == [f"measuring 2 shapes of {systems} systems: about {duration(start + sum(parts))}"]
-    assert announced[0].startswith("b1 s128: preparing systems, about ")
-    left = TimeLeft([0.0, 100.0, 100.0])
-    now[0] += 50  # of what was estimated as 25 s
-    assert left.text(1, 0.25) == "about 6 min left"
 
 
 def test_kernels_of_peers_are_read_and_what_they_show_is_warned_about(machine, target):

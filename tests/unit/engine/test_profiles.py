@@ -159,7 +159,6 @@ def run(tmp_path, monkeypatch):
         plan=types.SimpleNamespace(int8=(), attention=(), residual=()),
         warnings=[],
         pad_id=0,
-        progress=lambda done, total: None,
         eval_splits={"validation": (None, types.SimpleNamespace(lengths=np.full(40, 128)))},
     )
     files.write_json(tmp_path / "verify.json", {"skipped": "not asked for"})

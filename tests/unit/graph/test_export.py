@@ -244,7 +244,6 @@ class TestUnjoined:
             fake_quant_model=model,
             folder=tmp_path,
             warnings=[],
-            progress=lambda done, total: None,
         )
         stages.export_stage(session)  # type: ignore[arg-type]
         (warning,) = session.warnings

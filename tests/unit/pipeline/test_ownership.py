@@ -23,6 +23,7 @@ from qdqbench.quantize.pipeline.ownership import (
 )
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.progress import Reporter, reporting_to
 
 RUN = RunIdentity(kind="run", recipe="bert-int8-linears", model="/m/one", model_sha256="1", task="sst2")
 
@@ -82,7 +83,9 @@ def test_overwrite_moves_everything_aside_and_deletes_nothing(tmp_path):
     (tmp_path / "run.old").mkdir()
     (folder / "link").symlink_to(tmp_path / "run.old")
     before = {name: text for name, text in everything(folder).items() if name != ".lock"}
-    with owned_folder(folder, other, overwrite=True, say=told.append):
+    hears = Reporter()
+    hears.log = told.append  # type: ignore[method-assign, assignment]
+    with reporting_to(hears), owned_folder(folder, other, overwrite=True):
         assert sorted(path.name for path in folder.iterdir()) == [".lock", HOLDER, MARK]
     old = tmp_path / "run.old-2"
     assert everything(old) == before

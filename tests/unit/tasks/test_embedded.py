@@ -109,15 +109,16 @@ def test_same_seed_same_bytes_whatever_the_threads(run, tmp_path):
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_progress_and_reuse(tmp_path, capfd):
+def test_progress_and_reuse(tmp_path, monkeypatch, capfd):
     seen = []
-    run = embedded.write_embedded(tmp_path / "run", size=TINY, progress=seen.append)
-    assert seen == pytest.approx([1 / 3, 2 / 3, 1])
+    monkeypatch.setattr(embedded, "report_phase", lambda *told: seen.append(told))
+    run = embedded.write_embedded(tmp_path / "run", size=TINY)
+    assert seen == [("training", step, 3) for step in (1, 2, 3)]
     before = contents(tmp_path)
-    assert embedded.write_embedded(tmp_path / "run", size=TINY, progress=seen.append) == run
+    assert embedded.write_embedded(tmp_path / "run", size=TINY) == run
     assert len(seen) == 3
     assert contents(tmp_path) == before
-    embedded.write_embedded(tmp_path / "run", seed=1, size=TINY, progress=seen.append)
+    embedded.write_embedded(tmp_path / "run", seed=1, size=TINY)
     assert len(seen) == 6
     after = contents(tmp_path)
     assert after.keys() == before.keys()
@@ -127,12 +128,13 @@ def test_progress_and_reuse(tmp_path, capfd):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_interrupted_training_leaves_nothing(tmp_path, error):
-    def stop(_):
+def test_interrupted_training_leaves_nothing(tmp_path, monkeypatch, error):
+    def stop(*_):
         raise error
 
+    monkeypatch.setattr(embedded, "report_phase", stop)
     with pytest.raises(error):
-        embedded.write_embedded(tmp_path / "run", size=TINY, progress=stop)
+        embedded.write_embedded(tmp_path / "run", size=TINY)
     assert list(tmp_path.iterdir()) == []
 
 

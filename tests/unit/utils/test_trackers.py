@@ -9,9 +9,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from qdqbench.eval.runs.results import read_results
-from qdqbench.eval.runs.run import StageProgress
-from qdqbench.eval.runs.tracked import TrackedRun
+from qdqbench.eval.runs.tracked import tracking
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
+from qdqbench.quantize.utils.progress import reporter
 from qdqbench.quantize.utils.trackers import LogRow, open_tracker, require_tracker
 
 MEASURED = Path(__file__).parents[3] / "docs/measured-cpu/sst2-openvino-int8-linears"
@@ -68,13 +68,16 @@ def test_each_tracker_gets_the_log_and_the_results(name, libraries, tmp_path, ca
     results = read_results(MEASURED)
     rows = [LogRow(step=2, epoch=0.5, loss=0.25), LogRow(step=2, epoch=0.5, score=0.9, values={"f1": 0.8})]
     require_tracker(name)
-    with open_tracker(name, tmp_path / "run", CONFIG) as log:
-        run = TrackedRun(log)
+    with tracking(name, tmp_path / "run", CONFIG) as run:
+        reporter().begin("qat", 3, 9)
         for row in rows:
-            run.follow(lambda now: None)(StageProgress("qat", row=row))
+            reporter().advance(row.step, 9, row=row)
         run.finish(results)
+        reporter().begin("seed 2", 1, 3)
+        reporter().advance(2, 9, row=rows[0])
     given = {name: (value, step) for name, value, step in libraries.given}
     expected = {"train/loss": (0.25, 2), "held_out/score": (0.9, 2), "held_out/f1": (0.8, 2)}
+    expected["seed-2/train/loss"] = (0.25, 2)
     expected["fp32/accuracy"] = (results.stages["fp32"].metrics["accuracy"], 2)
     assert expected.items() <= given.items()
     assert capsys.readouterr().out == ""

@@ -509,7 +509,6 @@ def session(
         fake_quant_model=made.model,
         pad_id=0,
         eval_splits={"validation_matched": (None, encoded_split)},
-        progress=lambda done, total: None,
     )
 
 

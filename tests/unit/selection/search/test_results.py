@@ -224,7 +224,7 @@ def test_a_recipe_that_cannot_be_confirmed_is_a_row_with_its_reason(monkeypatch)
         raise RuntimeError("the GPU is gone")
 
     monkeypatch.setattr(confirm, "_confirm", broken)
-    work = SimpleNamespace(session=SimpleNamespace(recipe=LINEARS), progress=lambda text: None)
+    work = SimpleNamespace(session=SimpleNamespace(recipe=LINEARS))
     rows = confirm.confirm_recipes(SimpleNamespace(work=work), trial_of(3, 0.0, 0.1, 1.0), LINEARS)
     assert len(rows) > 2
     assert {row.failure.text for row in rows} == {"RuntimeError: the GPU is gone"}
