@@ -1,6 +1,6 @@
 PYTHON ?= python3
 
-.PHONY: test lint types docs bindings benchmark clean
+.PHONY: test lint types docs bindings clean
 
 test: ## everything that CI runs, in .venv
 	$(PYTHON) dev.py test
@@ -17,9 +17,6 @@ docs: ## the site, in build/docs; needs pip install -e '.[docs]'
 
 bindings: ## TensorRT 10 and 11 bindings for tests/unit/engine/test_backend_bindings.py
 	tools/fetch_bindings.sh
-
-benchmark: ## cost of each stage: make benchmark MODEL=... TASK=... DATA=...
-	python tools/benchmark.py --model $(MODEL) --task $(TASK) --data $(DATA)
 
 clean:
 	rm -rf build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -9,7 +9,7 @@
 A chunk needs no other one. Its results go to OUT/NAME, as the folders of `docs/measured` are called; with
 --keep what is there already is not measured again. What does not end within the limit is left out and told.
 MODELS holds the fine-tuned `minilm-l6-TASK` and, for `qat`, the encoder `minilm-l6`: all-MiniLM-L6-v2 in
-FP16. For `lengths-real` it holds the runs of `real_size/measure.py`.
+FP16. For `lengths-real` it holds runs, called MODEL-TASK-RECIPE-BACKEND.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def lengths(name: str, task: str, model: str, data: str, *options: str) -> Step:
 
 
 def name_run(model: str, task: str, recipe: str, backend: str) -> str:
-    """Return the folder of a run of `real_size/measure.py`."""
+    """Return the folder of a run."""
     return f"{model}-{task}-{recipe}-{backend}"
 
 

@@ -353,8 +353,8 @@ def test_every_option_in_the_text_exists():
         for option in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", span)
     }
     assert "--debug" in named
-    # of tools of others, and of tools/load_serve.py and tools/benchmark.py
-    assert named - known <= {"--strict", "--fake", "--only-run"}
+    # of zensical and of tools/load_serve.py
+    assert named - known <= {"--strict", "--fake"}
 
 
 def test_every_option_of_a_script_exists():

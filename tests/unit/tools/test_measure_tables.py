@@ -10,15 +10,16 @@ import typer
 from tools import measure_tables
 from tools.measure_tables import (
     LATE,
+    REAL,
     UNSPLIT,
     Step,
     chunks,
     main,
     measure,
+    name_run,
     write_squad_lengths,
     write_unsplit,
 )
-from tools.real_size.measure import TIMED
 
 from qdqbench.cli.app import app
 from qdqbench.quantize.models.load import load_tokenizer
@@ -58,7 +59,7 @@ def test_every_command_and_option_and_recipe_exists(known, tmp_path):
         asked += itertools.takewhile(lambda word: not word.startswith("--"), rest)
         assert asked
         runs = {each for each in asked if Path(each).parent == Path("models")}
-        assert {Path(each).name for each in runs} <= TIMED
+        assert {Path(each).name for each in runs} <= {name_run(*run) for run in REAL}
         assert set(asked) - {str(tmp_path / f"{UNSPLIT}.yaml")} - runs <= set(shipped_recipes()), step
 
 

@@ -1,6 +1,6 @@
 """Port an MPNet encoder to BERT's layout and heal it by distillation: a real BERT-base, with real outliers.
 
-    python tools/real_size/heal.py all-mpnet-base-v2 bert-base-healed --texts glue
+    python tools/heal.py all-mpnet-base-v2 bert-base-healed --texts glue
 
 The relative position bias is dropped. All other weights are copied; positions move to the front, and token
 types are zero. Then AdamW reduces the distance of the hidden states of every layer from those of the MPNet,
