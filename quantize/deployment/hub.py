@@ -53,7 +53,7 @@ _FOLDERS = ("model", "models", "old_models", "output", "outputs", "checkpoints",
 
 
 class MeasuredRun(Protocol):
-    """What a folder says of its run: `Results`, which the evaluation makes."""
+    """A folder's record of its run: `Results`, which the evaluation makes."""
 
     model: dict[str, Any]
     data: dict[str, Any]
