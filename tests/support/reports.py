@@ -6,6 +6,7 @@ from pathlib import Path
 
 from qdqbench.eval.bench.report import bench_report
 from qdqbench.eval.bench.results import read_bench
+from qdqbench.eval.metrics.results import Gate, GateIssue
 from qdqbench.eval.runs.comparison import comparison_report
 from qdqbench.eval.runs.report.report import run_report, stages_report
 from qdqbench.eval.runs.report.training import finetuning_report
@@ -14,6 +15,7 @@ from qdqbench.eval.runs.study import Study, study_report
 from qdqbench.eval.selection.auto.report import auto_report
 from qdqbench.eval.selection.calibration_comparison import calibration_report
 from qdqbench.eval.selection.search.report import search_report
+from qdqbench.eval.selection.search.results import Search, Source
 from qdqbench.eval.selection.sensitivity.report import sensitivity_report
 from qdqbench.quantize.calibration.record import SoftmaxRow
 from qdqbench.quantize.pipeline.pipeline import Timing
@@ -22,12 +24,27 @@ from qdqbench.quantize.report.document import Report
 from .benches import bench_that_is, many_shapes, sample_bench
 from .choices import NOTHING, sample_auto, sample_calibrations, sample_search, sample_sensitivity
 from .compared import sample_comparison
-from .records import speedup
-from .runs import bare, effects, failed, measured, mnli, regression, sample, verification, without_engine
+from .records import comparison, speedup
+from .runs import (
+    bare,
+    built,
+    effects,
+    failed,
+    measured,
+    mnli,
+    regression,
+    sample,
+    unscored,
+    verification,
+    without_engine,
+)
 from .trainings import failed_run, finetuning, qat_run, run_of
 
 MEASURED = Path(__file__).parents[2] / "docs" / "measured"
 MNLI = ("validation_matched", "validation_mismatched")
+
+
+STOPPED = run_of(1, stopped="no gain in 3 evaluations", steps=276, processes=2, samples_per_s=1402.5)
 
 
 def measured_study() -> Study:
@@ -42,15 +59,40 @@ def timed_run() -> Results:
     speed = [speedup(1.4, 1.3, 1.5), speedup(1.31, 0.9, 1.6, config="b1 s128")]
     half = measured({"accuracy": 0.8945}, -0.0023)
     versus = measured({"accuracy": 0.8956}, 0.0011).vs_fp32
+    engine = built(attention_int8=1, expected_attention_int8=2, int8_residuals=2, expected_int8_residuals=2)
     softmax = {"module": "bert.encoder.layer.0.attention.self", "length": 384, "amax": 0.5, "centered": True}
     return effects(
         layers=2,
         speed=speed,
         fp16=half,
         vs_fp16=versus,
+        engine=engine,
         verification=verification(),
         softmax=[SoftmaxRow(**softmax, zeroed=0.331, clipped=0.012, error=0.254)],
     )
+
+
+def unclear_run() -> Results:
+    """A run whose samples and quick bench cannot tell."""
+    numbers = {"value": 0.0115, "stderr": 0.0113, "limit": 0.01, "n": 872, "needed": 9000}
+    drop = GateIssue(code="accuracy", state="within_noise", stage="engine", metric="accuracy", **numbers)
+    gate = Gate(passed=True, max_drop=0.01, issues=[drop, drop.model_copy(update={"state": "inconclusive"})])
+    quick = speedup(1.31, 1.2, 1.4).model_copy(update={"quick": True})
+    return sample(
+        2, gate=gate, speed=[quick], notes=["mine.csv has semicolons between its fields"], warnings=[]
+    )
+
+
+def share_search() -> Search:
+    """A search without latencies, on two splits, of another precision."""
+    source = Source(mode="int8-share", batch=32, length=128, baseline_precision="BF16")
+    found = sample_search(source=source)
+    for number, each in enumerate([*found.trials, *found.confirmed]):
+        each.speedup, each.int8_share = None, number / 10
+    drops = {"validation_matched": 0.01, "validation_mismatched": 0.05}
+    scores = {split: comparison({"accuracy": -drop}, 0.001) for split, drop in drops.items()}
+    found.confirmed[0].scores = scores
+    return found
 
 
 def stages() -> Report:
@@ -71,6 +113,7 @@ def stages() -> Report:
     results = qat_run(
         layers=2,
         data={"calibration": calibration},
+        quantized_attention=["a", "b"],
         timings={name: Timing(wall_s=12.3, peak_rss_bytes=1, reused=name == "build") for name in names},
         verification=verification(),
         skipped={"engine": "no GPU"},
@@ -88,6 +131,8 @@ REPORTS: dict[str, Callable[[], Report]] = {
     "run-two-splits": lambda: run_report(mnli()),
     "run-regression": lambda: run_report(regression()),
     "run-fp32": lambda: run_report(bare()),
+    "run-unclear": lambda: run_report(unclear_run()),
+    "run-unscored": lambda: run_report(unscored()),
     "stages": stages,
     "bench": lambda: bench_report(sample_bench()),
     "bench-inconclusive": lambda: bench_report(bench_that_is("unclear")),
@@ -98,9 +143,12 @@ REPORTS: dict[str, Callable[[], Report]] = {
     "methods": lambda: calibration_report(sample_calibrations()),
     "methods-two-splits": lambda: calibration_report(sample_calibrations(splits=MNLI)),
     "search": lambda: search_report(sample_search()),
+    "search-share": lambda: search_report(share_search()),
     "search-nothing": lambda: search_report(sample_search(**NOTHING)),
     "auto": lambda: auto_report(sample_auto()),
     "auto-nothing": lambda: auto_report(sample_auto(passed=False)),
-    "finetune": lambda: finetuning_report(finetuning([run_of(0), run_of(1), failed_run(2)])),
+    "finetune": lambda: finetuning_report(finetuning([run_of(0), STOPPED, failed_run(2)])),
+    "finetune-one": lambda: finetuning_report(finetuning([run_of(7)])),
+    "finetune-failed": lambda: finetuning_report(finetuning([failed_run(0), failed_run(1, reason=None)])),
     "study": lambda: study_report(measured_study()),
 }

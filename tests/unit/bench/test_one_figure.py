@@ -3,16 +3,13 @@
 import re
 from pathlib import Path
 
-import pytest
-
 from qdqbench.eval.bench.report import speedup_svg, write_bench_reports
 from qdqbench.eval.bench.results import Bench, write_bench
 from qdqbench.eval.runs.report.report import missing_engines, refresh_reports
-from qdqbench.eval.runs.report.verdict import run_verdict
 from qdqbench.eval.runs.results import Results, read_results
 from qdqbench.quantize.report.formats import size
 
-from ...support.benches import bench_that_is, sample_bench
+from ...support.benches import sample_bench
 from ...support.runs import sample as sample_run
 
 
@@ -24,43 +21,6 @@ def told(bench: Bench, folder: Path, own: bool = True, **changes) -> tuple[Resul
     found = read_results(folder)
     texts = {path.name: path.read_text(encoding="utf-8") for path in written}
     return found, {name: re.sub(r"\\([\[\]])", r"\1", text) for name, text in texts.items()}
-
-
-@pytest.mark.parametrize(
-    ("kind", "mark"),
-    [
-        ("slower", "✗"),
-        ("faster", "✓"),
-        pytest.param("unclear", "", marks=pytest.mark.long),
-        pytest.param("below the gate", "✗", marks=pytest.mark.long),
-    ],
-)
-def test_each_page_has_the_speed_of_results_json(kind: str, mark: str, tmp_path: Path) -> None:
-    bench = bench_that_is(kind)
-    gate = sample_run().gate.model_copy(update={"min_speedup": 9.0 if kind == "below the gate" else None})
-    results, pages = told(bench, tmp_path, gate=gate)
-    heading = re.search(r"<h2>Speed(.*?)</h2>", pages["report.html"])
-    assert heading is not None
-    assert re.sub(r"<.*?>", "", heading[1]).strip() == mark
-    said = run_verdict(results).sentence
-    least, most = (choose(results.speed, key=lambda row: row.value) for choose in (min, max))
-    for row in (least, most):
-        assert f"{row.value:.2f}x" in said
-        assert row.baseline in said
-    assert ("SLOWER" in said) == (kind == "slower")
-    tile = re.search(r"<span>speed</span><b(.*?)>(.*?)</b><span>(.*?)</span>", pages["report.html"])
-    assert tile is not None
-    assert tile[2].split()[0] == f"{least.value:.2f}x"
-    assert ("bad" in tile[1]) == (mark == "✗")
-    assert least.baseline in tile[3]
-    assert len(results.speed) == len(bench.configs)
-    for row in results.speed:
-        interval = "" if row.ci95_low is None else f" [{row.ci95_low:.2f}, {row.ci95_high:.2f}]"
-        for text in pages.values():
-            assert f"{row.value:.2f}x{interval}" in text
-            assert (f"{row.value:.2f}x{interval} slower" in text) == (row.verdict == "slower")
-            unclear = f"{row.value:.2f}x{interval} inconclusive" in text
-            assert unclear == (row.verdict == "inconclusive")
 
 
 def test_the_axes_of_the_bench_say_what_they_are(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """A bench is shown as it was measured: labelled, flagged where INT8 does not pay, on every kind of page."""
 
-import json
 import xml.etree.ElementTree as ET
 from io import StringIO
 from pathlib import Path
@@ -22,7 +21,7 @@ from qdqbench.quantize.report.document import Cell
 from qdqbench.quantize.report.render import render_screen
 from qdqbench.quantize.utils.files import sha256
 
-from ...support.benches import SLOW_REASON, bench_row, sample_bench
+from ...support.benches import bench_row, sample_bench
 from ...support.pages import HOSTILE, offline, plain
 from ...support.runs import sample as sample_run
 
@@ -37,50 +36,11 @@ def pages(bench, folder: Path) -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in report.write_bench_reports(bench, folder)}
 
 
-def test_what_a_reader_must_know_is_on_every_page(tmp_path):
-    bench = sample_bench(
-        errors=["an error here"], warnings=["a warning here"], notes=["a note here"], complete=False
-    )
-    (line,) = report.slow_lines(bench)
-    assert line.startswith("b1 s128: INT8 engine is slower than FP16 engine, 0.90x")
-    assert line.endswith(SLOW_REASON)
-    clocks = "1755 to 1755 MHz, 412 to 412 W, 44 to 44 °C"
-    assert report.clocks(bench) == f"clock and power while measured: {clocks}"
-    needles = (
-        "bert-base (random weights)", "NVIDIA H200", "TensorRT-RTX 1.4.0.76", "torch 2.11.0",
-        "1755 to 1755 MHz", "INT8 over the fastest FP16", "torch.compile FP16 1.6", "Interrupted",
-    )  # fmt: skip
-    for text in (terminal(bench, 300), *pages(bench, tmp_path).values()):
-        assert [needle for needle in needles if needle not in text] == []
-        places = [
-            text.index(words) for words in ("an error here", SLOW_REASON, "a warning here", "a note here")
-        ]
-        assert places == sorted(places)
-    html = (tmp_path / "bench.html").read_text(encoding="utf-8")
-    assert f"<li>{line}</li>" in html.partition("<nav")[0]
-    assert json.loads(bench.model_dump_json())["target"]["random_weights"]
-    assert "random weights" in report.latency_svg(bench)
-
-
 def column(bench, shape):
     """Cells of one shape by the name of the row, the headline with them."""
     place = [report.config_text(bench, config) for config in bench.configs].index(shape)
     cells = {name: cells[place] for name, cells in [*report.latency_rows(bench), *report.ratio_rows(bench)]}
     return cells | {report.headline_title(bench): report.headline_cells(bench, bench.configs[place])}
-
-
-def test_the_headline_is_over_the_fastest_fp16_contestant():
-    bench = sample_bench()
-    ratio, ours, over = column(bench, "b1 s128")["INT8 over the fastest FP16"]
-    assert ratio.state == "bad"
-    assert ratio.text.startswith("0.90x [")
-    assert ratio.text.endswith(" slower")
-    assert (ours, over) == (Cell("INT8 engine 0.8"), Cell("FP16 engine 0.72"))
-    ratio, ours, over = column(bench, "b8 s128")["INT8 over the fastest FP16"]
-    assert ratio.text.startswith("1.60x [")
-    assert over.text == "torch.compile FP16 1.6"
-    assert all(cell.headline == headline_of(bench.systems, cell) for cell in bench.configs)
-    assert [cell.headline.baseline for cell in bench.configs] == ["fp16", "compile-fp16", "fp16"]
 
 
 def bench_with(name, label):
@@ -107,16 +67,6 @@ def test_another_recipe_is_over_the_fastest_fp16_too():
     assert headline_of(bench.systems, cell).system == "int8"  # what the bench is about
     assert column(bench, "b1 s128")["INT8 engine, mine over the fastest FP16"].text.startswith("1.20x")
     assert column(bench, "b8 s128")["INT8 engine, mine over the fastest FP16"].text == ""
-
-
-def test_other_ratios_stand_under_it():
-    marks = column(sample_bench(), "b1 s128")
-    assert marks["INT8 engine"] == Cell("0.8")
-    assert marks["INT8 engine over FP16 engine"].state == "bad"
-    assert marks["INT8 engine over torch.compile FP16"].text.startswith("1.25x")
-    assert marks["INT8 engine over torch.compile FP16"].state == ""
-    others = column(sample_bench(), "b32 s128")
-    assert {cell.state for name, cell in others.items() if "fastest" not in name} == {""}
 
 
 @pytest.mark.parametrize(
@@ -210,30 +160,6 @@ def test_names_cannot_break_a_page(tmp_path):
     offline(made["bench.html"])
     plain(made["bench.md"])
     terminal(bench)
-
-
-def test_tables_of_the_markdown_have_as_many_cells_as_columns(tmp_path):
-    lines = pages(sample_bench(), tmp_path)["bench.md"].splitlines()
-    widths = [line.count("|") for line in lines if line.startswith("|")]
-    assert widths[:5] == [5] * 5  # header, rule, three shapes
-    assert widths[5:15] == [5] * 10  # header, rule, six contestants, two ratios
-    assert widths[15:35] == [widths[15]] * (2 + 18)
-
-
-def test_a_run_gets_a_section(tmp_path):
-    run = sample_run()
-    (tmp_path / "results.json").write_text(run.model_dump_json())
-    write_bench(tmp_path / "bench.json", sample_bench())
-    written, why = refresh_reports(tmp_path)
-    assert why is None
-    made = {path.name: path.read_text(encoding="utf-8") for path in written}
-    assert set(made) == {"report.md", "report.html"}
-    assert '<section id="speed"' in made["report.html"]
-    assert "## Speed" in made["report.md"]
-    assert made["report.html"].count("<svg") >= 3
-    for needle in ("1.25x", "torch.compile FP16", SLOW_REASON):
-        assert needle in made["report.html"]
-        assert needle in made["report.md"]
 
 
 def test_a_run_without_a_bench_has_no_section(tmp_path):

@@ -1,4 +1,4 @@
-"""Every kind of report as Markdown and on a terminal of 80 columns, held to `tests/golden/reports`.
+"""Every kind of report as Markdown and on 80 columns, some as pages too, held to `tests/golden/reports`.
 
 A change that is meant to change a report writes the files anew, to be read as a diff:
 
@@ -6,6 +6,7 @@ RECORD_GOLDEN=1 .venv/bin/python -m pytest tests/unit/report/test_golden.py
 """
 
 import os
+import re
 from io import StringIO
 from pathlib import Path
 
@@ -13,17 +14,21 @@ import pytest
 from rich.console import Console
 
 from qdqbench.quantize.report.document import Report
-from qdqbench.quantize.report.render import render_markdown, render_screen
+from qdqbench.quantize.report.render import render_html, render_markdown, render_screen
 
 from ...support.reports import REPORTS
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "reports"
-BESIDES = (
-    "run-alone",
-    "bench-many-shapes",
-    "bench-measured",
-    "methods-two-splits",
-)  # shown by others as well
+BESIDES = ("run-alone", "run-two-splits", "bench-many-shapes", "bench-measured")  # shown by others as well
+
+
+PAGES = ("run", "compare", "bench")
+
+
+def on_page(report: Report) -> str:
+    """The page without what all pages share, and of charts what they are called."""
+    html = re.sub(r"(?s)<(style|script)>.*?</\1>\n?", "", render_html(report))
+    return re.sub(r'(?s)<svg [^>]*aria-label="([^"]*)".*?</svg>', r"<svg>\1</svg>", html)
 
 
 def on_screen(report: Report) -> str:
@@ -38,7 +43,9 @@ def on_screen(report: Report) -> str:
 @pytest.mark.parametrize("name", [name for name in REPORTS if name not in BESIDES])
 def test_a_report_is_as_it_was(name: str) -> None:
     report = REPORTS[name]()
-    for kind, text in (("md", render_markdown(report)), ("txt", on_screen(report))):
+    texts = {"md": render_markdown(report), "txt": on_screen(report)}
+    texts |= {"html": on_page(report)} if name in PAGES else {}
+    for kind, text in texts.items():
         path = GOLDEN / f"{name}.{kind}"
         if os.environ.get("RECORD_GOLDEN"):
             path.parent.mkdir(exist_ok=True)

@@ -7,14 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from rich.console import Console
 
 from qdqbench.eval.metrics.results import Gate, GateIssue, Parity, StageResult
 from qdqbench.eval.runs.gate import issue_sentence, judge_stages
-from qdqbench.eval.runs.report.report import stage_cell, stages_report
+from qdqbench.eval.runs.report.report import stages_report
 from qdqbench.eval.runs.results import FileRow, Results
-from qdqbench.quantize.calibration.record import QuantizerRow
 from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.lint.findings import FindingRow
 from qdqbench.quantize.pipeline.pipeline import Timing
@@ -22,7 +20,6 @@ from qdqbench.quantize.report.render import render_screen
 
 from ...support.records import comparison, engine_result
 from ...support.runs import parity_of, parity_row
-from ...support.trainings import run_of as training_run
 
 
 def partial_results(*stages: str, failures: Sequence[str] = (), **fields) -> Results:
@@ -48,17 +45,6 @@ def parity(differing: int) -> Parity:
     return parity_of([parity_row("a", 1000, 0, 0, 0.001), parity_row("b", 1000, differing, 1, 0.001)])
 
 
-def spread_row(name: str, spread: float | None) -> QuantizerRow:
-    row = {"name": name, "module": name, "kind": "input", "axis": None, "amax": 1.0, "amax_min": 1.0}
-    return QuantizerRow.model_validate(row | {"amax_over_rms": 9.0, "amax_spread": spread})
-
-
-CALIBRATED = {
-    "data": {"calibration": {"method": "max", "samples": 1, "split": "train"}},
-    "quantized_layers": [str(number) for number in range(12)],
-    "quantized_attention": ["a", "b"],
-    "high_precision_layers": ["pooler", "classifier"],
-}
 SCORED = StageResult(
     status="done",
     metrics={"accuracy": 0.875},
@@ -66,59 +52,6 @@ SCORED = StageResult(
     n=1200,
     vs_fp32=comparison({"accuracy": -0.01}, 0.002, n=1200, disagreements=31),
 )
-ALONE = SCORED.model_copy(update={"vs_fp32": None})
-STEPS = {"steps": 90, "planned_steps": 100, "best_step": 50, "seconds": 61.0}
-TRAINED = training_run(0).model_copy(update=STEPS)
-SIZES = {"fp32": (400, 1.0), "int8": (100, 0.25)}
-FILES = [FileRow(name=f"model.{n}.onnx", bytes=size, fp32_ratio=part) for n, (size, part) in SIZES.items()]
-
-
-@pytest.mark.parametrize(
-    ("stage", "fields", "text"),
-    [
-        (
-            "quantize",
-            CALIBRATED,
-            "12 of 14 linears in INT8, 2 attentions; scales by max of 1 sample of train",
-        ),
-        (
-            "quantize",
-            CALIBRATED | {"quantizers": [spread_row("a", 0.1), spread_row("b", None), spread_row("c", 0.01)]},
-            "12 of 14 linears in INT8, 2 attentions; scales by max of 1 sample of train; amax spread: median "
-            "5.5%, largest 10.0%",
-        ),
-        (
-            "quantize",
-            CALIBRATED | {"quantizers": [spread_row("a", None), spread_row("b", 0.0)]},
-            "12 of 14 linears in INT8, 2 attentions; scales by max of 1 sample of train; amax spread: median "
-            "0.0%, largest 0.0%",
-        ),
-        ("baseline", {"stages": {"fp32": ALONE}}, "accuracy 0.8750 ± 0.0125, n = 1,200"),
-        (
-            "engine",
-            {"stages": {"engine": SCORED}},
-            "accuracy 0.8750 ± 0.0125, n = 1,200; against FP32 -0.0100 ± 0.0020, beyond noise; "
-            "31 of 1,200 answers differ",
-        ),
-        ("qat", {"training": TRAINED}, "90 of 100 steps in 61.0 s; step 50 is the best"),
-        ("export", {"files": FILES}, "2 ONNX files; of the size of FP32: model.int8.onnx 0.25"),
-        ("check", {}, "0 findings"),
-        (
-            "parity",
-            {"parity": parity(9)},
-            "1 of 2 tensors agree with ONNX Runtime; nearest to its limit, at 180%: b, codes that differ: "
-            "0.900% of 0.500%; n = 64",
-        ),
-        (
-            "build",
-            {"engine": engine()},
-            "model.int8.engine 23.4 MB, OpenVINO 2026.4; 12 of 12 GEMMs in INT8; 1 of 1 attentions in INT8",
-        ),
-        ("verify", {"skipped": {"verify": "no GPU here to run it on"}}, "skipped: no GPU here to run it on"),
-    ],
-)
-def test_a_stage_says_what_it_made(stage, fields, text):
-    assert stage_cell(partial_results(stage, **fields), stage).text == text
 
 
 def test_every_stage_has_a_row_and_names_are_no_markup():

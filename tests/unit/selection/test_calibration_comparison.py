@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 
 from qdqbench.eval.selection import calibration_comparison as side_by_side
-from qdqbench.eval.selection.calibration_comparison import METHODS, calibration_report, list_sections
+from qdqbench.eval.selection.calibration_comparison import METHODS, list_sections
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.sections import Calibration
-from qdqbench.quantize.report.document import Table
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support.choices import sample_calibrations
 from ...support.tiny_bert import recipe_with
 
 OWN = Calibration()
@@ -69,32 +67,6 @@ def test_what_is_no_method_is_named(methods: list[str], smooths: list[str], name
     with pytest.raises(UserError, match=re.escape(named)) as caught:
         list_sections(OWN, methods, smooths)
     assert "\n" not in str(caught.value)
-
-
-def test_words_and_figures_of_the_table() -> None:
-    report = calibration_report(sample_calibrations())
-    assert report.verdict is not None
-    (grid,) = [block for block in report.sections[0].blocks if isinstance(block, Table)]
-    cells = [dict(zip(grid.columns, each.cells, strict=False)) for each in grid.rows]
-    assert [each["method"].note for each in cells] == ["the recipe", "=", "best", ""]
-    given, _, best, failed = cells
-    assert given["of the recipe's"].text == "100%"
-    assert (best["of the recipe's"].text, best["SQNR"].text) == ("20%", "equal")
-    assert given["F1 against FP32"].short == "-0.0010 ± 0.0040 ~"
-    assert best["F1 against FP32"].short is None
-    assert (failed["divergence"].state, failed["divergence"].short) == ("bad", "failed")
-    assert "entropy, smooth 0.65" in report.verdict.sentence
-    assert "-0.0200 ± 0.0040" in report.verdict.sentence
-
-
-def test_each_validation_split_has_its_columns() -> None:
-    report = calibration_report(sample_calibrations(splits=("validation_matched", "validation_mismatched")))
-    (grid,) = [block for block in report.sections[0].blocks if isinstance(block, Table)]
-    shown = [name for name in grid.columns if "F1" in name]
-    names = ("F1 (matched)", "F1 (mismatched)")
-    assert shown == [f"{name}{against}" for name in names for against in ("", " against FP32")]
-    assert grid.screen is not None
-    assert [grid.columns[at] for at in grid.screen] == ["method", "divergence", *shown[1::2]]
 
 
 @pytest.mark.parametrize("match", ["encoder.layer.*", "encoder.layer.*.self.*"])

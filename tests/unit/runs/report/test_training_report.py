@@ -12,19 +12,16 @@ from rich.console import Console
 from qdqbench.eval.runs.report import training
 from qdqbench.eval.runs.report import verdict as wording
 from qdqbench.eval.runs.results import QAT_STAGES, STAGES, Results
-from qdqbench.quantize.report import formats
-from qdqbench.quantize.report.document import Block, Chart, Columns, Pairs, Table
-from qdqbench.quantize.report.render import prose, render_screen
+from qdqbench.quantize.report.document import Block, Chart, Columns, Pairs
+from qdqbench.quantize.report.render import render_screen
 from qdqbench.quantize.training.results import Finetuning, Spread, TrainingRun
 from qdqbench.quantize.utils.trackers import LogRow
 
-from ....support.pages import Page, offline, plain
+from ....support.pages import offline, plain
 from ....support.runs import GARBLED, poisoned
 from ....support.runs import sample as sample_run
 from ....support.trainings import failed_run, finetuning, log_of, qat_run, run_of
-from .test_report import one_line, terminal, written
-
-DISTANCE = "held-out distance from FP32's answers"
+from .test_report import terminal, written
 
 
 def row_of(**values: float) -> LogRow:
@@ -85,47 +82,6 @@ def test_both_files_are_whole_and_run_nothing(made: tuple[Finetuning, Path]) -> 
         assert len(widths) == 1, table[:300]
 
 
-def test_the_verdict_leads_and_every_seed_is_there(made: tuple[Finetuning, Path]) -> None:
-    result, folder = made
-    said = training.finetuning_report(result).verdict.sentence
-    text = one_line(Page((folder / "finetune.html").read_text(encoding="utf-8")).text)
-    markdown = (folder / "finetune.md").read_text(encoding="utf-8")
-    assert one_line(said) in text
-    assert text.index(one_line(said)) < text.index("Seeds")
-    assert prose(said) in markdown.partition("## Seeds")[0]
-    for run in result.runs:
-        if run.status == "failed":
-            assert one_line(formats.clean(run.reason or "no reason was recorded")) in text
-    for word in ("nan", "inf", "None"):
-        assert not re.search(rf"(?<!\w){word}(?!\w)", markdown), word
-    assert "\x1b" not in markdown + shown(result)
-
-
-def test_the_headline_has_mean_spread_best_and_failures() -> None:
-    runs = [run_of(0), run_of(1), failed_run(2, reason="the training loss became NaN.")]
-    assert training.finetuning_report(finetuning(runs)).verdict.sentence == (
-        "MRPC F1 0.8630 on average over 2 seeds, standard deviation 0.0028 (408 validation samples); best on "
-        "its held-out rows: seed 1, 0.8650 ± 0.0155 on validation; 1 of 3 seeds FAILED: seed 2 (the training "
-        "loss became NaN)."
-    )
-
-
-@pytest.mark.parametrize(
-    ("case", "part", "status"),
-    [
-        ("one seed", "MRPC F1 0.8890 ± 0.0155 (one seed, so no spread; 408 validation samples).", "good"),
-        ("all failed", "No seed of 2 was trained to its end: seed 0 (training diverged:", "bad"),
-        ("all failed", "seed 1 (no reason was recorded).", "bad"),
-        ("five seeds", "1 of 5 seeds FAILED: seed 4 (training diverged", "unclear"),
-    ],
-)
-def test_the_headline_is_honest(case: str, part: str, status: str) -> None:
-    verdict = training.finetuning_report(CASES[case]()).verdict
-    assert verdict is not None
-    assert part in verdict.sentence
-    assert verdict.state == status
-
-
 def test_a_failure_is_told_once_and_other_warnings_stay() -> None:
     result = finetuning([run_of(0), failed_run(1)])
     result.warnings.append("--limit 64: a part of the train split only")
@@ -133,41 +89,11 @@ def test_a_failure_is_told_once_and_other_warnings_stay() -> None:
     assert "warning: --limit 64" in shown(result)
 
 
-def test_the_row_of_a_seed() -> None:
-    run = run_of(0, stopped="no gain in 3 evaluations", steps=276, processes=2, samples_per_s=1402.5)
-    table = seeds_table(finetuning([run]))
-    cells = [cell.text for cell in table.rows[0].cells]
-    row = dict(zip(table.columns, cells, strict=True))
-    score = next(row.score for row in run.log if row.step == run.best_step and row.score is not None)
-    assert row == {
-        "seed": "0",
-        "F1": "0.8610 ± 0.0155",
-        "accuracy": "0.8110 ± 0.0192",
-        "samples": "408",
-        "held-out F1": f"{score:.4f}",
-        "steps": "276 of 460",
-        "best step": str(run.best_step),
-        "samples/s": "1,402",
-        "time": "19.4 s",
-        "trained on": "2 x NVIDIA H200, BF16",
-        "stopped": "no gain in 3 evaluations",
-    }
-    assert table.foot == []
-    [mean] = seeds_table(finetuning([run, run_of(1)])).foot
-    assert [cell.text for cell in mean.cells] == ["mean", "0.8630 sd 0.0028", "0.8125 sd 0.0021", ""]
-
-
 def test_the_terminal_fits_one_screen_and_reads_no_markup() -> None:
     text = shown(CASES["five seeds"]())
     assert len(text.splitlines()) <= 24
     assert "4 seeds" in text
     assert "[red]" in shown(hostile(), width=4000)
-
-
-def seeds_table(result: Finetuning) -> Table:
-    block = training.finetuning_report(result).sections[0].blocks[0]
-    assert isinstance(block, Table)
-    return block
 
 
 def columns_of(blocks: list[Block]) -> list[Columns]:
@@ -268,28 +194,6 @@ def test_the_verdict_says_what_training_won_back(results: Results, clause: str) 
     said = wording.run_verdict(results)
     assert wording.qat_clause(results).startswith(clause)
     assert f"; {clause}" in said.sentence
-    assert clause in one_line(terminal(results, width=1000))
-
-
-def test_a_run_with_qat_shows_both_models_everywhere(tmp_path: Path) -> None:
-    results = qat_run()
-    markdown, html = written(results, tmp_path)
-    text = one_line(Page(html).text)
-    shown_text = terminal(results, width=160)
-    for place in (markdown, text, shown_text):
-        assert place.index("FP32") < place.index("PTQ fake-quant") < place.index("QAT fake-quant")
-    table = markdown.partition("## Accuracy")[2].partition("##")[0]
-    rows = [line.split("|")[1].strip() for line in table.splitlines() if re.match(r"\| .*0\.8", line)]
-    stages = [row.partition(" (torch")[0] for row in rows]
-    assert stages == ["FP32", "PTQ fake-quant", "QAT fake-quant", "ONNX Runtime", "engine (TensorRT-RTX)"]
-    chart = set(texts(html))
-    assert {"PTQ fake-quant", "QAT fake-quant", "training loss", "before training (PTQ)"} <= chart
-    assert "accuracy, QAT against PTQ" in text
-    assert "distill.logits" in text
-    assert DISTANCE in text
-    page = Page(html)
-    assert len(page.ids) == len(set(page.ids))
-    assert not page.open
 
 
 def test_a_missing_ptq_stage_is_missed_only_with_qat(tmp_path: Path) -> None:
@@ -299,19 +203,6 @@ def test_a_missing_ptq_stage_is_missed_only_with_qat(tmp_path: Path) -> None:
     assert (sample_run().expected_stages, without.expected_stages) == (STAGES, QAT_STAGES)
     for text in (*written(sample_run(), tmp_path), terminal(sample_run())):
         assert not re.search(r"PTQ|QAT fake|uantization-aware", text)
-
-
-def test_what_the_section_says_of_a_training() -> None:
-    facts = facts_of(qat_run().training)
-    assert facts["steps"] == "460 of 460"
-    assert facts["stopped"] == "after the last step"
-    assert re.fullmatch(r"0\.0\d{3}, before training 0\.0\d{3}", facts[DISTANCE])
-    assert facts["trained on"] == "NVIDIA H200, BF16"
-    assert facts["rows"] == "3,301, and 367 held out"
-    assert training.training_blocks(None) == []
-    facts = facts_of(run_of(0, log=log_of(0, first=True), best_step=0, stopped="no gain"))
-    assert facts["weights kept"] == "of step 0: the weights before training, so it gained nothing"
-    assert "before training" not in facts[DISTANCE]
 
 
 def test_hostile_strings_of_a_qat_stay_text(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection.search import confirm, report, results
@@ -12,7 +11,7 @@ from qdqbench.eval.selection.search.report import describe_choice, search_report
 from qdqbench.eval.selection.search.results import ConfirmedRecipe, SearchOutcome, Source
 from qdqbench.eval.selection.trials.results import Failure
 from qdqbench.quantize.recipe.sections import GateSettings
-from qdqbench.quantize.report.render import render_screen, write_report
+from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.utils.errors import UserError
 
 from ....support import records
@@ -175,16 +174,6 @@ def test_choices_in_words():
     assert "no trial came to an end" in describe_choice(sample_search(outcome=SearchOutcome()))
 
 
-def test_reports_name_the_baseline(tmp_path):
-    source = sample_search().source.model_copy(update={"cpu": "c", "baseline_precision": "BF16"})
-    versions = dict.fromkeys(("torch", "transformers", "nvidia-modelopt"), "1")
-    found = sample_search(source=source, environment={"versions": versions})
-    for path in write_report(search_report(found), tmp_path, "search"):
-        text = path.read_text()
-        assert "over BF16" in text
-        assert "over FP16" not in text
-
-
 @pytest.mark.parametrize("changes", [{}, NOTHING, NOTHING | {"trials": []}])
 def test_reports_name_the_device_and_stay_offline(tmp_path, changes):
     found = sample_search(**changes)
@@ -197,19 +186,6 @@ def test_reports_name_the_device_and_stay_offline(tmp_path, changes):
         assert "<memory>" not in text.replace("\\<memory>", "") or path.suffix == ".md"
     if found.trials:
         assert "shipped recipe" in report.draw_front(found)
-
-
-def test_without_latencies_reports_compare_the_int8_share(tmp_path, capsys):
-    found = sample_search(source=Source(mode="int8-share", batch=32, length=128))
-    for number, each in enumerate([*found.trials, *found.confirmed]):
-        each.speedup, each.int8_share = None, number / 10
-    for path in write_report(search_report(found), tmp_path, "search"):
-        assert "INT8 share of multiply-adds" in path.read_text()
-        assert "over FP16" not in path.read_text()
-    assert "latency not measured" in report.headline(found)
-    assert "not in INT8, %" in report.draw_front(found)
-    Console(width=80).print(render_screen(search_report(found)))
-    assert "INT8 share" in capsys.readouterr().out
 
 
 def test_search_json_of_another_version_is_refused(tmp_path):
@@ -244,13 +220,3 @@ def test_why_nothing_in_int8_was_chosen_is_what_was_measured(tried, confirmed_ms
     trials = [high] if tried is None else [high, trial_of(2, 0.0, 0.1, tried)]
     found = sample_search(trials=trials, confirmed=[confirmed("bert-int8-ffn", 0.0, confirmed_ms)])
     assert expected in explain_no_int8(found)
-
-
-def test_both_splits_of_mnli_are_shown(tmp_path):
-    row = confirmed("found", 0.0, 1.0)
-    drops = {"validation_matched": 0.01, "validation_mismatched": 0.05}
-    row.scores = {split: records.comparison({"accuracy": -drop}, 0.001) for split, drop in drops.items()}
-    found = sample_search(confirmed=[row])
-    for path in write_report(search_report(found), tmp_path, "search"):
-        assert "mismatched: drop" in path.read_text()
-        assert "5.00" in path.read_text()

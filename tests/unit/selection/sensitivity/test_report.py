@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from qdqbench.eval.selection.sensitivity.report import (
     _shorten,
@@ -14,7 +13,6 @@ from qdqbench.eval.selection.sensitivity.report import (
 from qdqbench.eval.selection.sensitivity.results import ranking, read_sensitivity
 from qdqbench.eval.selection.trials.results import write_result
 from qdqbench.quantize.report.document import Chart, Columns
-from qdqbench.quantize.report.render import render_screen
 from qdqbench.quantize.utils.errors import UserError
 
 from ....support.choices import compared, sample_sensitivity
@@ -40,30 +38,6 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "sensitivity.json").write_text(text)
     with pytest.raises(UserError, match=r"sensitivity\.json"):
         read_sensitivity(tmp_path)
-
-
-def test_reports_hold_every_candidate(tmp_path: Path) -> None:
-    found = sample_sensitivity()
-    write_result(found, sensitivity_report(found), tmp_path)
-    for kind in ("md", "html"):
-        text = (tmp_path / f"sensitivity.{kind}").read_text()
-        for each in found.rows:
-            assert each.name in text
-        assert "not part of everything" in text
-        assert "2.00e-02 ± 2e-03" in text
-        assert "within noise" in text
-
-
-def test_headline_names_the_worst() -> None:
-    text = sensitivity_headline(sample_sensitivity())
-    assert "encoder.layer.2.output.dense, alone makes 8% of it" in text  # 0.004 of 0.05
-    assert "+0.0300 ± 0.0020." in text.replace(", divergence", ".")  # no noise
-
-
-def test_a_terminal_marks_noise_beside_a_short_name(capsys: pytest.CaptureFixture[str]) -> None:
-    Console(width=80).print(render_screen(sensitivity_report(sample_sensitivity())))
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("layer.2.output.dense") and "± 0.0020 ~" in line for line in lines)
 
 
 def test_nothing_to_divide_by() -> None:
