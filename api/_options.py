@@ -91,7 +91,7 @@ class TaskOptions(Options):
 
     def find_task(self) -> "Task":
         """Return the task, without model and task the embedded default's; errors as `tasks.task.get_task`."""
-        from qdqbench.quantize.tasks.rows import count_classes
+        from qdqbench.quantize.tasks.data.load import count_classes
         from qdqbench.quantize.tasks.task import DEFAULT_TEXT, EMBEDDED, KNOWN, find_nearest, get_task
 
         name, count, columns = self.task, self.num_labels, self.text_column or ()
@@ -196,7 +196,7 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
         from qdqbench.quantize.models.identity import choose_prompts, has_pooling
         from qdqbench.quantize.models.load import read_class_names
         from qdqbench.quantize.pipeline.session import RunConfig
-        from qdqbench.quantize.tasks.rows import add_label_values
+        from qdqbench.quantize.tasks.data.load import add_label_values
         from qdqbench.quantize.tasks.task import score_embeddings, with_classes
         from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
+from qdqbench.quantize.tasks.data.encode import Sample, equal_length_batches
 from qdqbench.quantize.utils.errors import UserError
 
 Samples = Iterable[Mapping[str, Any]]

@@ -64,7 +64,7 @@ from qdqbench.quantize.lint.runs import read_feeds
 from qdqbench.quantize.models.identity import choose_prompts, embedding_notes
 from qdqbench.quantize.models.load import read_class_names
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.tasks.rows import load_split
+from qdqbench.quantize.tasks.data.load import load_split
 from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.utils.arrays import read_arrays

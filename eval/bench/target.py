@@ -32,7 +32,8 @@ from qdqbench.quantize.pipeline.pipeline import open_run, run_stages
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
 from qdqbench.quantize.recipe.schema import Recipe, find_recipe, load_recipe
 from qdqbench.quantize.report.formats import model_label
-from qdqbench.quantize.tasks.rows import encode, load_split, sorted_batches, sorted_rows
+from qdqbench.quantize.tasks.data.encode import encode, sorted_batches, sorted_rows
+from qdqbench.quantize.tasks.data.load import load_split
 from qdqbench.quantize.tasks.task import EMBED, Task, get_task
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Array, Batch

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
-from qdqbench.quantize.tasks.rows import sorted_batches
+from qdqbench.quantize.tasks.data.encode import sorted_batches
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Batch, Float32, Int64

@@ -23,7 +23,7 @@ from qdqbench.quantize.pipeline.pipeline import Timing, read_finished
 from qdqbench.quantize.pipeline.session import QAT, RECORD, Session
 from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
 from qdqbench.quantize.report.formats import count_of
-from qdqbench.quantize.tasks.rows import source_commit
+from qdqbench.quantize.tasks.data.splits import source_commit
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import report_phase

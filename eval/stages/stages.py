@@ -33,8 +33,8 @@ from qdqbench.quantize.pipeline.outcomes import Skipped, write_outcome
 from qdqbench.quantize.pipeline.pipeline import Stage
 from qdqbench.quantize.pipeline.session import CHECKPOINTS, QAT, Session
 from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.data.splits import source_fingerprint
 from qdqbench.quantize.tasks.embedded import write_embedded
-from qdqbench.quantize.tasks.rows import source_fingerprint
 from qdqbench.quantize.tasks.task import merge_splits
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError

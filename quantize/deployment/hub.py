@@ -16,7 +16,7 @@ from qdqbench.quantize.graph.index import GraphIndex, attribute
 from qdqbench.quantize.models import identity
 from qdqbench.quantize.models.load import load_config
 from qdqbench.quantize.pipeline.session import QAT, Session
-from qdqbench.quantize.tasks.rows import hub_set, is_hub_source
+from qdqbench.quantize.tasks.data.splits import hub_set, is_hub_source
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
 from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
 from qdqbench.quantize.tasks.types.questions import QUESTIONS

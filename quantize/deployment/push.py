@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from qdqbench.quantize.deployment.write import CACHE, TOLD
-from qdqbench.quantize.tasks.rows import find_root_cause
+from qdqbench.quantize.tasks.data.files import find_root_cause
 from qdqbench.quantize.utils.errors import UserError
 
 

@@ -31,7 +31,7 @@ from qdqbench.quantize.pipeline import data_profiles, graphs, outcomes
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.report.figures import coverage
-from qdqbench.quantize.tasks.rows import OVERLAP
+from qdqbench.quantize.tasks.data.encode import OVERLAP
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
 from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
 from qdqbench.quantize.tasks.types.kind import TaskKind

@@ -8,7 +8,7 @@ from qdqbench.quantize.engine import profiles as shapes
 from qdqbench.quantize.engine.profiles import LengthBucket, Lengths
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.tasks.rows import sorted_rows
+from qdqbench.quantize.tasks.data.encode import sorted_rows
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.limits import BackendName, has_profiles
 

@@ -23,7 +23,9 @@ from qdqbench.quantize.models.load import (
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.tasks import rows
+from qdqbench.quantize.tasks.data.encode import CalibrationBatches, encode
+from qdqbench.quantize.tasks.data.load import load_split, require_order
+from qdqbench.quantize.tasks.data.splits import Split, has_only_texts, read_split
 from qdqbench.quantize.tasks.task import Task, check_model_fits
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.encoded import Encoded
@@ -193,22 +195,20 @@ class Session:
         """Return the fake-quant model that is exported: after QAT where the recipe has it, else after PTQ."""
         return self.new_qat_model() if self.recipe.qat else self.new_ptq_model()
 
-    def split(
-        self, name: str, *, limit: int | None, seed: int | None = None, labelled: bool = True
-    ) -> rows.Split:
+    def split(self, name: str, *, limit: int | None, seed: int | None = None, labelled: bool = True) -> Split:
         task, source = self.config.task, self.data_source
-        split = rows.load_split(task, source, name, limit=limit, seed=seed, labelled=labelled)
+        split = load_split(task, source, name, limit=limit, seed=seed, labelled=labelled)
         self.notes += [note for note in split.notes if note not in self.notes]
         self._warn(split.warnings)
         return split
 
-    def calibration_batches(self) -> rows.CalibrationBatches:
+    def calibration_batches(self) -> CalibrationBatches:
         settings, task = self.recipe.calibration, self.config.task
-        texts = rows.has_only_texts(task, self.data_source, settings.split)
+        texts = has_only_texts(task, self.data_source, settings.split)
         labelled = not (task.kind.calibrates_unlabelled or texts)
         split = self.split(settings.split, limit=settings.samples, seed=settings.seed, labelled=labelled)
         longest = self.recipe.export.max_length
-        return rows.CalibrationBatches(split, task, self.tokenizer, longest, settings.batch_size, self.pad_id)
+        return CalibrationBatches(split, task, self.tokenizer, longest, settings.batch_size, self.pad_id)
 
     @contextmanager
     def unnoted(self) -> Iterator[None]:
@@ -231,16 +231,14 @@ class Session:
             self.eval_splits  # noqa: B018
 
     @functools.cached_property
-    def eval_splits(self) -> dict[str, tuple[rows.Split, Encoded]]:
+    def eval_splits(self) -> dict[str, tuple[Split, Encoded]]:
         task, splits = self.config.task, {}
         for name in task.eval_splits:
             report_phase(f"reading {name}")
             split = self.split(name, limit=self.config.limit)
             if task.kind is CLASSIFICATION:
-                rows.require_order(
-                    split, task, read_class_names(self.model_name, self.config.revision, task.kind)
-                )
-            encoded = rows.encode(split, task, self.tokenizer, self.recipe.export.max_length)
+                require_order(split, task, read_class_names(self.model_name, self.config.revision, task.kind))
+            encoded = encode(split, task, self.tokenizer, self.recipe.export.max_length)
             splits[name] = split, encoded
             self._warn(encoded.warnings)
         return splits
@@ -255,7 +253,7 @@ class Session:
         known = task.values
         if not known:
             with suppress(UserError):  # data that is not there any more names nothing
-                dataset = rows.read_split(task, self.data_source, task.eval_splits[0]).dataset
+                dataset = read_split(task, self.data_source, task.eval_splits[0]).dataset
                 known = read_label_names(dataset, task.label_column)
         return known if len(known) == len(names) else names
 

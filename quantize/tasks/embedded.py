@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qdqbench.quantize.tasks import rows as data
+from qdqbench.quantize.tasks.data.encode import encode
+from qdqbench.quantize.tasks.data.load import load_split
 from qdqbench.quantize.tasks.task import EMBEDDED
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch, pad
 from qdqbench.quantize.utils import files
@@ -185,8 +186,8 @@ def _train(
 ) -> "BertForSequenceClassification":
     import torch
 
-    split = data.load_split(EMBEDDED, str(data_dir), "train")
-    encoded = data.encode(split, EMBEDDED, tokenizer, MAX_LENGTH)
+    split = load_split(EMBEDDED, str(data_dir), "train")
+    encoded = encode(split, EMBEDDED, tokenizer, MAX_LENGTH)
     labels = torch.from_numpy(encoded.labels)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

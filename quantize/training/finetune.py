@@ -17,14 +17,9 @@ from qdqbench.quantize.models.load import load_config, load_encoder, load_matchi
 from qdqbench.quantize.pipeline.session import CHECKPOINTS, RECORD
 from qdqbench.quantize.recipe.sections import Training
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.rows import (
-    add_label_values,
-    add_tag_classes,
-    encode,
-    is_hub_source,
-    load_split,
-    read_split,
-)
+from qdqbench.quantize.tasks.data.encode import encode
+from qdqbench.quantize.tasks.data.load import add_label_values, add_tag_classes, load_split
+from qdqbench.quantize.tasks.data.splits import is_hub_source, read_split
 from qdqbench.quantize.tasks.task import Task, merge_splits, with_classes
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.tasks.types.kind import join_outputs

@@ -27,7 +27,7 @@ from qdqbench.quantize.pipeline.session import CHECKPOINTS, QAT, RECORD, Session
 from qdqbench.quantize.recipe.plan import list_bias_free_linears
 from qdqbench.quantize.recipe.sections import Qat
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.rows import encode
+from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.training import loop
 from qdqbench.quantize.training.results import TrainingRun

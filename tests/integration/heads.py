@@ -93,7 +93,8 @@ def write_model(folder: Path, kind: str, steps: int = 120) -> Path:
     import datasets
     import torch
 
-    from qdqbench.quantize.tasks.rows import Split, encode
+    from qdqbench.quantize.tasks.data.encode import encode
+    from qdqbench.quantize.tasks.data.splits import Split
     from qdqbench.quantize.tasks.task import get_task, with_classes
     from qdqbench.quantize.utils.system.quiet import quiet
 

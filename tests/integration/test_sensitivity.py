@@ -128,7 +128,7 @@ def test_draw_is_beside_calibration_and_validation_is_not_read(qdqbench, sst2, r
     assert any("measured on 30 samples, not 64" in note for note in found["notes"])
     from qdqbench.eval.selection.trials.store import draw_samples
     from qdqbench.quantize.pipeline.session import Session
-    from qdqbench.quantize.tasks.rows import load_split
+    from qdqbench.quantize.tasks.data.load import load_split
     from qdqbench.quantize.tasks.task import get_task
 
     split = load_split(get_task("sst2"), str(data), "train", limit=256, seed=0)

@@ -55,8 +55,8 @@ from qdqbench.quantize.pipeline.pipeline import STAGES_FILE, open_run, read_fini
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import Distill, Qat
+from qdqbench.quantize.tasks.data.splits import source_fingerprint
 from qdqbench.quantize.tasks.metrics import NOISE
-from qdqbench.quantize.tasks.rows import source_fingerprint
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils import files

@@ -24,7 +24,7 @@ from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import GateSettings
-from qdqbench.quantize.tasks.rows import source_fingerprint
+from qdqbench.quantize.tasks.data.splits import source_fingerprint
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.names import hide_credentials

@@ -34,7 +34,7 @@ from qdqbench.quantize.recipe.plan import Plan, Scaling, match_modules, resolve,
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Calibration, Rule
 from qdqbench.quantize.report.formats import count_of
-from qdqbench.quantize.tasks.rows import sorted_batches
+from qdqbench.quantize.tasks.data.encode import sorted_batches
 from qdqbench.quantize.tasks.task import kind_of
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
 from qdqbench.quantize.utils.arrays import Batch, Float32, Int64

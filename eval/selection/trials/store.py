@@ -21,7 +21,9 @@ from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Scores
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import Recipe, dump_short_recipe, parse_recipe
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.rows import Split, complete_samples, encode, load_split
+from qdqbench.quantize.tasks.data.encode import encode
+from qdqbench.quantize.tasks.data.load import complete_samples, load_split
+from qdqbench.quantize.tasks.data.splits import Split
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Float32

@@ -16,7 +16,8 @@ from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.pipeline.graphs import FP32, graph_path
 from qdqbench.quantize.pipeline.outcomes import Skipped, engine_file, read_built
 from qdqbench.quantize.pipeline.session import Session, read_config
-from qdqbench.quantize.tasks.rows import OVERLAP, Sample, Split, iter_encoded
+from qdqbench.quantize.tasks.data.encode import OVERLAP, Sample, iter_encoded
+from qdqbench.quantize.tasks.data.splits import Split
 from qdqbench.quantize.tasks.task import EMBED, Task
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
 from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE

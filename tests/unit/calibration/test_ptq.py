@@ -24,7 +24,7 @@ from qdqbench.quantize.calibration.record import summarize_spread
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
-from qdqbench.quantize.tasks.rows import Sample, equal_length_batches
+from qdqbench.quantize.tasks.data.encode import Sample, equal_length_batches
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 from ...support import tiny_bert as bert

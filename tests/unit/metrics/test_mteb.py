@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.metrics import mteb as under_test
-from qdqbench.quantize.tasks.rows import Sample
+from qdqbench.quantize.tasks.data.encode import Sample
 from qdqbench.quantize.tasks.task import EMBED, get_task
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from qdqbench.quantize.tasks import embedded
-from qdqbench.quantize.tasks import rows as data
+from qdqbench.quantize.tasks.data.encode import encode
+from qdqbench.quantize.tasks.data.load import load_split
 from qdqbench.quantize.tasks.embedded import ASIDES, LABEL_NOISE, MAX_WORDS, NEGATIONS, POLAR, sentences
 from qdqbench.quantize.tasks.task import check_model_fits, get_task
 from qdqbench.quantize.utils.errors import UserError
@@ -71,7 +72,7 @@ def test_default_size_suits_int8_attention():
 
 def test_data_is_read_like_any_task_and_held_out(run):
     task = get_task("embedded")
-    train, held_out = (data.load_split(task, str(run.data_dir), split) for split in ("train", "validation"))
+    train, held_out = (load_split(task, str(run.data_dir), split) for split in ("train", "validation"))
     assert (train.rows, held_out.rows) == (60, 20)
     assert not set(train.dataset[:]["sentence"]) & set(held_out.dataset[:]["sentence"])
 
@@ -87,7 +88,7 @@ def test_model_is_read_like_any_model(run, capfd):
     task = get_task("embedded")
     check_model_fits(task, model_labels=model.config.num_labels, problem_type=model.config.problem_type)
     assert model.config.id2label == {0: "negative", 1: "positive"}
-    encoded = data.encode(data.load_split(task, str(run.data_dir), "validation"), task, tokenizer, 128)
+    encoded = encode(load_split(task, str(run.data_dir), "validation"), task, tokenizer, 128)
     unknown = tokenizer.unk_token_id
     assert not any(unknown in ids for ids in encoded.input_ids)
     assert unknown not in tokenizer("words it never saw, in 2 lines!")["input_ids"]

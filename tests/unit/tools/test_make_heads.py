@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 from tools import make_heads
 
-from qdqbench.quantize.tasks.rows import add_tag_classes, load_split
+from qdqbench.quantize.tasks.data.load import add_tag_classes, load_split
 from qdqbench.quantize.tasks.task import get_task
 
 PLACES = ("Rome", "New York", "Oslo", "Lima")

@@ -24,7 +24,8 @@ from tools.measure_tables import (
 from qdqbench.cli.app import app
 from qdqbench.quantize.models.load import load_tokenizer
 from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
-from qdqbench.quantize.tasks.rows import encode, load_split
+from qdqbench.quantize.tasks.data.encode import encode
+from qdqbench.quantize.tasks.data.load import load_split
 from qdqbench.quantize.tasks.task import get_task
 
 # writes the file that its first argument names into --out, after the seconds of its second

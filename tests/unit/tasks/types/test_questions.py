@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.rows import encode, load_split
+from qdqbench.quantize.tasks.data.encode import encode
+from qdqbench.quantize.tasks.data.load import load_split
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.tasks.types.questions import LONGEST, QUESTIONS, Questions, exact_match, f1, normalized
 from qdqbench.quantize.utils.errors import UserError

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.rows import complete_samples, encode, load_split
+from qdqbench.quantize.tasks.data.encode import encode
+from qdqbench.quantize.tasks.data.load import complete_samples, load_split
 from qdqbench.quantize.tasks.task import RERANK, check_model_fits, get_task
 from qdqbench.quantize.tasks.types.encoded import RowLayout
 from qdqbench.quantize.tasks.types.reranking import RERANKING

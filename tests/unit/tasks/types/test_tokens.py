@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from seqeval import metrics as seqeval
 
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.rows import add_tag_classes, encode, load_split
+from qdqbench.quantize.tasks.data.encode import encode
+from qdqbench.quantize.tasks.data.load import add_tag_classes, load_split
 from qdqbench.quantize.tasks.task import get_task, with_classes
 from qdqbench.quantize.tasks.types.tokens import TOKENS, Tagged
 from qdqbench.quantize.utils.errors import UserError

@@ -8,7 +8,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 
 from qdqbench.quantize.models import identity
 from qdqbench.quantize.models.load import load_config, load_model, load_tokenizer
-from qdqbench.quantize.tasks import rows
+from qdqbench.quantize.tasks.data.splits import source_commit, source_fingerprint
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.hub import HubError, commit_of
@@ -116,12 +116,12 @@ def test_a_changed_set_is_another_set(hub):
         ("dataset", "nyu-mll/glue", "v1"): B,
     }
     for source, commit in (("hub:o/d", A), ("hub:o/d:c@v1", B), ("hub", A), ("hub@v1", B)):
-        assert rows.source_commit(task, source) == commit
-        assert commit in rows.source_fingerprint(task, source, "train")
-    before = rows.source_fingerprint(task, "hub:o/d", "train")
+        assert source_commit(task, source) == commit
+        assert commit in source_fingerprint(task, source, "train")
+    before = source_fingerprint(task, "hub:o/d", "train")
     commit_of.cache_clear()
     hub.commits["dataset", "o/d", None] = B
-    assert rows.source_fingerprint(task, "hub:o/d", "train") != before
+    assert source_fingerprint(task, "hub:o/d", "train") != before
 
 
 def test_what_is_not_on_the_hub_is_one_sentence(hub, tmp_path):
@@ -131,7 +131,7 @@ def test_what_is_not_on_the_hub_is_one_sentence(hub, tmp_path):
     with pytest.raises(UserError, match=r"no such folder here, nearest is \S+/my-model, and as a hub id"):
         load_config(str(tmp_path / "my-modle"))
     with pytest.raises(UserError, match=r"cannot load --data hub:o/d: no such dataset.*--data FOLDER"):
-        rows.source_fingerprint(get_task("sst2"), "hub:o/d", "train")
+        source_fingerprint(get_task("sst2"), "hub:o/d", "train")
     with pytest.raises(UserError, match="is a folder, which has no revision 'v1'; drop --revision"):
         identity.model_fingerprint(str(tmp_path), "v1")
-    assert rows.source_commit(get_task("sst2"), str(tmp_path)) is None
+    assert source_commit(get_task("sst2"), str(tmp_path)) is None

@@ -176,10 +176,10 @@ def test_in_a_destructor_it_comes_again():
 WAITS = """
 import sys, time
 from qdqbench.cli import app
-from qdqbench.quantize.tasks.rows import _cache_folder
+from qdqbench.quantize.tasks.data.files import cache_folder
 def main():
     try:
-        print(_cache_folder(), flush=True)
+        print(cache_folder(), flush=True)
         time.sleep(30)
     except KeyboardInterrupt:
         raise app._Interrupted(app.process.interruption.status) from None

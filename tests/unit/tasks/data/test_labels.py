@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.tasks.rows import add_label_values, count_classes, load_split
+from qdqbench.quantize.tasks.data.load import add_label_values, count_classes, load_split
 from qdqbench.quantize.tasks.task import Task, get_task
 from qdqbench.quantize.utils.errors import UserError
 

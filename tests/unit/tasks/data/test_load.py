@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdqbench.quantize.tasks import rows as data
-from qdqbench.quantize.tasks.rows import has_only_texts
+from qdqbench.quantize.tasks.data import encode, splits
+from qdqbench.quantize.tasks.data import load as loading
+from qdqbench.quantize.tasks.data.splits import has_only_texts
 from qdqbench.quantize.tasks.task import EMBED, get_task, score_embeddings
+from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils.errors import UserError
 
 SST2, STSB, MNLI = get_task("sst2"), get_task("stsb"), get_task("mnli")
@@ -45,7 +47,7 @@ def sst2(path, rows=6, **columns):
 
 
 def load(folder, task=SST2, split="validation", **options):
-    return data.load_split(task, str(folder), split, **options)
+    return loading.load_split(task, str(folder), split, **options)
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".csv", ".json", ".jsonl"])
@@ -184,7 +186,7 @@ def test_missing_file_says_what_was_looked_for_and_what_is_there(tmp_path):
 @pytest.fixture
 def hub(monkeypatch):
     """Every set is at one commit, but for those with a revision."""
-    monkeypatch.setattr(data, "commit_of", lambda name, kind, revision: revision or "newest")
+    monkeypatch.setattr(splits, "commit_of", lambda name, kind, revision: revision or "newest")
 
 
 def test_hub_sets_are_asked_for_by_name_config_and_commit(monkeypatch, hub):
@@ -229,8 +231,8 @@ def test_loading_prints_nothing_and_leaves_nothing_behind(tmp_path):
     sst2(tmp_path / "data/sst2/validation.parquet")
     (tmp_path / "tmp").mkdir()
     code = (
-        "from qdqbench.quantize.tasks import rows as data, task as tasks\n"
-        f"print(data.load_split(tasks.get_task('sst2'), {str(tmp_path / 'data')!r}, 'validation').rows)"
+        "from qdqbench.quantize.tasks.data import load\nfrom qdqbench.quantize.tasks.task import get_task\n"
+        f"print(load.load_split(get_task('sst2'), {str(tmp_path / 'data')!r}, 'validation').rows)"
     )
     environment = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "HF_HOME": str(tmp_path / "cache")}
     command = [sys.executable, "-c", code]
@@ -243,7 +245,7 @@ def test_loading_prints_nothing_and_leaves_nothing_behind(tmp_path):
 def test_encode_truncates_counts_and_keeps_the_order(tmp_path, tokenizer):
     texts = ["good " * 20, "goodly", "", "bad", "good bad good", "good bad good bad"]
     sst2(tmp_path / "validation.csv", sentence=texts)
-    encoded = data.encode(load(tmp_path), SST2, tokenizer, 5)
+    encoded = encode.encode(load(tmp_path), SST2, tokenizer, 5)
     assert encoded.lengths.tolist() == [5, 4, 2, 3, 5, 5]
     assert encoded.truncated == 2
     assert encoded.input_ids[1].tolist() == [2, 5, 7, 3]
@@ -254,7 +256,7 @@ def test_encode_truncates_counts_and_keeps_the_order(tmp_path, tokenizer):
 def test_encode_pairs_with_scores(tmp_path, tokenizer):
     columns = {"sentence1": ["good", "good " * 9], "sentence2": ["bad bad", "bad"], "label": [1, 2.5]}
     write(tmp_path / "validation.parquet", columns)
-    encoded = data.encode(load(tmp_path, STSB), STSB, tokenizer, 8)
+    encoded = encode.encode(load(tmp_path, STSB), STSB, tokenizer, 8)
     assert encoded.token_type_ids[0].tolist() == [0, 0, 0, 1, 1, 1]
     assert encoded.input_ids[1].tolist() == [2, 5, 5, 5, 5, 3, 6, 3]  # the longer text is cut
     assert encoded.labels.dtype == np.float32
@@ -268,14 +270,14 @@ WORDS = st.lists(st.sampled_from(["good", "badly", "?", "goodlyly"]), max_size=6
 def test_long_texts_of_pairs_are_cut_where_truncation_drops_the_rest(tokenizer, pairs, length):
     first, second = map(list, zip(*pairs, strict=True))
     plain = tokenizer(first, second, truncation=True, max_length=length)["input_ids"]
-    shortened = data._shorten_pairs(first, second, tokenizer, length)
+    shortened = encode._shorten_pairs(first, second, tokenizer, length)
     assert tokenizer(*shortened, truncation=True, max_length=length)["input_ids"] == plain
 
 
 def test_a_pair_of_long_texts_takes_little_memory(tmp_path, tokenizer):
     columns = {"sentence1": ["good " * 20_000], "sentence2": ["bad " * 10_000], "label": [1.0]}
     write(tmp_path / "validation.parquet", columns)
-    (row,) = data.iter_encoded(load(tmp_path, STSB), STSB, tokenizer, 128)
+    (row,) = encode.iter_encoded(load(tmp_path, STSB), STSB, tokenizer, 128)
     assert (len(row.input_ids), row.truncated) == (128, True)
     assert len(row.coded.overflowing) < 50  # of 50,000 without a cut
 
@@ -283,9 +285,9 @@ def test_a_pair_of_long_texts_takes_little_memory(tmp_path, tokenizer):
 def test_encoding_in_chunks_changes_nothing(tmp_path, tokenizer, monkeypatch):
     sst2(tmp_path / "validation.csv", sentence=["good " * count for count in range(1, 7)])
     split = load(tmp_path)
-    whole = data.encode(split, SST2, tokenizer, 5)
-    monkeypatch.setattr(data, "TOKENIZER_ROWS", 4)
-    samples = list(data.iter_encoded(split, SST2, tokenizer, 5))
+    whole = encode.encode(split, SST2, tokenizer, 5)
+    monkeypatch.setattr(encode, "TOKENIZER_ROWS", 4)
+    samples = list(encode.iter_encoded(split, SST2, tokenizer, 5))
     assert [sample.row for sample in samples] == list(range(6))
     assert [sample.input_ids.tolist() for sample in samples] == [ids.tolist() for ids in whole.input_ids]
 
@@ -293,7 +295,7 @@ def test_encoding_in_chunks_changes_nothing(tmp_path, tokenizer, monkeypatch):
 def test_prompts_begin_the_texts_of_their_column(tmp_path, tokenizer):
     write(tmp_path / "validation.parquet", {"sentence1": ["good"], "sentence2": ["bad"], "label": [1.0]})
     task = score_embeddings(STSB, ()).model_copy(update={"prompts": ("bad ", "")})
-    rows = [*data.iter_encoded(load(tmp_path, STSB), task, tokenizer, 128)]
+    rows = [*encode.iter_encoded(load(tmp_path, STSB), task, tokenizer, 128)]
     assert [tokenizer.decode(row.input_ids[1:-1]) for row in rows] == ["bad good", "bad"]
 
 
@@ -301,15 +303,15 @@ def test_max_length_without_room_and_slow_tokenizer(tmp_path, tokenizer):
     sst2(tmp_path / "validation.csv")
     split = load(tmp_path)
     with pytest.raises(UserError, match="max_length 2 holds the 2 special tokens only"):
-        next(data.iter_encoded(split, SST2, tokenizer, 2))
+        next(encode.iter_encoded(split, SST2, tokenizer, 2))
     slow = type("Slow", (), {"is_fast": False})()
     with pytest.raises(UserError, match="Slow is not a fast tokenizer"):
-        next(data.iter_encoded(split, SST2, slow, 128))
+        next(encode.iter_encoded(split, SST2, slow, 128))
 
 
 def encoded_of(lengths):
     ids = [np.full(length, row + 10, dtype=np.int64) for row, length in enumerate(lengths)]
-    return data.Encoded(ids, [np.ones_like(row) for row in ids], np.zeros(len(ids), dtype=np.int64), 0)
+    return Encoded(ids, [np.ones_like(row) for row in ids], np.zeros(len(ids), dtype=np.int64), 0)
 
 
 def check_batches(batches, lengths, batch_size):
@@ -333,7 +335,7 @@ LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=60)
 @settings(deadline=None)
 @given(lengths=LENGTHS, batch_size=st.integers(1, 9))
 def test_sorted_batches(lengths, batch_size):
-    batches = list(data.sorted_batches(encoded_of(lengths), batch_size, pad_id=9))
+    batches = list(encode.sorted_batches(encoded_of(lengths), batch_size, pad_id=9))
     check_batches(batches, lengths, batch_size)
     assert [len(rows) for rows, _ in batches[:-1]] == [batch_size] * (len(batches) - 1)
     widths = [batch["input_ids"].shape[1] for _, batch in batches]
@@ -343,7 +345,7 @@ def test_sorted_batches(lengths, batch_size):
 @given(LENGTHS.map(np.array), st.integers(1, 20), st.sets(st.integers(1, 11), max_size=4))
 def test_no_batch_has_rows_of_two_buckets(lengths, size, inner):
     edges = [*sorted(inner), 12]
-    batches = data.sorted_rows(lengths, size, edges)
+    batches = encode.sorted_rows(lengths, size, edges)
     assert sorted(np.concatenate([rows for _, rows in batches])) == list(range(len(lengths)))
     for length, rows in batches:
         assert {min(edge for edge in edges if edge >= own) for own in lengths[rows]} == {length}
@@ -364,10 +366,10 @@ def test_equal_length_batches_have_no_padding_and_hold_few_samples(lengths, batc
             # Held at this moment: less than a batch of each length.
             assert taken - given_back <= (batch_size - 1) * len(set(lengths[:row]))
             taken += 1
-            yield data.Sample(row, ids, types, False)
+            yield encode.Sample(row, ids, types, False)
 
     batches = []
-    for rows, batch in data.equal_length_batches(samples(), batch_size, pad_id=9):
+    for rows, batch in encode.equal_length_batches(samples(), batch_size, pad_id=9):
         given_back += len(rows)
         assert batch["attention_mask"].all()
         batches.append((rows, batch))
@@ -379,7 +381,7 @@ class TestCalibrationBatches:
         texts = ["good " * (1 + row % 4) for row in range(rows)]
         sst2(folder / "train.csv", rows, sentence=texts)
         split = load(folder, split="train", limit=rows, seed=1)
-        return data.CalibrationBatches(split, SST2, tokenizer, 5, 3, 0)
+        return encode.CalibrationBatches(split, SST2, tokenizer, 5, 3, 0)
 
     def test_each_pass_gives_the_same_batches_also_after_one_that_ended_early(self, tmp_path, tokenizer):
         batches = self.made(tmp_path, tokenizer)
@@ -395,14 +397,14 @@ class TestCalibrationBatches:
 
     def test_samples_are_tokenized_when_they_are_asked_for(self, tmp_path, tokenizer, monkeypatch):
         asked = []
-        encoded = data.iter_encoded
+        encoded = encode.iter_encoded
 
         def watched(*args):
             for sample in encoded(*args):
                 asked.append(sample.row)
                 yield sample
 
-        monkeypatch.setattr(data, "iter_encoded", watched)
+        monkeypatch.setattr(encode, "iter_encoded", watched)
         batches = self.made(tmp_path, tokenizer, rows=40)
         assert asked == []
         next(iter(batches))
@@ -460,7 +462,7 @@ class TestTexts:
         columns = {"sentence1": ["a b", "c"], "sentence2": ["d", "e f g"], "label": [1, 2]}
         write(tmp_path / "validation.csv", columns)
         task = score_embeddings(get_task("stsb"), ())
-        encoded = data.encode(load(tmp_path, task), task, tokenizer, 16)
+        encoded = encode.encode(load(tmp_path, task), task, tokenizer, 16)
         assert encoded.lengths.tolist() == [4, 3, 3, 5]
         assert encoded.samples.tolist() == [0, 0, 1, 1]
         assert encoded.gold.tolist() == [1, 2]
@@ -474,9 +476,9 @@ def test_classes_in_another_order_than_the_model_s_are_refused(tmp_path):
     rows.to_parquet(tmp_path / "train.parquet")
     split = load(tmp_path, split="train")
     for names in (["BAD", "GOOD"], ["LABEL_0", "LABEL_1"], ["bad", "fine"]):
-        data.require_order(split, SST2, names)
+        loading.require_order(split, SST2, names)
     with pytest.raises(UserError, match=r"are bad, good from 0 on, those of the model good, bad; number"):
-        data.require_order(split, SST2, ["Good", "Bad"])
+        loading.require_order(split, SST2, ["Good", "Bad"])
 
 
 @pytest.mark.parametrize(
@@ -490,4 +492,4 @@ def test_a_full_disk_of_temporary_files_is_no_damage_of_the_data(tmp_path, monke
 
     monkeypatch.setattr(datasets, "load_dataset", full)
     with pytest.raises(UserError, match=r"qdqbench-data.*: no space left on device"):
-        data.load_split(get_task("sst2"), str(tmp_path), "validation")
+        loading.load_split(get_task("sst2"), str(tmp_path), "validation")

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.tasks.rows import draw_half, drop_duplicates, read_lines
+from qdqbench.quantize.tasks.data.files import read_lines
+from qdqbench.quantize.tasks.data.splits import draw_half, drop_duplicates
 from qdqbench.quantize.utils.errors import UserError
 
 NAMES = ("train", "validation")

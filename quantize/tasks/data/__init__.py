@@ -1,0 +1,1 @@
+"""Data of tasks: files and hub sets, checked splits, samples as tokens, and batches."""

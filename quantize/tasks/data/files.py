@@ -1,0 +1,210 @@
+"""Files of samples: finding those of a split, and reading each format."""
+
+import atexit
+import codecs
+import csv
+import glob
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.system.quiet import quiet
+
+if TYPE_CHECKING:
+    import datasets
+
+
+FORMATS = {
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".json": "json",
+    ".jsonl": "json",
+    ".txt": "text",
+}
+BETWEEN = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
+WINDOWS = "cp1252"  # what spreadsheets of Western languages write where they do not write UTF-8
+HEAD = 1 << 16  # bytes of a file in which its header must end
+CHUNK = 1 << 20
+
+
+def find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[str]]:
+    """Return the files of a split in FOLDER/TASK or FOLDER, or the only file, and what to know about them.
+
+    `datasets` would take patterns too, but reads one shard of two, or one of two formats, without a word.
+    """
+    folder = only_file(task, folder)
+    if folder.is_file():
+        if task.kind.labelled and len(task.eval_splits) > 1:
+            raise UserError(f"task {task.name!r} has two evaluation splits; give a folder, not a file")
+        if folder.suffix not in FORMATS:
+            raise UserError(f"--data {folder} is none of {', '.join(FORMATS)}; give the rows in one of them")
+        return [folder], []
+    if not folder.is_dir():
+        what = "file" if folder.suffix in FORMATS else "folder"
+        raise UserError(f"data {what} {folder} does not exist; give --data a file, a folder of them, or hub")
+    places = [place for place in (folder / task.name, folder) if place.is_dir()]
+    stems = [split] + [f"{split}_subset"] * (split == task.train_split)
+    for place in places:
+        for stem in stems:
+            found = [(place / f"{stem}{suffix}", suffix) for suffix in FORMATS]
+            choices = [[path] for path, _ in found if path.is_file()]
+            choices += [shards for _, suffix in found if (shards := _shards(place, stem, suffix))]
+            if choices:
+                warnings = []
+                if stem != split:
+                    warnings.append(f"{choices[0][0]} holds only a part of the {split} split")
+                if len(choices) > 1:
+                    others = ", ".join(str(paths[0]) for paths in choices[1:])
+                    warnings.append(f"{choices[0][0]} was read, {others} not")
+                return choices[0], warnings
+    looked = ", ".join(f"{place}{os.sep}{stem}" for place in (folder / task.name, folder) for stem in stems)
+    there, table = [], None
+    for place in places:
+        names = sorted(path.name + os.sep * path.is_dir() for path in place.iterdir())
+        there.append(f"{place} holds {', '.join(names[:12] + ['...'] * (len(names) > 12)) or 'nothing'}")
+        table = table or next((place / name for name in names if Path(name).suffix in FORMATS), None)
+    fix = f"--data a file with all samples, such as {table}, or " if table else "--data "
+    raise UserError(
+        f"no file for split {split!r} of task {task.name!r}: looked for {looked} with {', '.join(FORMATS)} "
+        f"and for their shards (-00000-of-00001); {'; '.join(there)}; give {fix}the folder that holds it"
+    )
+
+
+def only_file(task: Task, source: Path) -> Path:
+    """Return the only data file of a folder, unless it is named as a split; else the source."""
+    places = [place for place in (source / task.name, source) if place.is_dir()]
+    suffixes = {*FORMATS} - ({".txt"} if task.kind.labelled else set())
+    found = [path for place in places[:1] for path in place.iterdir() if path.suffix in suffixes]
+    named = task.train_split, *task.eval_splits, "test"
+    alone = len(found) == 1 and not found[0].stem.startswith(named)
+    return found[0] if alone and len(task.eval_splits) == 1 else source
+
+
+def _shards(place: Path, stem: str, suffix: str) -> list[Path]:
+    pattern = re.compile(re.escape(stem) + r"-(\d{5})-of-(\d{5})" + re.escape(suffix))
+    matches = {path: match for path in sorted(place.iterdir()) if (match := pattern.fullmatch(path.name))}
+    if not matches:
+        return []
+    totals = {int(match[2]) for match in matches.values()}
+    if len(totals) > 1 or len(matches) != max(totals):
+        raise UserError(
+            f"{place} holds {len(matches)} shards {stem}-*{suffix} where their names say "
+            f"{' or '.join(map(str, sorted(totals)))}; complete the download"
+        )
+    return list(matches)
+
+
+def read_lines(paths: Sequence[Path]) -> list[str]:
+    """Read UTF-8 text files, one text a line; empty lines are texts too."""
+    lines = []
+    for path in paths:
+        try:
+            with path.open(encoding="utf-8-sig") as stream:
+                lines += [line.removesuffix("\n") for line in stream]
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path} is not UTF-8 text ({error.reason} at byte {error.start}); convert it"
+            ) from error
+    return lines
+
+
+def make_dataset(texts: list[str], column: str) -> "datasets.Dataset":
+    import datasets
+
+    features = datasets.Features({column: datasets.Value("string")})
+    return datasets.Dataset.from_dict({column: texts}, features=features)
+
+
+def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Dataset, list[str], list[str]]":
+    """Read rows of files of one kind of `FORMATS` but text, notes on their form, and warnings."""
+    import datasets
+
+    names = ", ".join(str(path) for path in paths)
+    # A sentence may be "NA", "null" or "12": only the labels of a CSV have missing values.
+    options: dict[str, Any] = {}
+    notes, warnings, mark = list[str](), list[str](), ","
+    if kind == "csv":
+        encoding, mark = _form(task, paths[0])
+        missing = {task.label_column: ["", "NA", "NaN", "nan", "null", "None"]}
+        options = {"converters": dict.fromkeys(task.text_columns, str), "keep_default_na": False}
+        options |= {"na_values": missing, "encoding": encoding, "sep": mark}
+        if encoding not in ("utf-8", "utf-8-sig"):
+            warnings.append(f"{names} is not UTF-8 and was read as {encoding}: look at its texts")
+        if mark != ("\t" if paths[0].suffix == ".tsv" else ","):
+            notes.append(f"{names} has {BETWEEN[mark]} between its fields")
+    # else a load of local files asks a server, which takes seconds if there is no network
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    try:
+        with quiet("datasets"):
+            where = {"data": [glob.escape(str(path.resolve())) for path in paths]}
+            dataset = datasets.load_dataset(
+                kind, data_files=where, split="data", cache_dir=cache_folder(), **options
+            )
+            if kind != "csv":  # readers of JSON and Parquet take texts that are not UTF-8
+                dataset.data.validate(full=True)
+    except Exception as error:  # the readers raise ArrowInvalid, DatasetGenerationError, even StopIteration
+        why = find_root_cause(error)
+        if files.SAID.search(why):  # on the disk of temporary files: the data may be whole
+            raise files.cannot_write(Path(cache_folder()), files.NO_SPACE) from error
+        raise UserError(
+            f"cannot read {names} as {kind} ({why}); it has no rows, another form than "
+            "its name says, or is damaged"
+        ) from error
+    if "__index_level_0__" in dataset.column_names:
+        raise UserError(
+            f"{names} has rows with more fields than its header; quote the texts that hold {BETWEEN[mark]}"
+        )
+    return dataset, notes, warnings
+
+
+def find_root_cause(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(": ")
+
+
+@lru_cache
+def cache_folder() -> str:
+    """Return a folder of this process for Arrow copies of the user's files; nothing is left behind."""
+    folder = tempfile.mkdtemp(prefix="qdqbench-data-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _form(task: Task, path: Path) -> tuple[str, str]:
+    """Return the encoding of a file, and the separator under which its header has the task's columns."""
+    encoding = _encoding(path)
+    with path.open("rb") as stream:
+        head = stream.read(HEAD).decode(encoding, errors="ignore")
+    line = next(iter(head.splitlines()), "")
+    usual = "\t" if path.suffix == ".tsv" else ","
+    wanted = {*task.text_columns, task.label_column}
+    fields = {mark: next(csv.reader([line], delimiter=mark), []) for mark in (usual, *BETWEEN)}
+    parted = {mark: (len(wanted & {*names}), len(names) > 1, mark == usual) for mark, names in fields.items()}
+    return encoding, max(parted, key=lambda mark: parted[mark])
+
+
+def _encoding(path: Path) -> str:
+    """Return UTF-16 by its first bytes, UTF-8 where all of the file is, else the encoding of Windows."""
+    with path.open("rb") as stream:
+        start = stream.read(4)
+        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            return "utf-16"
+        decoder = codecs.getincrementaldecoder("utf-8")()
+        try:
+            decoder.decode(start)
+            while block := stream.read(CHUNK):
+                decoder.decode(block)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            return WINDOWS
+    return "utf-8-sig" if start.startswith(codecs.BOM_UTF8) else "utf-8"
