@@ -67,7 +67,6 @@ MAY_DIFFER = {  # in any text file: pattern -> what it is
     rf"<p>{RESUMED}.*</p>\s*|(?m:^{RESUMED}.*\n\n)": "in sections",
     rf'\s*<div class="notes soft small">\s*<ul>\s*(<li>{RESUMED}.*</li>\s*)+</ul>\s*</div>': "on pages",
 }
-OPAQUE = ("study.db",)  # files whose bytes hold times; what they say is in search.json
 INTERRUPTED = "interrupted; .*the same command (resumes|starts from scratch)|interrupted before it began; .*"
 OTHERS = (".ses", "qdqbench-cpu-0.lock")  # temporary files that stay: of ONNX Runtime, and of timers
 PROGRESS = re.compile(r"\d\d:\d\d:\d\d .*")
@@ -228,7 +227,7 @@ def used(folder: Path) -> int:
 
 def content(path: Path) -> bytes:
     """Return the bytes of a file without what may differ."""
-    if path.is_dir() or path.name in OPAQUE:
+    if path.is_dir():
         return b""
     data = path.read_bytes()
     with suppress(UnicodeDecodeError):

@@ -42,7 +42,7 @@ def search(recipe: RecipeName = DEFAULT_RECIPE, *, options: SearchCommandOptions
     from qdqbench.eval.selection.search.confirm import finish_search
     from qdqbench.eval.selection.search.report import describe_choice, search_report
     from qdqbench.eval.selection.search.results import SEARCH_FILE, read_search
-    from qdqbench.eval.selection.search.study import open_worker, run_trials
+    from qdqbench.eval.selection.search.worker import open_worker
     from qdqbench.eval.selection.sensitivity.results import read_sensitivity
     from qdqbench.eval.stages import stages
     from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder
@@ -73,7 +73,7 @@ def search(recipe: RecipeName = DEFAULT_RECIPE, *, options: SearchCommandOptions
             stages.embedded(session)
         reporter().begin("preparing")
         worker = open_worker(session, options, stack)
-        run_trials(worker)
+        worker.run()
         found = finish_search(worker, folder)
     show_report(found, json, search_report, f"report: {folder / 'search.html'}")
     if not found.outcome.passed:

@@ -10,7 +10,7 @@ import pytest
 
 from qdqbench.eval.bench import measure
 from qdqbench.eval.runs.report.report import deploy
-from qdqbench.eval.selection.search import confirm, study
+from qdqbench.eval.selection.search import confirm, worker
 from qdqbench.eval.selection.search.results import Ranking, read_search
 from qdqbench.eval.stages import stages
 from qdqbench.quantize.engine.results import EngineResult
@@ -152,7 +152,7 @@ def test_a_search_measures_engines_of_this_cpu(sst2, tmp_path, qdqbench, monkeyp
     def rank(work, file):
         return Ranking(units=[*work.space.units], attention=[*work.space.attention], samples=0)
 
-    monkeypatch.setattr(study, "rank_units", rank)
+    monkeypatch.setattr(worker, "rank_units", rank)
     recipe = load_recipe("bert-int8-linears")
     section = recipe.calibration.model_copy(update={"samples": 64, "bias_correction": False})
     gate = recipe.gate.model_copy(update={"max_drop": 0.2})

@@ -40,7 +40,7 @@ from qdqbench.eval.selection.auto.results import (
 from qdqbench.eval.selection.calibration_comparison import CalibrationMeasurement, calibration_report
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.eval.selection.search.results import SearchTrial, Source
-from qdqbench.eval.selection.search.study import list_trials, open_worker, run_trials
+from qdqbench.eval.selection.search.worker import open_worker
 from qdqbench.eval.selection.search.workspace import measured_source
 from qdqbench.eval.selection.sensitivity.measure import Measurement, make_recipe
 from qdqbench.eval.selection.sensitivity.report import sensitivity_report
@@ -393,21 +393,21 @@ def propose_search(auto: AutoRun, before: Sequence[AutoStep], left: float) -> tu
     base, ranking = choose_base(before, moved=True), auto.folder / "islands" / SENSITIVITY_FILE
     known = files.sha256(ranking) if ranking.is_file() else None
     run_s = before[-1].seconds if before else 0.0
+    key = hash_of([get_code_identity(), auto.session.model_sha256, base.model_dump(mode="json"), known])[:16]
     options = auto.options.model_copy(
         update={
             "budget": max(left - run_s, 1.0),  # the recipe that it finds is run too
             "sensitivity": ranking if known else None,
-            "study_name": hash_of([auto.session.model_sha256, base.model_dump(mode="json"), known])[:16],
         }
     )
     with reporting_to(Prefixed("search")), ExitStack() as stack:
-        session = auto.open_session(base, auto.folder / "search" / "work")
+        session = auto.open_session(base, auto.folder / "search" / key / "work")
         try:
             worker = open_worker(session, options, stack)
         except MissingDevice as error:  # a speed-up is asked for, and no engine runs here
             raise UserError(str(error)) from error
-        run_trials(worker)
-        trials = list_trials(worker)
+        worker.run()
+        trials = worker.list_trials()
     trial = choose_trial(trials, auto.criteria.min_speedup)
     assert trial.recipe is not None
     given = next(each.divergence for each in trials if each.is_scored and each.origin == "given")

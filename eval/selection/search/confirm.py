@@ -18,7 +18,7 @@ from qdqbench.eval.selection.search.results import (
     choose_trial,
     dominates,
 )
-from qdqbench.eval.selection.search.study import Worker, list_trials
+from qdqbench.eval.selection.search.worker import Worker
 from qdqbench.eval.selection.search.workspace import Workspace
 from qdqbench.eval.selection.trials.results import DRAW, Origin, Trial, failure_of, write_result
 from qdqbench.eval.selection.trials.store import RECIPE_FILE, describe_session, named_by, write_recipe
@@ -36,8 +36,8 @@ from qdqbench.quantize.utils.system.environment import versions
 
 def finish_search(worker: Worker, folder: Path) -> Search:
     """Choose and confirm; write `search.json`, the reports and the recipe into `folder`."""
-    trials = list_trials(worker)
-    outcome = choose_trial(trials, worker.gate)
+    trials, search = worker.list_trials(), worker.search
+    outcome = choose_trial(trials, search.gate)
     session, evaluated = worker.work.session, worker.work.confirmations
     about = describe_session(session)
     about["environment"] |= {"optuna": metadata.version("optuna"), **versions()}
@@ -46,10 +46,10 @@ def finish_search(worker: Worker, folder: Path) -> Search:
         recipe=session.recipe.model_dump(mode="json"),
         model=session.model_name,
         task=session.config.task.name,
-        settings=worker.study.user_attrs["settings"],
-        study=worker.study.study_name,
-        objective=worker.options.objective,
-        ranking=worker.ranking,
+        settings=search.settings,
+        study=search.study.study_name,
+        objective=search.options.objective,
+        ranking=search.ranking,
         source=worker.source,
         fp32={},
         trials=trials,
@@ -62,9 +62,9 @@ def finish_search(worker: Worker, folder: Path) -> Search:
         report_phase("validating FP32")
         found.fp32 = {split: evaluated.fp32_scores(split) for split in evaluated.encoded}
         found.confirmed = confirm_recipes(worker, chosen, chosen.recipe)
-        searched = worker.work.score(worker.work.trials, chosen.recipe, chosen.origin, in_full=True)
+        searched = worker.work.score(chosen.recipe, chosen.origin, worker.work.trials)
         found.agreement = compare_drops(searched, found.confirmed[0])
-        outcome.issues = judge_confirmed(found.confirmed[0], worker.gate, found.metric)
+        outcome.issues = judge_confirmed(found.confirmed[0], search.gate, found.metric)
         outcome.passed = not any(issue.state == "failed" for issue in outcome.issues)
         name = named_by(chosen.recipe.name, "searched")
         write_recipe(chosen.recipe.model_copy(update={"name": name, "qat": None}), folder)
@@ -108,11 +108,11 @@ def _confirm(
 ) -> None:
     work = worker.work
     plan = work.plan(recipe)
-    scored = work.score(work.confirmations, recipe, row.origin, in_full=True)
+    scored = work.score(recipe, row.origin, work.confirmations)
     row.calibration, row.failure, row.seconds = scored.calibration, scored.failure, scored.seconds
     if row.failure is not None:
         return
-    row.int8_share = work.int8_share(plan, worker.options.length)
+    row.int8_share = work.int8_share(plan, worker.search.options.length)
     smoothing = sorted((name, plan.scaling_of(name).smoothing != "none") for name in plan.int8)
     export = recipe.export.model_dump() if plan.int8 else None
     # recipes that differ in their scales alone have the same engine
@@ -172,9 +172,9 @@ def _warn(worker: Worker, found: Search) -> Iterable[str]:
         yield f"latency is {worker.source.label}"
     if worker.work.session.recipe.calibration.bias_correction:
         yield "trials are scored before biases are corrected; the chosen recipe is confirmed with it"
-    done, wanted = sum(trial.duplicate_of is None for trial in found.trials), worker.options.trials
-    if done < wanted and worker.options.budget is not None:
-        yield f"{done} of {wanted} trials fitted into {worker.options.budget:g} s; the same command resumes"
+    done, options = sum(trial.duplicate_of is None for trial in found.trials), worker.search.options
+    if done < options.trials and options.budget is not None:
+        yield f"{done} of {options.trials} trials fitted into {options.budget:g} s; the same command resumes"
     if failed := [trial for trial in found.trials if trial.failure]:
         yield f"{len(failed)} of {len(found.trials)} trials failed; their reasons are in the table"
     if found.chosen is not None and not found.chosen.int8_linears:

@@ -16,7 +16,7 @@ class SearchOptions(Options):
         "File of `qdqbench sensitivity` (default: measured in the search).", default=None
     )
     storage: str | None = field(
-        "SQLAlchemy URL that all workers share (default: OUT/study.db).", default=None
+        "SQLAlchemy URL that several workers share (default: one worker).", default=None
     )
     study_name: str | None = field("Name of the study (default: RECIPE-TASK).", default=None)
     samples: int = field("Train rows to score trials on; none is used to calibrate.", default=1024, ge=1)

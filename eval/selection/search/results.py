@@ -33,6 +33,7 @@ class SearchTrial(PlacedTrial):
     shipped: str = field("Shipped recipe that it is derived from, or empty.", default="")
     int8_linears: int = field("Linear layers in INT8.", default=0)
     int8_attention: int = field("Attention layers in INT8.", default=0)
+    key: str = field("Hash, the same for trials that make the same model; empty without.", default="")
     duplicate_of: int | None = field(
         "Number of an earlier trial with the same recipe, whose values it has; null for a new one.",
         default=None,
@@ -44,8 +45,10 @@ class SearchTrial(PlacedTrial):
     def is_scored(self) -> bool:
         return self.failure is None and DRAW in self.scores and self.duplicate_of is None
 
-    def loss(self, objective: Objective) -> float:
-        return self.divergence if objective == "divergence" else self.scores[DRAW].drop
+    def objectives(self, objective: Objective) -> tuple[float, float]:
+        """Return what a search minimizes; ratios of engines timed in turns compare, milliseconds do not."""
+        loss = self.divergence if objective == "divergence" else self.scores[DRAW].drop
+        return loss, 1 / self.speedup.value if self.speedup else 1 - self.int8_share
 
     def violation(self, gate: GateSettings) -> float:
         """Return how far it is from `min_speedup`, or else from `max_drop`; 0 where it satisfies the gate."""
@@ -157,7 +160,7 @@ def read_search(path: Path) -> Search:
 
 
 def mark_trials(trials: list[SearchTrial], gate: GateSettings, objective: Objective) -> None:
-    points = {trial.number: (trial.loss(objective), -trial.gain) for trial in trials if trial.is_scored}
+    points = {trial.number: trial.objectives(objective) for trial in trials if trial.is_scored}
     for trial in trials:
         trial.holds = trial.failure is None and DRAW in trial.scores and not trial.violation(gate)
         own = points.get(trial.number)

@@ -359,27 +359,25 @@ class Workspace:
     def int8_share(self, plan: Plan, length: int) -> float:
         return int8_share(plan, count_multiply_adds(self.session.fp32_model, self.space.modules, length))
 
-    def score(self, trials: Trials, recipe: Recipe, origin: Origin, *, in_full: bool) -> Trial:
-        """Return the scores of a recipe in one of the two stores; those that are known are not measured.
+    def score(self, recipe: Recipe, origin: Origin, kept: Trials | None = None) -> Trial:
+        """Return the scores of a recipe on the draw; those that are `kept` in a store are not measured again.
 
-        Calibrated `in_full` it has its corrections of biases, as in `qdqbench run`.
+        What is kept is calibrated in full: with its corrections of biases, as in `qdqbench run`.
         """
-        plan = self.plan(recipe)
-        key = (
-            plan_key(recipe, plan) if in_full else f"shared {plan_key(disable_bias_correction(recipe), plan)}"
-        )
+        plan, trial = self.plan(recipe), Trial(recipe=recipe, origin=origin)
 
         def calibrate() -> "tuple[PreTrainedModel, CalibrationCost]":
             start = time.perf_counter()
             if not plan.int8:
                 return self.session.fp32_model, describe_cost(0.0, {})
-            model, record = self._calibrate(recipe, plan, in_full=in_full)
+            model, record = self._calibrate(recipe, plan, in_full=kept is not None)
             return model, describe_cost(time.perf_counter() - start, record.quantizers)
 
         report_phase(f"scoring {recipe.name}")
-        trial = Trial(recipe=recipe, origin=origin)
         try:
-            return trials.measure(key, trial, calibrate)
+            if kept is None:
+                return self.trials.attempt(trial, calibrate)
+            return kept.measure(plan_key(recipe, plan), trial, calibrate)
         except MissingDevice:
             raise
         except Exception as error:  # out of memory: hours of trials must not end without their report

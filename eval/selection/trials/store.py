@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -102,6 +102,14 @@ def write_recipe(recipe: Recipe, folder: Path) -> None:
     files.write_text(folder / RECIPE_FILE, text)
 
 
+def require_same(what: str, made: Mapping[str, Any], settings: Mapping[str, Any], advice: str) -> None:
+    if differing := [key for key in {*made, *settings} if made.get(key) != settings.get(key)]:
+        raise UserError(
+            f"{what} was made with other settings ({', '.join(sorted(differing))}); give {advice}, or "
+            "another --out"
+        )
+
+
 class Store(Generic[Record]):
     """A file of trials by key, appended to as they finish.
 
@@ -109,12 +117,17 @@ class Store(Generic[Record]):
     that a kill tore is dropped.
     """
 
-    def __init__(self, path: Path, schema: type[Record], settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path, schema: type[Record], settings: Mapping[str, Any], *, keeps: bool = False
+    ) -> None:
+        """Open or start a file; one that `keeps` its trials refuses other settings."""
         self.path, self.schema = path, schema
         header = {"settings": json.loads(json.dumps(settings))}
         first, self.trials = self._read()
         self.is_stale = bool(first) and first != header  # what was there is lost
         if self.is_stale:
+            if keeps:
+                require_same(str(path), first["settings"], header["settings"], "--overwrite")
             self.trials = {}
         self.resumed = len(self.trials)
         lines = [header, *(self._line(key, trial) for key, trial in self.trials.items())]
@@ -131,6 +144,17 @@ class Store(Generic[Record]):
             raise files.cannot_write(self.path, error) from error
         self.trials[key] = trial
         return trial
+
+    @contextlib.contextmanager
+    def attempt(self, key: str) -> Iterator[int]:
+        """Run a trial; yield how often its process died in it before."""
+        mark = self.path.with_suffix(".running.json")  # left behind by a process that dies
+        deaths = files.read_json(mark).get(key, 0) if mark.is_file() else 0
+        files.write_json(mark, {key: deaths + 1})
+        try:
+            yield deaths
+        finally:
+            mark.unlink()
 
     @property
     def seconds(self) -> float:
@@ -305,15 +329,20 @@ class Trials:
         """
         if key in self.store.trials:
             return self.store.trials[key]
+        trial = self.attempt(draft, calibrate)
+        if trial.failure and trial.failure.is_retryable:
+            return trial
+        return self.store.add(key, trial)
+
+    def attempt(self, draft: Trial, calibrate: Calibrate) -> Trial:
+        """Return a trial that is calibrated and scored now, and not kept."""
         self.fp32  # noqa: B018  (its seconds are not those of a trial)
         start, trial = time.perf_counter(), draft.model_copy()
-        text = draft.recipe.calibration.method if draft.recipe else key
+        text = draft.recipe.calibration.method if draft.recipe else ""
         try:
             model, trial.calibration = calibrate()
             trial.scores, trial.divergences = self.compare(self.answer(model, text))
         except (UserError, CheckFailed) as error:
             trial.failure = failure_of(error)
         trial.seconds = time.perf_counter() - start
-        if trial.failure and trial.failure.is_retryable:
-            return trial
-        return self.store.add(key, trial)
+        return trial

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdqbench.eval.selection.search import study
+from qdqbench.eval.selection.search import worker
 from qdqbench.eval.selection.search.results import Ranking
 from qdqbench.eval.selection.search.workspace import FLIPS, FRAMES, SECTION, make_space, rank_by_rows
 from qdqbench.quantize.models.families.known import BERT
@@ -187,7 +187,7 @@ def test_suggestions_cover_the_space():
 @pytest.mark.parametrize("other", [{"model": {"sha256": "b"}}, {"task": {"name": "another"}}])
 def test_a_sensitivity_of_another_model_or_task_is_refused(other, monkeypatch, tmp_path):
     measured = {"model": {"sha256": "a"}, "task": TASK.model_dump(mode="json"), "rows": []} | other
-    monkeypatch.setattr(study, "read_sensitivity", lambda file: SimpleNamespace(**measured))
+    monkeypatch.setattr(worker, "read_sensitivity", lambda file: SimpleNamespace(**measured))
     session = SimpleNamespace(model_sha256="a", config=SimpleNamespace(task=TASK))
     with pytest.raises(UserError, match="another model or task"):
-        study.read_ranking(session, tmp_path / "sensitivity.json")
+        worker.read_ranking(session, tmp_path / "sensitivity.json")

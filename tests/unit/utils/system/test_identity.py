@@ -5,9 +5,6 @@ import json
 
 import pytest
 
-from qdqbench.eval.selection.search import study
-from qdqbench.eval.selection.search.options import SearchOptions
-from qdqbench.eval.selection.search.results import Source
 from qdqbench.eval.selection.sensitivity import measure
 from qdqbench.quantize.calibration.record import CalibrationRecord
 from qdqbench.quantize.pipeline import pipeline
@@ -58,12 +55,7 @@ def finetune_identity(session):
     return finetune._identity(request, data, Training())
 
 
-def search_settings(session):
-    source = Source.model_construct(mode="latency", gpu="a", backend="b", version="1")
-    return study._settings(session, SearchOptions(), source)
-
-
-def sensitivity_settings(session):
+def trial_settings(session):
     trials = measure.Measurement(session, 8).trials
     trials.__dict__["drawn"] = type("Split", (), {"fingerprint": "f"})(), None
     trials.path.unlink(missing_ok=True)
@@ -71,7 +63,7 @@ def sensitivity_settings(session):
     return json.loads(trials.path.read_text())
 
 
-IDENTITIES = [stage_key, qat_identity, finetune_identity, search_settings, sensitivity_settings]
+IDENTITIES = [stage_key, qat_identity, finetune_identity, trial_settings]
 
 
 @pytest.mark.parametrize("identity_of", IDENTITIES)

@@ -1,0 +1,58 @@
+"""A search without a model: points are numbers, and a fake measurement tells what comes of each."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from qdqbench.eval.selection.search.options import SearchOptions
+from qdqbench.eval.selection.search.results import Ranking, SearchTrial
+from qdqbench.eval.selection.search.study import SearchStudy, Start
+from qdqbench.quantize.recipe.sections import GateSettings
+
+from . import records
+
+SETTINGS = {"model": "a", "batch and length": [32, 128]}
+GIVEN = 3  # the point that every search starts with
+LARGEST = 50
+Outcome = Callable[[SearchTrial], SearchTrial | None]
+
+
+def suggest(point: Any) -> dict[str, Any]:
+    return {"keep": point.suggest_int("keep", 0, LARGEST)}
+
+
+def rank() -> tuple[Ranking, list[Start]]:
+    first = [({"keep": GIVEN}, {"origin": "given"}), ({"keep": GIVEN}, {"origin": "ranking"})]
+    return Ranking(units=[(0, "qkv")], attention=[], samples=8), first
+
+
+def open_search(
+    folder: Path, *, settings: Any = SETTINGS, name: str = "x", seed: int = 0, **options: Any
+) -> SearchStudy:
+    path, chosen = folder / "trials.jsonl", SearchOptions(**{"trials": 4} | options)
+    return SearchStudy(
+        chosen, name, path, settings, gate=GateSettings(), suggest=suggest, rank=rank, seed=seed
+    )
+
+
+class Measurement:
+    """Divergence and speed of a point by its number; where an outcome is planned, that comes of it."""
+
+    def __init__(self, plan: dict[int, Outcome] | Outcome | None = None) -> None:
+        self.plan = plan or {}
+        self.tried = list[int]()
+
+    def __call__(self, trial: SearchTrial, finished: Sequence[SearchTrial]) -> SearchTrial:
+        self.tried.append(trial.number)
+        keep = trial.params["keep"]
+        about = {"origin": trial.origin, "shipped": trial.shipped, "params": trial.params}
+        measured = records.search_trial(trial.number, keep / LARGEST, 1 + keep / LARGEST, **about)
+        outcome = self.plan.get(trial.number) if isinstance(self.plan, dict) else self.plan
+        return (outcome(measured) if outcome else None) or measured
+
+
+def raising(error: BaseException | type[BaseException]) -> Outcome:
+    def outcome(_: SearchTrial) -> SearchTrial | None:
+        raise error
+
+    return outcome

@@ -1,0 +1,103 @@
+"""What trials of a search share: calibrations, and the keys of recipes that make the same model."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from qdqbench.eval.selection.search.worker import Worker
+from qdqbench.eval.selection.search.workspace import make_space, plan_key
+from qdqbench.eval.selection.trials.results import Failure
+from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.calibration.fakequant import quantizers
+from qdqbench.quantize.calibration.record import select_record
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.models.modules import module_table
+from qdqbench.quantize.recipe.plan import resolve
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+
+from ....support.searches import open_search, raising
+from ....support.tiny_bert import calibration_batches, padded_batch
+
+HOW = {"method": "max", "smoothing": "0.5", "weights_method": "max"}
+
+
+@pytest.fixture(scope="module")
+def space(tiny_bert):
+    model = load_model(str(tiny_bert))
+    base = load_recipe("bert-int8-linears").model_dump(mode="json")
+    base["calibration"]["bias_correction"] = False
+    base["export"]["gelu"] = "exact"
+    return make_space(Recipe.model_validate(base), module_table(model), model.base_model_prefix)
+
+
+def logits_of(folder, space, recipe, record=None):
+    """Logits of a recipe's fake-quant model, calibrated alone or restored from a record."""
+    plan = resolve(recipe, space.modules, space.prefix)
+    model = load_model(str(folder))
+    if record is None:
+        ptq.calibrate(model, plan, calibration_batches(), recipe.calibration)
+    else:
+        ptq.restore(model, plan, select_record(plan, *record))
+    return quantizers.forward(model, padded_batch()).numpy()
+
+
+@pytest.fixture(scope="module")
+def everything(tiny_bert, space):
+    """Records that hold all candidates, smoothed: without INT8 attention, and with it."""
+    found = []
+    for attention in (set(), set(space.attention)):
+        recipe = space.assemble(set(space.units), attention, HOW)
+        model = load_model(str(tiny_bert))
+        plan = resolve(recipe, space.modules, space.prefix)
+        found.append(ptq.calibrate(model, plan, calibration_batches(), recipe.calibration))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("units", "attention"),
+    [
+        ([(0, "qkv"), (0, "output"), (1, "ffn-in")], []),
+        ([(0, "output"), (1, "output")], [0, 1]),
+        ([(1, "ffn-out")], []),
+        ([(0, "qkv"), (0, "output"), (0, "ffn-in"), (0, "ffn-out"), (1, "qkv"), (1, "output")], [1]),
+    ],
+)
+def test_a_part_of_a_shared_calibration_is_the_recipe_s_own(tiny_bert, space, everything, units, attention):
+    recipe = space.assemble(set(units), set(attention), HOW)
+    own, shared = logits_of(tiny_bert, space, recipe), logits_of(tiny_bert, space, recipe, everything)
+    fp32 = quantizers.forward(load_model(str(tiny_bert)), padded_batch()).numpy()
+    assert np.abs(own - fp32).max() > 0
+    assert np.abs(shared - own).max() <= 1e-5  # the same codes
+
+
+def test_nothing_of_other_linears_is_left(space, everything):
+    recipe = space.assemble({(1, "qkv")}, set(), HOW)
+    plan = resolve(recipe, space.modules, space.prefix)
+    found = select_record(plan, *everything)
+    assert {name.rpartition(".")[0] for name in found.quantizers} == set(plan.int8)
+    assert set(found.smoothing.inputs) == set(plan.int8)
+
+
+def test_keys_tell_apart_what_makes_another_model(space):
+    def key(units, attention=(), **how):
+        recipe = space.assemble(set(units), set(attention), HOW | how)
+        return plan_key(recipe, resolve(recipe, space.modules, space.prefix))
+
+    some = [(0, "output"), (1, "ffn-in")]
+    assert key(some) == key(some[::-1])
+    others = [key(some[:1]), key(some, [0]), key(some, method="mse"), key(some, weights_method="mse")]
+    assert len({key(some), *others}) == 5
+    assert key([], method="mse") == key([], method="max")  # nothing to calibrate
+    # smoothing is of LayerNorm outputs: with other linears alone it changes nothing
+    assert key(some[:1], smoothing="0.8") == key(some[:1], smoothing="none")
+
+
+def test_a_point_that_fails_is_recorded_with_its_reason(tmp_path):
+    session = SimpleNamespace(recipe=load_recipe("bert-int8-linears"))
+    work = SimpleNamespace(session=session, plan=lambda recipe: raising(MemoryError("no  more"))(None))
+    worker = Worker(work, None, None, open_search(tmp_path, trials=1))
+    worker.run()
+    (trial,) = worker.list_trials()
+    assert trial.failure == Failure(code="error", text="MemoryError: no more")
+    assert (trial.origin, trial.params, trial.is_scored) == ("given", {"keep": 3}, False)
