@@ -12,7 +12,10 @@ from qdqbench.quantize.utils.names import clean, hide_credentials
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from qdqbench.quantize.report.document import Report
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Html = Annotated[Path | None, typer.Option("--html", help="Write a page of the findings to this file.")]
 RunFolder = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
 
 
@@ -55,6 +58,21 @@ def show_report(found: "BaseModel", json: bool, report: Callable[[Any], Any], *l
     from qdqbench.quantize.report.render import render_screen
 
     show(found, json, lambda each: render_screen(report(each)), *lines)
+
+
+def show_found(found: "BaseModel | dict[str, Any]", json: bool, html: Path | None, report: "Report") -> None:
+    """Print what a command found as JSON or for a terminal, and write its page where one is asked for."""
+    from dataclasses import replace
+
+    from qdqbench.quantize.report.render import render_html, render_screen
+    from qdqbench.quantize.utils.files import write_text
+
+    if html is not None:
+        write_text(html, render_html(replace(report, page=replace(report.page, command=command_line()))))
+    if json:
+        print_json(found if isinstance(found, dict) else found.model_dump(mode="json"))
+    else:
+        console().print(render_screen(report))
 
 
 def complain(sentence: str) -> None:

@@ -10,7 +10,7 @@ from qdqbench.quantize.engine.hazards import find_hazards, is_older
 from qdqbench.quantize.engine.profiles import FAR_FROM_OPT
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.lint.findings import WORST_FIRST, Effect, Finding, read_kinds
-from qdqbench.quantize.lint.inspection import ALONE, EngineFacts, Inspection, count_alone, find_faults
+from qdqbench.quantize.lint.inspection import ALONE, Inspection, count_alone, find_faults
 from qdqbench.quantize.lint.logs import LogFile, Shape
 from qdqbench.quantize.lint.sources import KINDS, OWN, TOKENS, Evidence, OnnxFile, read_sources
 from qdqbench.quantize.report.figures import coverage
@@ -122,8 +122,7 @@ def _describe_file(evidence: Evidence, kind: str) -> str:  # noqa: PLR0911  one 
         parts = [f"of {tool}TensorRT{version}", log.device, log.precision]
         return ", ".join(filter(None, parts)) + (f", {tables.format_count(log.layers)}" if log.layers else "")
     if kind == "layers" and (inspection := evidence.inspection):
-        done = len(inspection.proof.int8_gemms)
-        return f"{tables.format_count(evidence.layers)}; {coverage(done, inspection.gemms)}"
+        return f"{tables.format_count(evidence.layers)}; {coverage(inspection.int8_gemms, inspection.gemms)}"
     if kind == "profile":
         return f"{len(evidence.profile)} kernels, {sum(evidence.profile.values()):.3f} ms"
     if kind == "engine" and (engine := evidence.engine):
@@ -146,7 +145,7 @@ _TOLD = ("dequantized", "float-residual")  # faults of an engine that other find
 def find_all(evidence: Evidence) -> Iterator[Finding]:
     explained: set[str] = set()  # GEMMs that a finding in the graph already says to be outside of INT8
     if (onnx := evidence.onnx) is not None:
-        outside = evidence.inspection.proof.not_int8 if evidence.inspection else []
+        outside = evidence.inspection.not_int8 if evidence.inspection else []
         for finding in onnx.report.grouped(onnx.path):
             gemms = onnx.report.gemms_of(finding.code)
             if share := evidence.share_of_nodes(gemms):
@@ -162,7 +161,7 @@ def find_all(evidence: Evidence) -> Iterator[Finding]:
                 yield finding
     if evidence.inspection is not None:
         yield from _gemms(evidence, evidence.inspection, explained)
-        yield from _copies(evidence, evidence.inspection.facts)
+        yield from _copies(evidence, evidence.inspection)
     yield from _version(evidence)
     yield from _implicit(evidence)
     if (log := evidence.log) is not None:
@@ -208,19 +207,19 @@ def _long_attention(evidence: Evidence, onnx: OnnxFile) -> Iterator[Finding]:
 
 
 def _gemms(evidence: Evidence, inspection: Inspection, explained: Collection[str]) -> Iterator[Finding]:
-    facts, onnx = inspection.facts, evidence.onnx
+    onnx = evidence.onnx
     reasons: dict[tables.NotInt8, list[str]] = {}
-    for node in inspection.proof.not_int8:
+    for node in inspection.not_int8:
         if node not in explained:
             reasons.setdefault(inspection.reasons[node], []).append(node)
     for reason, nodes in reasons.items():
         inside = any(tables.block_of_node(node).startswith("layer.") for node in nodes)
         effect: Effect = "not INT8" if reason.cause in _DEQUANTIZED else "slow" if inside else "note"
-        total, share = len(facts.linears) or inspection.gemms, evidence.share_of_nodes(nodes)
+        total, share = len(inspection.linears) or inspection.gemms, evidence.share_of_nodes(nodes)
         yield evidence.find(
             "engine-not-int8", None, nodes, effect=effect, share=share, all=total, reason=reason
         )
-    for fault in find_faults(facts, evidence.paths.get("onnx")):
+    for fault in find_faults(inspection, evidence.paths.get("onnx")):
         if fault.code in _TOLD:
             continue
         fault.files = evidence.shown()
@@ -229,9 +228,9 @@ def _gemms(evidence: Evidence, inspection: Inspection, explained: Collection[str
             products = {*inspection.graph.products}
             share = evidence.share_of_kernels(
                 row
-                for row in facts.rows
+                for row in inspection.rows
                 if tables.kernel_kind(row) == "softmax"
-                or products.intersection(facts.computed.get(row.name, ()))
+                or products.intersection(inspection.computed.get(row.name, ()))
             )
             partial = onnx.report.codes.get("partial-attention") if onnx else None
             if partial:
@@ -243,16 +242,16 @@ def _gemms(evidence: Evidence, inspection: Inspection, explained: Collection[str
         yield fault
 
 
-def _copies(evidence: Evidence, facts: EngineFacts) -> Iterator[Finding]:
+def _copies(evidence: Evidence, inspection: Inspection) -> Iterator[Finding]:
     clean = evidence.onnx is not None and not evidence.onnx.report.findings  # then `fix` changes nothing
     for kind, code in ALONE.items():
-        rows = [row for row in facts.rows if tables.kernel_kind(row) == kind]
+        rows = [row for row in inspection.rows if tables.kernel_kind(row) == kind]
         share = evidence.share_of_kernels(rows)
         if rows and share and share[0] >= _SMALL:
             fixes = read_kinds()[code].fixes
             fixes = (RUN, *fixes[1:]) if clean else fixes
             nodes = list(dict.fromkeys(map(tables.kernel_label, rows)))
-            figures = count_alone(facts, kind)
+            figures = count_alone(inspection, kind)
             layers = evidence.name("layers")
             yield evidence.find(code, None, nodes, fixes=fixes, share=share, layers=layers, **figures)
 

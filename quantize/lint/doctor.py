@@ -52,6 +52,12 @@ class Library(Strict):
     detail: str | None = None  # of torch: its CUDA and GPUs
     devices: int = Field(default=0, exclude=True)  # GPUs that torch sees
 
+    @property
+    def text(self) -> str:
+        if self.version is None:
+            return self.error or "not installed"
+        return ", ".join(filter(None, [self.version, self.detail]))
+
 
 def probe(names: Iterable[str], timeout_s: float = TIMEOUT_S) -> dict[str, Library]:
     """Import each of some libraries; all at once, and no longer than `timeout_s` together."""
@@ -131,6 +137,12 @@ class Doctor(Strict):
     auto: BackendName  # what `auto` would take
     hub: str
     hazards: list[str]
+
+    @property
+    def gpu_text(self) -> str:
+        if (gpu := self.gpu) is None:
+            return "none"
+        return f"{gpu.name}, compute capability {gpu.compute_capability}, driver {gpu.driver or 'unknown'}"
 
 
 def look(*, offline: bool = False) -> Doctor:
@@ -248,38 +260,5 @@ def _requirements() -> list[Requirement]:
     return [need for need in listed if need.marker is None or need.marker.evaluate({"extra": ""})]
 
 
-def bug_report(found: Doctor) -> str:
-    cpu = f"{found.cpu}, {found.cores} cores, {', '.join(found.cpu_features) or 'features unknown'}"
-    lines = [
-        f"- qdqbench {package_text(found)}, Python {found.python}, {found.platform}",
-        f"- CPU: {cpu}",
-        f"- GPU: {gpu_text(found.gpu)}",
-        f"- memory {gib(found.memory_bytes)}, {gib(found.memory_free_bytes)} free; disk "
-        f"{gib(found.disk_free_bytes)} free",
-    ]
-    lines += [f"- {name}: {library_text(each)}" for name, each in found.libraries.items()]
-    lines.append("- packages: " + ", ".join(map(" ".join, found.packages.items())))
-    lines += [f"- unmet: {text}" for text in found.unmet]
-    lines += [f"- hazard: {text}" for text in found.hazards]
-    lines.append(f"- hub: {found.hub}")
-    return "".join(f"{anonymous(line)}\n" for line in lines)
-
-
-def package_text(found: Doctor) -> str:
-    return found.qdqbench + (f" ({found.git[:12]})" if found.git else "")
-
-
-def gpu_text(gpu: Gpu | None) -> str:
-    if gpu is None:
-        return "none"
-    return f"{gpu.name}, compute capability {gpu.compute_capability}, driver {gpu.driver or 'unknown'}"
-
-
 def gib(size: int) -> str:
     return f"{size / (1 << 30):.1f} GiB"
-
-
-def library_text(each: Library) -> str:
-    if each.version is None:
-        return each.error or "not installed"
-    return ", ".join(filter(None, [each.version, each.detail]))

@@ -33,7 +33,7 @@ from qdqbench.quantize.graph.weights import factor_scales
 from qdqbench.quantize.lint import runs
 from qdqbench.quantize.lint.check import check_model
 from qdqbench.quantize.lint.findings import finding_label
-from qdqbench.quantize.lint.inspection import Inspection, read_graph
+from qdqbench.quantize.lint.inspection import inspect_layers, read_graph
 from qdqbench.quantize.lint.rebuild import Product, Scales, insert_qdq, read_scales, remove_qdq
 from qdqbench.quantize.lint.view import is_integer
 from qdqbench.quantize.models.attention import MASK_FILL
@@ -441,16 +441,15 @@ def engine_row(path: Path, backend: Backend) -> EngineRow:
     engine += ", built ahead of time" if built.ahead_of_time else ""
     if not built.layers:
         return EngineRow(engine=engine, refused="the builder shows no layer table")
-    judged = Inspection(built.layers, read_graph(path))
-    facts = judged.facts
+    judged = inspect_layers(built.layers, read_graph(path))
     return EngineRow(
         engine=engine,
         gemms=judged.gemms,
-        int8_gemms=len(set(judged.proof.int8_gemms).intersection(judged.graph.linears)),
-        attentions=facts.attentions,
-        attention_fused=judged.proof.attention_fused,
-        attention_int8=judged.proof.attention_int8,
-        kernels=len(facts.rows),
+        int8_gemms=len(set(judged.proven).intersection(judged.graph.linears)),
+        attentions=judged.attentions,
+        attention_fused=judged.attention_fused,
+        attention_int8=judged.attention_int8,
+        kernels=len(judged.rows),
     )
 
 

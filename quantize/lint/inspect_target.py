@@ -1,5 +1,6 @@
 """Find what `inspect` needs: the layer table of a run, an engine or a saved JSON; its graph and recipe."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from qdqbench.quantize.engine.runtime.runners import CompiledEngine
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar, sidecar_path
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex, find_residuals, module_of
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.lint.inspection import read_graph
+from qdqbench.quantize.lint.inspection import Inspection, inspect_layers, read_graph
 from qdqbench.quantize.models.families.known import family_named
 from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.pipeline.graphs import checked_path, graph_path
@@ -105,6 +106,19 @@ def count_expected(target: InspectTarget) -> tuple[list[str] | None, int]:
     graph, modules = read_graph(target.onnx), recipe_modules(target.onnx, target.recipe)
     gemms = [name for name in (*graph.linears, *graph.products) if module_of(name) in modules]
     return gemms, sum(module_of(name) in modules for name in graph.softmaxes)
+
+
+def inspect_target(target: InspectTarget, times: Mapping[str, float] | None = None) -> Inspection:
+    """Compare the layers of a target with its graph and recipe."""
+    expected, attentions = count_expected(target)
+    graph = read_graph(target.onnx) if target.onnx else None
+    found = inspect_layers(
+        target.layers, graph, expected=expected, expected_attention=attentions, times=times
+    )
+    names = {"backend", "version", "compute_capability", "ahead_of_time"}
+    found.target = target.name
+    found.engine = target.sidecar.model_dump(include=names) if target.sidecar else None
+    return found
 
 
 def measure_times(

@@ -19,7 +19,7 @@ from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.lint.cache_import import CalibrationCache, is_cache, read_cache_file
 from qdqbench.quantize.lint.check import CheckReport, check_model
 from qdqbench.quantize.lint.findings import Finding, Share, find, finding_label
-from qdqbench.quantize.lint.inspection import Graph, Inspection, Time, read_graph
+from qdqbench.quantize.lint.inspection import Graph, Inspection, Time, inspect_layers, read_graph
 from qdqbench.quantize.lint.logs import LogFile, is_log, read_log
 from qdqbench.quantize.lint.view import PRODUCTS, CheckGraph
 from qdqbench.quantize.utils.errors import UserError
@@ -241,16 +241,16 @@ class Evidence:
             return None
         times = self.profile or None
         try:
-            joined = Inspection(self.layers, self.graph, times=times)
+            joined = inspect_layers(self.layers, self.graph, times=times)
         except UserError as error:
             self.other_build = str(error)
         else:
             known = len(self.graph.linears) + len(self.graph.products) if self.graph else 0
-            if 2 * len(joined.proof.unknown) <= known:
+            if 2 * len(joined.unknown) <= known:
                 return joined
-            found = known - len(joined.proof.unknown)
+            found = known - len(joined.unknown)
             self.other_build = f"the table names {found} of {known} MatMul and Gemm nodes"
-        return Inspection(self.layers, times=times)
+        return inspect_layers(self.layers, times=times)
 
     @property
     def time(self) -> Time | None:
@@ -262,9 +262,9 @@ class Evidence:
     def _kernels(self) -> dict[str, list[LayerRow]]:
         if self.inspection is None:
             return {}
-        facts, graph = self.inspection.facts, self.inspection.graph
+        rows, graph = self.inspection.rows, self.inspection.graph
         known = [*graph.linears, *graph.products, *graph.softmaxes]
-        return {name: rows[0] for name, rows in find_computing_rows(facts.rows, known).items()}
+        return {name: found[0] for name, found in find_computing_rows(rows, known).items()}
 
     def share_of_nodes(self, nodes: Collection[str]) -> Share | None:
         """Return the share of profiled time that kernels of these GEMMs take, else of FLOPs."""
@@ -283,7 +283,7 @@ class Evidence:
         names = {row.name for row in rows}
         if (time := self.time) and time.total:
             return sum(time.by_kernel.get(name, 0.0) for name in names) / time.total, "profiled time"
-        kernels = len(self.inspection.facts.rows) if self.inspection else 0
+        kernels = len(self.inspection.rows) if self.inspection else 0
         return (len(names) / kernels, "kernels") if kernels and names else None
 
     def shown(self, kinds: Sequence[str] | None = None) -> list[str]:

@@ -121,6 +121,7 @@ class Bullets:
     lines: Sequence[str]
     state: State = ""
     on: Sequence[Medium] = PAGES
+    indent: int = 0  # characters, on a terminal
 
 
 @dataclass(frozen=True)
@@ -131,10 +132,11 @@ class Code:
 
 
 @dataclass(frozen=True)
-class Fold:  # a page opens it on demand; in Markdown it stands open
+class Fold:  # a page opens it on demand; elsewhere it stands open
     title: str
     blocks: Sequence["Block"]
     on: Sequence[Medium] = PAGES
+    state: State = ""
 
 
 @dataclass(frozen=True)

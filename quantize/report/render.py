@@ -13,6 +13,7 @@ from qdqbench.quantize.utils.files import LOOK, write_text
 if TYPE_CHECKING:
     from jinja2 import Template
     from rich.console import Group, RenderableType
+    from rich.text import Text
 
 TEMPLATES = Path(__file__).parent / "templates"
 # a fold without its blocks
@@ -58,7 +59,8 @@ def render_markdown(report: doc.Report) -> str:
             sign = f" {SIGNS[section.state]}" if section.state in ("good", "bad") else ""
             parts.append(f"## {prose(section.title)}{sign}")
             parts += _markdown(section.blocks)
-    parts += ["## Run it again", f"Made {_line(page.created)} by", formats.fenced(page.command)]
+    if page.command:
+        parts += ["## Run it again", f"Made {_line(page.created)} by", formats.fenced(page.command)]
     if page.recipe:
         parts += ["Recipe:", formats.fenced(formats.yaml_text(page.recipe), "yaml")]
     parts += [_pairs(title, rows) for title, rows in page.groups.items() if rows]
@@ -77,7 +79,7 @@ def _leaves(blocks: Sequence[doc.Block], medium: doc.Medium) -> Iterator[Leaf]:
             for part in block.parts:
                 yield from _leaves(part, medium)
         elif isinstance(block, doc.Fold):
-            yield doc.Fold(block.title, ())
+            yield doc.Fold(block.title, (), state=block.state)
             yield from _leaves(block.blocks, medium)
         else:
             yield block
@@ -184,42 +186,50 @@ def render_screen(report: doc.Report) -> "Group":
 
 
 def _screen(blocks: Sequence[doc.Block]) -> "Iterator[RenderableType]":
+    from rich.padding import Padding
     from rich.table import Table as Grid
-    from rich.text import Text
 
     for block in _leaves(blocks, "screen"):
-        if isinstance(block, doc.Table | doc.Fold | doc.Pairs) and block.title:
-            yield Text(block.title, style="bold")
+        if isinstance(block, doc.Fold):
+            yield _text(f"\n{block.title}", style=STYLES.get(block.state, "bold"))
+        elif isinstance(block, doc.Table | doc.Pairs) and block.title:
+            yield _text(block.title, style="bold")
         if isinstance(block, doc.Prose):
-            yield Text(block.text, style=STYLES.get(block.state, ""))
+            yield _text(block.text, style=STYLES.get(block.state, ""))
         elif isinstance(block, doc.Code):
-            yield Text(block.text)
+            yield _text(block.text)
         elif isinstance(block, doc.Bullets):
-            sign = "✗ " if block.state == "bad" else ""
-            yield from (Text(f"{sign}{line}", style=STYLES.get(block.state, "")) for line in block.lines)
+            sign, style = "✗ " if block.state == "bad" else "", STYLES.get(block.state, "")
+            texts = (_text(f"{sign}{line}", style) for line in block.lines)
+            yield from (Padding(text, (0, 0, 0, block.indent), expand=False) for text in texts)
         elif isinstance(block, doc.Pairs):
             grid = Grid(box=None, pad_edge=False, show_header=False, padding=(0, 1))
             for name, value in block.rows:
-                grid.add_row(Text(f"  {name}"), Text(value))
+                grid.add_row(_text(f"  {name}"), _text(value))
             yield grid
         elif isinstance(block, doc.Table):
             kept = range(len(block.columns)) if block.screen is None else block.screen
             grid = Grid(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
             for at in kept:
-                grid.add_column(Text(block.columns[at]), overflow="fold")
+                grid.add_column(_text(block.columns[at]), overflow="fold")
             for each in [*block.rows, *block.foot]:
                 cells = [each.cells[at] if at < len(each.cells) else doc.Cell() for at in kept]
                 grid.add_row(*map(_cell_screen, cells), style="bold" if each.chosen else "")
             yield grid
 
 
+def _text(text: str, style: str = "") -> "Text":
+    from rich.text import Text  # names are never read as markup
+
+    return Text(formats.clean(text), style=style)
+
+
 def _cell_screen(cell: doc.Cell) -> Any:
-    from rich.text import Text
 
     text = (cell.text if cell.short is None else cell.short).replace("\n", ", ")
     if cell.state == "bad" or (not text and cell.state in SIGNS):
         text = f"{text} {SIGNS[cell.state]}".strip()
-    return Text(text, style=STYLES.get(cell.state, ""))
+    return _text(text, style=STYLES.get(cell.state, ""))
 
 
 # HTML

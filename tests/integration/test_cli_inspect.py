@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +18,6 @@ from qdqbench.quantize.utils.system.gpu import Gpu
 from ..support.layer_tables import bert, inspector_json
 from .tiny import fine, refused
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 HEAD = ["/bert/pooler/dense/Gemm", "/classifier/Gemm"]
 
 
@@ -55,16 +53,6 @@ def test_a_saved_table(schema, saved, qdqbench):
     assert told["gelu"] == {"fused": 0, "separate": 2}
     assert len(told["kernels"]) == len(bert())
     assert {"name", "kind", "what", "block", "onnx", "inputs", "outputs", "ms"} <= set(told["kernels"][3])
-
-
-@pytest.mark.parametrize("columns", [80, 100])
-def test_the_table_as_a_terminal_shows_it(columns, saved, qdqbench, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    done = fine(qdqbench("inspect", saved(merged=False)))
-    assert all(len(line) <= columns for line in done.out.split("\n"))
-    shown = "\n".join(line.rstrip() for line in done.out.split("\n"))
-    golden = GOLDEN / f"inspect_{columns}.txt"
-    assert shown == golden.read_text(encoding="utf-8")
 
 
 def test_every_kernel_on_request(saved, qdqbench, wide):

@@ -23,7 +23,7 @@ from qdqbench.eval.runs.results import Results
 from qdqbench.eval.verification.results import Verification
 from qdqbench.quantize.calibration.record import summarize_spread
 from qdqbench.quantize.engine.results import EngineResult
-from qdqbench.quantize.lint.inspection import EngineFacts
+from qdqbench.quantize.lint.inspection import inspect_layers
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.figures import coverage
@@ -123,9 +123,9 @@ def _proof_text(results: Results, engine: EngineResult) -> str:
 
 
 def _kernel_blocks(engine: EngineResult) -> list[doc.Block]:
-    facts = EngineFacts(engine.layers)
-    counts = ", ".join(f"{count} {kind}" for kind, count in facts.kernels.most_common())
-    several = facts.profiles > 1
+    found = inspect_layers(engine.layers)
+    counts = ", ".join(f"{count} {kind}" for kind, count in found.kernel_counts.items())
+    several = found.profiles > 1
     table = doc.table_of(
         enumerate(engine.layers, 1),
         ("#", lambda pair: pair[0]),
@@ -140,9 +140,9 @@ def _kernel_blocks(engine: EngineResult) -> list[doc.Block]:
         texts=range(1, 6),
         look="sortable",
     )
-    of = f" of {facts.profiles} profiles" if several else ""
+    of = f" of {found.profiles} profiles" if several else ""
     return [
-        f"{facts.count}{'. Of one profile: ' if several else ': '}{counts}.",
+        f"{found.count}{'. Of one profile: ' if several else ': '}{counts}.",
         doc.Fold(f"The whole layer table, {len(table.rows)} rows{of}", [table], doc.PAGE),
         doc.Prose("The full table is in `report.html` and `results.json`.", on=doc.TEXT),
     ]

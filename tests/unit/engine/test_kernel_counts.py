@@ -7,7 +7,7 @@ import pytest
 
 from qdqbench.quantize.engine.layers import format_count, kernel_kind, select_profile
 from qdqbench.quantize.engine.results import LayerRow
-from qdqbench.quantize.lint.inspection import EngineFacts
+from qdqbench.quantize.lint.inspection import inspect_layers
 
 from ...support.layer_tables import bert
 
@@ -30,7 +30,7 @@ def test_one_profile_is_counted_and_the_others_are_said() -> None:
     four = copies(4)
     assert (len(select_profile(four)[0]), select_profile(four)[1]) == (len(rows), 4)
     assert format_count(four) == f"{4 * len(rows)} kernels, {len(rows)} for each of 4 profiles"
-    assert sum(EngineFacts(four).kernels.values()) == len(rows)
+    assert sum(inspect_layers(four).kernel_counts.values()) == len(rows)
 
 
 def test_profiles_with_other_kernels_are_told_by_the_most() -> None:
@@ -45,6 +45,5 @@ def test_layernorms_of_cpu_runtimes_are_counted(backend: str) -> None:
     """OpenVINO's kernel of the statistics, MVN, is named after no ONNX node; what scales it is."""
     rows = json.loads((GOLDEN / f"layers_{backend}.json").read_text(encoding="utf-8"))
     layers = [LayerRow.model_validate(row) for row in rows]
-    facts = EngineFacts(layers)
-    assert sum(map(len, facts.norms.values())) == 2 * 6 + 1
+    assert sum(inspect_layers(layers).layernorm.values()) == 2 * 6 + 1
     assert "elementwise" not in {kernel_kind(row) for row in layers if row.kind == "MVN"}

@@ -9,7 +9,9 @@ import pytest
 
 from qdqbench.cli.app import main
 from qdqbench.quantize.lint import doctor
-from qdqbench.quantize.lint.doctor import Library, anonymous, bug_report, look, probe, state_of, unmet
+from qdqbench.quantize.lint.doctor import Library, anonymous, look, probe, state_of, unmet
+from qdqbench.quantize.lint.reports import doctor_report
+from qdqbench.quantize.report.render import render_markdown
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import install_command
 from qdqbench.quantize.utils.system.gpu import Gpu
@@ -110,7 +112,7 @@ def test_this_machine(here):
     assert not here.unmet
     assert here.backends["onnxruntime"].runs
     assert here.auto in here.backends
-    text = bug_report(here)
+    text = "\n".join(map(anonymous, render_markdown(doctor_report(here)).split("\n")))
     assert "onnxruntime" in text
     assert str(Path.cwd()) not in text
     assert getpass.getuser() == "root" or getpass.getuser() not in text

@@ -21,10 +21,9 @@ from qdqbench.quantize.engine.layers import (
 )
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.lint.inspection import (
-    EngineFacts,
-    Inspection,
     explain_slowdown,
     find_faults,
+    inspect_layers,
     read_graph,
     rebuild_graph,
     split_time,
@@ -166,7 +165,7 @@ def test_precision_of_the_statistics(row, precision):
 
 def test_labels_and_datatypes():
     rows = bert(1)
-    facts = EngineFacts(rows)
+    facts = inspect_layers(rows)
     texts = [(kernel_label(row, facts.computed.get(row.name, ())), types_text(row)) for row in facts.rows]
     assert texts[:4] == [
         ("embeddings", "INT64 -> FP16/INT8"),
@@ -223,47 +222,47 @@ def test_ranges_and_groups_of_names():
 @pytest.mark.parametrize("schema", [10, 11])
 @pytest.mark.parametrize("merged", [True, False])
 def test_an_int8_engine(merged, schema):
-    found = Inspection(parse_inspector_json(inspector_json(bert(merged=merged), schema)))
-    assert (found.gemms, set(found.proof.int8_gemms)) == (14, LINEARS)
-    assert found.proof.not_int8 == HEAD
+    found = inspect_layers(parse_inspector_json(inspector_json(bert(merged=merged), schema)))
+    assert (found.gemms, set(found.proven)) == (14, LINEARS)
+    assert found.not_int8 == HEAD
     assert set(found.reasons) == {*HEAD}
     assert found.failures == []  # no recipe, nothing to fail
-    facts = found.facts
-    assert (facts.attentions, found.proof.attention_fused, found.proof.attention_int8) == (2, 2, 0)
-    assert (facts.qkv, facts.qkv_merged) == (2, 2 if merged else 0)
-    assert (facts.gelu_fused, facts.gelu_separate) == (0, 2)
-    assert {name: len(rows) for name, rows in facts.norms.items()} == {"FP32": 5}
-    assert (facts.kernels["layout"], facts.layout_quantized) == (8, 2)
-    assert len(facts.separate) == 12
+    facts = found
+    assert (facts.attentions, found.attention_fused, found.attention_int8) == (2, 2, 0)
+    assert facts.qkv == {"attentions": 2, "merged": 2 if merged else 0}
+    assert facts.gelu == {"fused": 0, "separate": 2}
+    assert facts.layernorm == {"FP32": 5}
+    assert (facts.layout_kernels, facts.layout_kernels_int8) == (8, 2)
+    assert len(facts.separate_epilogues) == 12
     assert facts.int8_writers == {"LayerNorm": 4, "attention": 2, "layout": 2, "GELU": 2, "embeddings": 1}
-    assert "none" not in facts.kernels
+    assert "none" not in facts.kernel_counts
     assert len([*find_faults(facts)]) == (0 if merged else 1)
 
 
 def test_an_fp16_engine():
-    found = Inspection(bert(int8=False))
-    assert (found.proof.int8_gemms, set(found.proof.not_int8)) == ([], {*LINEARS, *HEAD})
-    assert (found.facts.gelu_fused, found.facts.gelu_separate) == (2, 0)
-    assert len(found.facts.separate) == 10  # the feed-forward GEMM has its bias and GELU inside
-    assert [*find_faults(found.facts)] == []
+    found = inspect_layers(bert(int8=False))
+    assert (found.proven, set(found.not_int8)) == ([], {*LINEARS, *HEAD})
+    assert found.gelu == {"fused": 2, "separate": 0}
+    assert len(found.separate_epilogues) == 10  # the feed-forward GEMM has its bias and GELU inside
+    assert [*find_faults(found)] == []
 
 
 def test_int8_attention_and_the_recipe():
     attentions = [f"/bert/encoder/layer.{n}/attention/self" for n in (0, 1)]
     products = {f"{path}/{name}" for path in attentions for name in ("MatMul", "MatMul_1")}
-    held = Inspection(bert(attention="int8"), expected=LINEARS | products, expected_attention=2)
-    assert (len(held.proof.int8_gemms), held.gemms, held.failures) == (16, 18, [])
-    broken = Inspection(bert(), expected=LINEARS | products, expected_attention=2)
-    assert set(broken.proof.not_int8) == products
+    held = inspect_layers(bert(attention="int8"), expected=LINEARS | products, expected_attention=2)
+    assert (len(held.proven), held.gemms, held.failures) == (16, 18, [])
+    broken = inspect_layers(bert(), expected=LINEARS | products, expected_attention=2)
+    assert set(broken.not_int8) == products
     assert broken.failures == ["4 of 16 GEMMs do not run in INT8", "0 of 2 attentions run as one INT8 kernel"]
 
 
 def test_unfused_attention():
-    found = Inspection(bert(attention="apart"))
-    assert (found.facts.attentions, found.proof.attention_fused) == (2, 0)
-    assert found.facts.softmax == {"FP32": 2}
-    assert not any("self/MatMul" in name for name in [*found.proof.not_int8, *found.graph.linears])
-    assert any("2 of 2 attentions fall apart" in problem.what for problem in find_faults(found.facts))
+    found = inspect_layers(bert(attention="apart"))
+    assert (found.attentions, found.attention_fused) == (2, 0)
+    assert found.softmax_kernels == {"FP32": 2}
+    assert not any("self/MatMul" in name for name in [*found.not_int8, *found.graph.linears])
+    assert any("2 of 2 attentions fall apart" in problem.what for problem in find_faults(found))
 
 
 @pytest.mark.parametrize(
@@ -277,7 +276,7 @@ def test_unfused_attention():
     ],
 )
 def test_findings(form, part):
-    (problem,) = find_faults(EngineFacts(bert(**form)))
+    (problem,) = find_faults(inspect_layers(bert(**form)))
     found = problem.sentence
     assert part in found
     assert "set " in found or "give " in found or "add " in found
@@ -285,16 +284,16 @@ def test_findings(form, part):
 
 def test_three_gemms_are_no_finding_in_a_runtime_for_cpus():
     rows = [row.model_copy(update={"kernel": "brgemm_avx512_i8"}) for row in bert(merged=False)]
-    assert [*find_faults(EngineFacts(rows))] == []
+    assert [*find_faults(inspect_layers(rows))] == []
 
 
 def test_several_profiles_are_counted_once_and_proven_in_each():
     both = [*bert(), *bert(copy=1)]
-    found = Inspection(both)
-    assert len(found.proof.int8_gemms) == 12
-    assert found.facts.kernels == EngineFacts(bert()).kernels
-    broken = Inspection([*bert(), *bert(copy=1, dequantized=["layer.1/output/dense"])])
-    assert broken.proof.not_int8 == ["/bert/encoder/layer.1/output/dense/MatMul", *HEAD]
+    found = inspect_layers(both)
+    assert len(found.proven) == 12
+    assert found.kernel_counts == inspect_layers(bert()).kernel_counts
+    broken = inspect_layers([*bert(), *bert(copy=1, dequantized=["layer.1/output/dense"])])
+    assert broken.not_int8 == ["/bert/encoder/layer.1/output/dense/MatMul", *HEAD]
 
 
 # The graph.
@@ -326,7 +325,7 @@ def test_linears_and_products_of_an_onnx_file(tmp_path, kind, text):
 
 def test_another_graph_is_refused(tmp_path):
     with pytest.raises(UserError, match="give the file that the engine was built from"):
-        Inspection(bert(), read_graph(small_graph(tmp_path)))
+        inspect_layers(bert(), read_graph(small_graph(tmp_path)))
 
 
 def test_what_autocast_leaves_behind_an_fp32_softmax():
@@ -340,7 +339,7 @@ def test_what_autocast_leaves_behind_an_fp32_softmax():
 
 def test_time_by_kernel_block_and_kind():
     rows = bert(1)
-    facts = EngineFacts(rows)
+    facts = inspect_layers(rows)
     times = {row.name: float(number + 1) for number, row in enumerate(facts.rows)}
     time = split_time(rows, times | {"unheard of": 0.5})
     assert time.total == sum(times.values()) + 0.5
@@ -430,8 +429,8 @@ _rows = st.lists(
 
 @given(_rows, _rows)
 def test_any_table_is_judged(rows, others):
-    found = Inspection(rows, times={row.name: 1.0 for row in rows})
-    assert {*found.proof.int8_gemms, *found.proof.not_int8} <= {*found.graph.linears}
-    assert len(found.proof.int8_gemms) + len(found.proof.not_int8) == found.gemms
-    texts = [each.sentence for each in find_faults(found.facts)] + explain_slowdown(rows, others)
+    found = inspect_layers(rows, times={row.name: 1.0 for row in rows})
+    assert {*found.proven, *found.not_int8} <= {*found.graph.linears}
+    assert len(found.proven) + len(found.not_int8) == found.gemms
+    texts = [each.sentence for each in find_faults(found)] + explain_slowdown(rows, others)
     assert all(isinstance(text, str) for text in texts)

@@ -16,13 +16,16 @@ from rich.console import Console
 from qdqbench.quantize.report.document import Report
 from qdqbench.quantize.report.render import render_html, render_markdown, render_screen
 
+from ...support.findings import LINTED
 from ...support.reports import REPORTS
+
+HELD = REPORTS | LINTED
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "reports"
 BESIDES = ("run-alone", "run-two-splits", "bench-many-shapes", "bench-measured")  # shown by others as well
 
 
-PAGES = ("run", "compare", "bench")
+PAGES = ("run", "compare", "bench", "check")
 
 
 def on_page(report: Report) -> str:
@@ -40,9 +43,9 @@ def on_screen(report: Report) -> str:
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-@pytest.mark.parametrize("name", [name for name in REPORTS if name not in BESIDES])
+@pytest.mark.parametrize("name", [name for name in HELD if name not in BESIDES])
 def test_a_report_is_as_it_was(name: str) -> None:
-    report = REPORTS[name]()
+    report = HELD[name]()
     texts = {"md": render_markdown(report), "txt": on_screen(report)}
     texts |= {"html": on_page(report)} if name in PAGES else {}
     for kind, text in texts.items():
@@ -54,5 +57,5 @@ def test_a_report_is_as_it_was(name: str) -> None:
 
 
 def test_no_file_is_left_over() -> None:
-    held = {name for name in REPORTS if name not in BESIDES}
+    held = {name for name in HELD if name not in BESIDES}
     assert {path.stem for path in GOLDEN.iterdir()} == held

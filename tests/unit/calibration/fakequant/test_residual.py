@@ -23,7 +23,7 @@ from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.index import GraphIndex, list_int8_norms, prune
 from qdqbench.quantize.graph.precision import QDQ
 from qdqbench.quantize.lint.check import check_model
-from qdqbench.quantize.lint.inspection import Inspection, read_graph
+from qdqbench.quantize.lint.inspection import inspect_layers, read_graph
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
@@ -421,8 +421,8 @@ def test_float_residuals_fail_the_proof(made: dict[str, bert.Quantized], graphs:
         require_int8(result)
     with pytest.raises(CheckFailed, match="as INT8, which no runtime for CPUs does; on a CPU take a recipe"):
         require_int8(result.model_copy(update={"backend": "openvino"}))
-    judged = Inspection(result.layers, read_graph(path), expected=[])
-    assert judged.facts.float_residuals == lost
+    judged = inspect_layers(result.layers, read_graph(path), expected=[])
+    assert judged.not_int8_residuals == lost
     assert any("1 of 4 LayerNorms do not read" in line for line in judged.failures)
 
 
