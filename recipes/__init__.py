@@ -1,1 +1,1 @@
-"""Recipes shipped with qdqbench: one YAML file each, by model family."""
+"""Recipes shipped with qdqbench: one YAML file each, for all model families."""

@@ -63,7 +63,7 @@ from qdqbench.quantize.lint.fix import FixOptions, rewrite
 from qdqbench.quantize.lint.runs import read_feeds
 from qdqbench.quantize.models.identity import choose_prompts, embedding_notes
 from qdqbench.quantize.models.load import read_class_names
-from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.recipe.schema import load_recipe, read_source, shipped_recipes
 from qdqbench.quantize.tasks.data.load import load_split
 from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
@@ -292,7 +292,7 @@ def odd_request(name: str, samples: list[bytes], chance: random.Random) -> bytes
 
 def recipes() -> list[bytes]:
     """Return every shipped recipe."""
-    return [path.read_bytes() for path in sorted((ROOT / "recipes").glob("*/*.yaml"))]
+    return [read_source(name, load_recipe(name))[1].encode() for name in shipped_recipes()]
 
 
 def of_docs(pattern: str) -> list[bytes]:

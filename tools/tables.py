@@ -39,6 +39,9 @@ from qdqbench.eval.runs.results import QAT_STAGES, RESULTS_FILE, STAGES, Results
 from qdqbench.eval.runs.study import STUDY_FILE, Study, conditions
 from qdqbench.eval.selection.search.results import SEARCH_FILE, read_search
 from qdqbench.quantize.engine.hazards import find_hazards
+from qdqbench.quantize.models.families.known import family_named
+from qdqbench.quantize.models.modules import ModuleInfo
+from qdqbench.quantize.recipe.plan import match_modules
 from qdqbench.quantize.recipe.schema import Recipe, adapt_recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import AUTO
 from qdqbench.quantize.recipe.shipped import UNJUDGED, Accuracy, Figure, Speed
@@ -291,14 +294,14 @@ def differences(recipe: dict[str, Any], *, timed: bool = False) -> list[str]:
     if name not in shipped_recipes():
         return []
     try:
-        then = dict(flat(Recipe.model_validate(recipe).model_dump(mode="json")))
+        then = _settings(Recipe.model_validate(recipe))
     except ValidationError:
         return ["it is of another version of qdqbench"]
     length, backend = _own(recipe)
     shapes = AUTO if _follows_data(recipe) else None
     shipped = adapt_recipe(load_recipe(name), max_length=length, backend=backend, shapes=shapes)
-    now = dict(flat((shipped if recipe.get("qat") else shipped.ptq).model_dump(mode="json")))
-    written = dict(flat(load_recipe(name).model_dump(mode="json")))["engine.shapes"]
+    now = _settings(shipped if recipe.get("qat") else shipped.ptq)
+    written = _settings(load_recipe(name))["engine.shapes"]
     if then["engine.shapes"] == written:  # `--set export.max_length` leaves them; `--max-length` does not
         now["engine.shapes"] = written
     return [
@@ -308,6 +311,18 @@ def differences(recipe: dict[str, Any], *, timed: bool = False) -> list[str]:
         and key.split(".")[0] not in ("description", "gate")
         and not (timed and key == SMOOTHING and "none" not in (then.get(key), now.get(key)))
     ]
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    """Return a recipe's settings, with what its rules do to each linear: older results have no roles."""
+    family = family_named(recipe.model.family)
+    linears = {f"{family.layers}.0.{path}": ModuleInfo("Linear") for path in family.linears}
+    rules: dict[str, dict[str, Any]] = {}
+    for rule in recipe.rules:
+        fields = rule.model_dump(mode="json", exclude_none=True, exclude={"match", "role", "type"})
+        for name in match_modules(rule, linears, family) or [rule.target]:
+            rules[name] = rules.get(name, {}) | fields
+    return dict(flat(recipe.model_dump(mode="json") | {"rules": [*rules.items()]}))
 
 
 def _follows_data(recipe: dict[str, Any]) -> bool:

@@ -62,14 +62,14 @@ def recipes_show(
 ) -> None:
     """Print a recipe as YAML."""
     from qdqbench.cli.schemas import ShownRecipe
-    from qdqbench.quantize.recipe.schema import dump_recipe, find_recipe, load_recipe, shipped_recipes
+    from qdqbench.quantize.recipe.schema import dump_recipe, find_recipe, load_recipe, read_source
 
-    loaded, shipped = find_recipe(recipe, model) if model else load_recipe(recipe), shipped_recipes()
-    source = Path(shipped.get(recipe) or (recipe if Path(recipe).is_file() else shipped[loaded.name]))
+    loaded = find_recipe(recipe, model) if model else load_recipe(recipe)
+    source, text = read_source(recipe, loaded)
     if json:
         show_json(ShownRecipe(name=loaded.name, source=str(source), recipe=loaded.model_dump(mode="json")))
     else:
-        sys.stdout.write(dump_recipe(loaded) if resolved else source.read_text(encoding="utf-8"))
+        sys.stdout.write(dump_recipe(loaded) if resolved else text)
 
 
 @recipes_app.command("validate", epilog=epilog("recipes validate"))

@@ -49,15 +49,15 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
     `prefix` names the base model inside the model (`bert`); patterns match names with or without it.
     """
     family = family_named(recipe.model.family)
-    if unmatched := [rule for rule in recipe.rules if not match_modules(rule, modules, prefix)]:
-        raise UserError("; ".join(_unmatched(rule, modules, prefix) for rule in unmatched))
+    if unmatched := [rule for rule in recipe.rules if not match_modules(rule, modules, family, prefix)]:
+        raise UserError("; ".join(_unmatched(rule, modules, family, prefix) for rule in unmatched))
     formats: dict[str, str] = {}
     if recipe.attention == "int8":
         formats.update(dict.fromkeys((n for n, i in modules.items() if i.kind == "Attention"), "int8"))
     for rule in recipe.rules:
         target = rule.precision or (rule.weights and rule.weights.removeprefix("int8/per-"))
         if target and (rule.type, target) != ("Residual", "int8"):  # that is nothing for the modules inside
-            formats.update(dict.fromkeys(match_modules(rule, modules, prefix), target))
+            formats.update(dict.fromkeys(match_modules(rule, modules, family, prefix), target))
     linears = [name for name, info in modules.items() if info.kind == "Linear"]
     family.require_known(linears)
     inherited = {name: _inherited(name, formats) for name in modules}
@@ -95,30 +95,33 @@ def _scaling(
     section = recipe.calibration
     scalings = {name: Scaling(section.method, section.weights_method) for name in modules if name in int8}
     # not the others: outliers of GELU are rare, and factors from them fail on data that has more
-    kind = family_named(recipe.model.family).kind
-    smoothed = [n for n in scalings if modules[n].kind == "Attention" or kind(n) in SMOOTHED]
+    family = family_named(recipe.model.family)
+    smoothed = [n for n in scalings if modules[n].kind == "Attention" or family.kind(n) in SMOOTHED]
     scalings |= {name: replace(scalings[name], smoothing=section.smoothing) for name in smoothed}
     idle = []
     for rule in (rule for rule in recipe.rules if rule.refines):
         changes = {"method": rule.method, "weights": rule.weights_method, "smoothing": rule.smoothing}
         given: Any = {key: value for key, value in changes.items() if value is not None}
-        names = [name for name in match_modules(rule, modules, prefix) if name in scalings]
-        idle += [] if names else [rule.match]
+        names = [name for name in match_modules(rule, modules, family, prefix) if name in scalings]
+        idle += [] if names else [rule.target]
         scalings.update({name: replace(scalings[name], **given) for name in names})
     if idle:
         raise UserError(
-            f"rules {', '.join(map(repr, idle))} say how to calibrate, but nothing that they match is INT8; "
+            f"rules {', '.join(idle)} say how to calibrate, but nothing that they match is INT8; "
             "quantize it with a rule before, or drop them"
         )
     return scalings
 
 
-def match_modules(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str = "") -> list[str]:
+def match_modules(
+    rule: Rule, modules: Mapping[str, ModuleInfo], family: Family, prefix: str = ""
+) -> list[str]:
     return [
         name
         for name, info in modules.items()
         if rule.kind in (None, info.kind)
-        and any(fnmatch.fnmatchcase(form, rule.match) for form in (name, short_name(name, prefix)))
+        and (rule.role is None or family.has_role(name, rule.role))
+        and any(fnmatch.fnmatchcase(form, rule.match or "*") for form in (name, short_name(name, prefix)))
     ]
 
 
@@ -133,8 +136,11 @@ def _inherited(name: str, formats: Mapping[str, str]) -> str | None:
     return formats.get(name)
 
 
-def _unmatched(rule: Rule, modules: Mapping[str, ModuleInfo], prefix: str) -> str:
-    what = f"rule {rule.match!r} matches no {rule.kind or 'module'}"
+def _unmatched(rule: Rule, modules: Mapping[str, ModuleInfo], family: Family, prefix: str) -> str:
+    what = f"rule {rule.target} matches no {rule.kind or 'module'}"
+    if rule.match is None:
+        known = (f"{path} ({role})" for path, role in (*family.linears.items(), *family.outside.items()))
+        return f"{what} of this model; family {family.name} has {', '.join(known)}"
     # numbers are folded so that twelve layers give one near name
     shapes = {
         re.sub(r"\.\d+\.", ".*.", short_name(name, prefix)): None
@@ -161,19 +167,14 @@ def _int8_attention(
 
 
 def _int8_residuals(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> tuple[str, ...]:
+    family = family_named(recipe.model.family)
     known = [name for name, info in modules.items() if info.kind == "Residual"]
     if recipe.int8_residual and not known:
-        family = family_named(recipe.model.family)
-        why = (
-            "has no place for a quantizer where it adds its residuals"
-            if family.layer_end
-            else "normalizes first: no linear reads what its layers add, so INT8 would save nothing there"
-        )
-        raise UserError(f"residual: int8 is asked for, but family {family.name} {why}; set residual: fp16")
+        raise UserError(f"residual: int8 is asked for, but {family.why_no_int8_residual}; set residual: fp16")
     formats: dict[str, str] = dict.fromkeys(known, recipe.residual)
     for rule in recipe.rules:
         if rule.precision and rule.type in (None, "Residual"):
-            names = [name for name in match_modules(rule, modules, prefix) if name in formats]
+            names = [name for name in match_modules(rule, modules, family, prefix) if name in formats]
             formats.update(dict.fromkeys(names, rule.precision))
     return tuple(name for name in known if formats[name] == "int8")
 
@@ -217,7 +218,7 @@ def _require_splittable(names: list[str], scaling: Mapping[str, Scaling]) -> Non
 
 def folds_kv_bias(plan: Plan) -> list[str]:
     """Return the INT8 attentions whose k and v have linears of their own with one weight scale."""
-    return [] if _why_kept(plan) else _list_unscaled_kv(plan)
+    return [] if plan.family.why_k_keeps_bias else _list_unscaled_kv(plan)
 
 
 def folds_q_bias(plan: Plan) -> dict[str, str]:
@@ -240,7 +241,7 @@ def list_bias_free_linears(plan: Plan) -> set[str]:
 
 def note_kept_biases(plan: Plan) -> list[str]:
     """Note which of q, k and v have one weight scale and yet keep their biases, and why."""
-    why, which, whole = _why_kept(plan), "q, k and v", folds_q_bias(plan)
+    why, which, whole = plan.family.why_k_keeps_bias, "q, k and v", folds_q_bias(plan)
     lost = _list_unscaled_kv(plan)
     if not why:
         lost = [name for name in lost if _one_scale(plan, name, "query") and name not in whole]
@@ -259,13 +260,6 @@ def get_linears(plan: Plan, attention: str, *roles: Role) -> list[str]:
 
 def _list_unscaled_kv(plan: Plan) -> list[str]:
     return [name for name in plan.attention if all(_one_scale(plan, name, role) for role in ("key", "value"))]
-
-
-def _why_kept(plan: Plan) -> str:
-    """Return why k cannot lose its bias in any model of a family; empty where it can."""
-    if plan.family.rotary:
-        return f"family {plan.family.name} rotates q and k"
-    return f"family {plan.family.name} has other terms of scores that read k" if plan.family.terms else ""
 
 
 def _one_scale(plan: Plan, attention: str, role: Role) -> bool:

@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError, model_validator
 
 from qdqbench.quantize.models.families.family import Family
-from qdqbench.quantize.models.families.known import BERT, FAMILIES, family_of
+from qdqbench.quantize.models.families.known import BERT, FAMILIES, family_named, family_of
 from qdqbench.quantize.models.load import load_config
 from qdqbench.quantize.recipe import sections
 from qdqbench.quantize.utils.errors import UserError
@@ -21,6 +21,12 @@ from qdqbench.quantize.utils.names import DEFAULT_RECIPE, MAX_NAMED
 from qdqbench.quantize.utils.schema import Frozen, field
 
 MAX_RECIPE_BYTES = 64 * 1024  # a recipe is one screen; a larger file is a mistake or an attack
+# Nothing forbids them in the other families that could have them, but nobody measured them there.
+MEASURED = {
+    "int8-linears-per-tensor": ("bert",),
+    "int8-linears-per-tensor-qat": ("bert",),
+    "int8-residual-qat": ("bert", "distilbert", "mpnet", "deberta-v2"),
+}
 LONGEST = 200  # characters of a key or of what is wrong with it, in an error
 
 
@@ -150,11 +156,9 @@ def validate_recipe(data: Any, source: str) -> Recipe:
 
 def load_recipe(name_or_path: str, family: Callable[[], Family] | None = None) -> Recipe:
     """Load "bert-int8-linears", shipped, or "int8-linears" of a family, or a YAML file; else a UserError."""
-    shipped = shipped_recipes()
     path = Path(name_or_path)
-    if name_or_path in shipped or not os.path.isfile(path):  # Path.is_file raises on names that are too long
-        name = name_or_path if name_or_path in shipped else _of_family(name_or_path, family)
-        return _parsed(shipped[name].read_text(encoding="utf-8"), name)
+    if split_name(name_or_path) or not os.path.isfile(path):  # Path.is_file raises on names that are too long
+        return _load_shipped(*_find_shipped(name_or_path, family))
     if path.stat().st_size > MAX_RECIPE_BYTES:
         raise UserError(f"{path} is {path.stat().st_size} bytes; a recipe has at most {MAX_RECIPE_BYTES}")
     try:
@@ -205,10 +209,66 @@ def adapt_recipe(
     return validate_recipe(data, f"recipe {recipe.name} with {told}")
 
 
-_parsed = functools.cache(parse_recipe)  # of shipped recipes, which commands read again and again
+@functools.cache
+def shipped_files() -> dict[str, Any]:
+    """Return the file of each recipe by its name without family, of which its text says only `FAMILY`."""
+    files = {file.name: file for file in resources.files("qdqbench.recipes").iterdir()}
+    names = sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
+    return {name: files[f"{name}.yaml"] for name in names}
 
 
-def _of_family(name: str, family: Callable[[], Family] | None) -> str:
+def family_free_recipes() -> dict[str, list[str]]:
+    """Return the families that have a recipe, by its name without family."""
+    return {name: [each.name for each in FAMILIES if not why_not(name, each)] for name in shipped_files()}
+
+
+def shipped_recipes() -> list[str]:
+    return sorted(f"{family}-{name}" for name, having in family_free_recipes().items() for family in having)
+
+
+def split_name(recipe: str) -> tuple[str, Family] | None:
+    """Return the name without family, and the family, of what a shipped recipe could be called."""
+    names = ((recipe.removeprefix(f"{family.name}-"), family) for family in FAMILIES)
+    return next(
+        ((name, family) for name, family in names if name != recipe and name in shipped_files()), None
+    )
+
+
+def shipped_text(name: str, family: Family) -> str:
+    text: str = shipped_files()[name].read_text(encoding="utf-8")
+    return text.replace("FAMILY", family.name).replace("SHARE", family.feed_forward_share)
+
+
+def read_source(recipe: str, loaded: Recipe) -> tuple[Path, str]:
+    """Return the file that a recipe was loaded from, and its text."""
+    if split_name(recipe) is None and os.path.isfile(recipe):
+        return Path(recipe), Path(recipe).read_text(encoding="utf-8")
+    name = loaded.name.removeprefix(f"{loaded.model.family}-")
+    return Path(shipped_files()[name]), shipped_text(name, family_named(loaded.model.family))
+
+
+@functools.cache  # commands read them again and again
+def _load_shipped(name: str, family: str) -> Recipe:
+    return parse_recipe(shipped_text(name, family_named(family)), f"{family}-{name}")
+
+
+def why_not(name: str, family: Family) -> str:
+    """Say why a family has no shipped recipe of a name; empty where it has."""
+    recipe = _load_shipped(name, BERT.name)
+    if recipe.int8_residual and family.why_no_int8_residual:
+        return family.why_no_int8_residual
+    straight = any((rule.role, rule.weights) == ("qkv", "int8/per-tensor") for rule in recipe.rules)
+    if straight and family.why_k_keeps_bias:
+        return f"{family.why_k_keeps_bias}, so these cannot come straight from their GEMMs"
+    if family.name in MEASURED.get(name, (family.name,)):
+        return ""
+    shown = f"qdqbench recipes show {BERT.name}-{name}"
+    return f"it was not measured there; to try it, change the name and family in what `{shown}` prints"
+
+
+def _find_shipped(recipe: str, family: Callable[[], Family] | None) -> tuple[str, str]:
+    """Return name and family of a shipped recipe; a UserError says why there is none."""
+    name, own = split_name(recipe) or (recipe, None)
     free = family_free_recipes()
     if name not in free:
         near = difflib.get_close_matches(name, [*shipped_recipes(), *(free if family else ())], n=1)
@@ -218,35 +278,17 @@ def _of_family(name: str, family: Callable[[], Family] | None) -> str:
             f"no recipe or file is called {name!r}{nearest} (names {kind}: {', '.join(free)}; "
             "`qdqbench recipes list` says which family has which)"
         )
-    having = ", ".join(free[name])
-    if family is None:
-        raise UserError(
-            f"recipe {name!r} is another one in each family ({having}); name one, such as "
-            f"{free[name][0]}-{name}, or give the model (--model)"
-        )
-    own = family().name
-    if own not in free[name]:
-        theirs = ", ".join(each for each, families in free.items() if own in families)
-        raise UserError(
-            f"family {own} has no recipe {name!r}, which is there for {having}; its own: {theirs or 'none'}"
-        )
-    return f"{own}-{name}"
-
-
-def shipped_recipes() -> dict[str, Any]:
-    root = resources.files("qdqbench.recipes")
-    files = [file for family in root.iterdir() if family.is_dir() for file in family.iterdir()]
-    found = {file.name[:-5]: file for file in files if file.name.endswith(".yaml")}
-    return {name: found[name] for name in sorted(found)}
-
-
-def family_free_recipes() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for name, file in shipped_recipes().items():
-        family = file.parent.name
-        found.setdefault(name.removeprefix(f"{family}-"), []).append(family)
-    order = [family.name for family in FAMILIES]
-    return {name: sorted(found[name], key=order.index) for name in sorted(found)}
+    if own is None:
+        if family is None:
+            raise UserError(
+                f"recipe {name!r} is another one in each family ({', '.join(free[name])}); name one, such as "
+                f"{free[name][0]}-{name}, or give the model (--model)"
+            )
+        own = family()
+    if why := why_not(name, own):
+        theirs = ", ".join(each for each, families in free.items() if own.name in families)
+        raise UserError(f"family {own.name} has no recipe {name!r}: {why}; its own: {theirs or 'none'}")
+    return name, own.name
 
 
 def dump_recipe(recipe: Recipe) -> str:

@@ -11,6 +11,7 @@ from qdqbench.quantize.utils.schema import Frozen, Positive, field
 
 Range = tuple[Positive, Positive, Positive]
 AUTO = "auto"
+RuleRole = Literal["encoder", "qkv", Role]
 # tags keep pydantic from reporting a wrong key once for each form
 FORMS = ("mapping", "list", "word")
 
@@ -157,10 +158,16 @@ class Precision(Frozen):
 class Rule(Frozen):
     """Quantize the matched linears, keep the matched modules in FP16 or FP32, or change their calibration."""
 
-    match: str = field(
+    match: str | None = field(
         "Glob on the module's name, with or without the base model's; `*` crosses dots. A rule that matches "
         "nothing is an error.",
+        default=None,
         min_length=1,
+    )
+    role: RuleRole | None = field(
+        "Role of the linear, whatever its family calls it; `encoder`: every module in a layer. With `match` "
+        "only modules that both name.",
+        default=None,
     )
     type: Literal["Linear", "LayerNorm", "Embedding", "Softmax", "Attention", "Residual"] | None = field(
         "Only modules of this class; null: of any.", default=None
@@ -187,6 +194,8 @@ class Rule(Frozen):
 
     @model_validator(mode="after")
     def _one_intent(self) -> "Rule":
+        if self.match is None and self.role is None:
+            raise ValueError("say which modules: give match, role or both")
         if (self.weights is None) != (self.input is None):
             raise ValueError("give both weights and input: a GEMM with one INT8 operand runs in FP16")
         if self.weights is not None and self.precision is not None:
@@ -209,6 +218,12 @@ class Rule(Frozen):
         if self.refines and self.type not in (None, "Linear", "Attention"):
             raise ValueError(f"type {self.type} is never quantized, so it has no calibration")
         return self
+
+    @property
+    def target(self) -> str:
+        """Return what names its modules, for a message."""
+        named = f"role {self.role}" if self.role else ""
+        return f"{self.match!r}{named and f' with {named}'}" if self.match else named
 
     @property
     def kind(self) -> str | None:

@@ -12,13 +12,13 @@ import pytest
 import typer
 
 from qdqbench.cli.app import app
-from qdqbench.quantize.recipe.schema import load_recipe, parse_recipe, shipped_recipes
+from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, parse_recipe, shipped_recipes
 
 from ..support.families import write_model
 from ..support.foreign_layer import write_dynamic, write_static
 from .tiny import MAIN, entries, environment, fine, refused
 
-RECIPES = sorted(shipped_recipes())
+RECIPES = shipped_recipes()
 ROOT = Path(__file__).resolve().parents[2]
 ANSI = re.compile(r"\x1b\[")
 
@@ -161,7 +161,7 @@ def test_recipes_show_what_is_shipped(name, qdqbench, tmp_path):
 
 
 def test_recipes_validate_names_the_nearest_key(qdqbench, tmp_path):
-    (tmp_path / "good.yaml").write_text(shipped_recipes()["bert-fp16"].read_text())
+    (tmp_path / "good.yaml").write_text(dump_recipe(load_recipe("bert-fp16")))
     (tmp_path / "bad.yaml").write_text("version: 1\nname: x\ncalibratoin: {samples: 8}\n")
     done = qdqbench("recipes", "validate", tmp_path / "good.yaml", tmp_path / "bad.yaml")
     assert done.code == 1

@@ -198,7 +198,7 @@ def test_second_run_reuses_every_stage(a_run, sst2, qdqbench):
 
 def edited(path, change, name="bert-int8-linears"):
     """A shipped recipe with one change, as a file."""
-    recipe = yaml.safe_load(shipped_recipes()[name].read_text())
+    recipe = load_recipe(name).model_dump(mode="json")
     change(recipe)
     path.write_text(yaml.safe_dump(recipe))
     return path

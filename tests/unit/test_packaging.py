@@ -130,7 +130,7 @@ def packaged(path: Path, patterns: dict[str, list[str]]) -> bool:
 def test_data_files_are_readable_as_resources() -> None:
     assert (resources.files("qdqbench.quantize.report") / "templates" / "page.html.j2").is_file()
     assert (resources.files("qdqbench.quantize.utils") / "look.css").is_file()
-    assert (resources.files("qdqbench.recipes") / "bert" / "bert-int8-linears.yaml").is_file()
+    assert (resources.files("qdqbench.recipes") / "int8-linears.yaml").is_file()
 
 
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"

@@ -241,7 +241,9 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
         if name not in searched
     ]
     islands = [
-        rule for rule in base.rules if rule.precision == "fp32" and match_modules(rule, modules, prefix)
+        rule
+        for rule in base.rules
+        if rule.precision == "fp32" and match_modules(rule, modules, plan.family, prefix)
     ]
     formats = Counter(plan.int8[name] for name in searched if name in plan.int8)
     granularity = formats.most_common(1)[0][0] if formats else "channel"

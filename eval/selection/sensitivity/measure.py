@@ -249,7 +249,8 @@ def make_recipe(point: CurvePoint, found: Choices) -> Recipe:
 
 def _not_idle(rule: Rule, int8: frozenset[str], found: Choices) -> Rule | None:
     """Return the rule without what it says on the calibration of linears that are no longer in INT8."""
-    if not rule.refines or any(name in int8 for name in match_modules(rule, found.modules, found.prefix)):
+    matched = match_modules(rule, found.modules, found.base.family, found.prefix)
+    if not rule.refines or any(name in int8 for name in matched):
         return rule
     if rule.weights is None and rule.precision is None:
         return None

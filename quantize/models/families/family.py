@@ -82,6 +82,7 @@ class Family:
     inputs: tuple[str, ...]  # of `forward`, in the order of the graph's inputs
     head_size: str = "attention_head_size"  # attribute of the attention
     positions_follow_padding: bool = False  # the first token has position pad_token_id + 1
+    feed_forward_share: str = "two thirds"  # of the encoder's arithmetic
     gated: bool = False  # the first feed-forward makes every channel, then the gate of every channel
     rotary: bool = False  # q and k are rotated: channels d and d + D / 2 of each head are one pair
     windows: bool = False  # some layers see a window alone, which padding may fill
@@ -107,6 +108,13 @@ class Family:
         if (found := self._role(linear)) is None:
             raise UserError(_unknown([linear], self))
         return found
+
+    def has_role(self, module: str, role: str) -> bool:
+        """Return whether a linear has a role (`qkv`: any of the three), or any module is in the `encoder`."""
+        if role == "encoder":
+            return self.place(module) is not None
+        found = self._role(module)
+        return role == found or (role == "qkv" and found in QKV)
 
     def kind(self, linear: str) -> str:
         role = self.role(linear)
@@ -167,6 +175,25 @@ class Family:
         first = {each.readers[0]: each.module for each in self.residuals if each.readers}
         module = first.get(self.linears[place.path]) if place and place.path in self.linears else None
         return f"{place.layers}.{place.number}.{module}".rstrip(".") if place and module is not None else None
+
+    @property
+    def why_no_int8_residual(self) -> str:
+        """Why what layers add cannot be INT8; empty where it can."""
+        if self.residuals:
+            return ""
+        if self.layer_end:
+            return f"family {self.name} has no place for a quantizer where it adds its residuals"
+        return (
+            f"family {self.name} normalizes first: no linear reads what its layers add, so INT8 would save "
+            "nothing there"
+        )
+
+    @property
+    def why_k_keeps_bias(self) -> str:
+        """Why k cannot lose its bias in any model of the family; empty where it can."""
+        if self.rotary:
+            return f"family {self.name} rotates q and k"
+        return f"family {self.name} has other terms of scores that read k" if self.terms else ""
 
     def behind_attention(self, module: str) -> bool:
         """Return whether a module takes what an attention made, up to the LayerNorm behind it."""

@@ -128,6 +128,7 @@ MODERNBERT = replace(
     dropouts=("embedding_dropout", "attention_dropout", "mlp_dropout", "classifier_dropout"),
     activation="hidden_activation",
     head_size="head_dim",
+    feed_forward_share="about half",
     gated=True,
     rotary=True,
     windows=True,

@@ -10,7 +10,7 @@ import typer
 from qdqbench.cli import run, schemas
 from qdqbench.cli.app import app, main
 from qdqbench.eval.runs.results import Results
-from qdqbench.quantize.recipe.schema import shipped_recipes
+from qdqbench.quantize.recipe.schema import shipped_files
 from qdqbench.quantize.utils.errors import CheckFailed
 
 from ...unit.runs.test_stage_table import partial_results
@@ -53,7 +53,7 @@ def test_recipes(monkeypatch, capsys):
     listed, _ = said(monkeypatch, capsys, "recipes", "list")
     assert name in [row["recipe"] for row in schemas.Recipes.model_validate(listed).recipes]
     shown = schemas.ShownRecipe.model_validate(said(monkeypatch, capsys, "recipes", "show", name)[0])
-    assert (shown.name, Path(shown.source)) == (name, shipped_recipes()[name])
+    assert (shown.name, Path(shown.source)) == (name, shipped_files()["int8-linears"])
     assert shown.recipe["calibration"]["samples"] > 0
     assert said(monkeypatch, capsys, "recipes", "validate", name)[0] == {"valid": [name]}
 

@@ -30,7 +30,7 @@ RECORDED = Path(__file__).parents[2] / "golden" / "shipped_recipes.json"
 RECORDING = bool(os.environ.get("RECORD_GOLDEN"))
 GRAPHS = ("tensorrt_rtx", "onnxruntime")  # a backend that takes FP16 and factored weights, and one of neither
 SHORT = ("bert-int8-residual-fused", "albert-int8-ffn", "modernbert-int8-attention")
-NAMES = list(shipped_recipes())
+NAMES = shipped_recipes()
 
 
 @functools.cache

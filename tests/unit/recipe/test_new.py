@@ -32,7 +32,7 @@ def new(folder, model_type):
 
 def test_a_layout_says_what_a_family_says():
     # what only a description by hand says; a layout's family has the defaults
-    by_hand = {"name", "model_types", "gated", "rotary", "given_sums", "shared_layers"}
+    by_hand = {"name", "model_types", "gated", "rotary", "given_sums", "shared_layers", "feed_forward_share"}
     by_hand |= {"windows", "terms", "rewritten", "needs"}
     assert {field.name for field in fields(Family)} - by_hand == {*FamilyLayout.model_fields}
     for model_type in ("ernie", "roformer"):

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.models.modules import ModuleInfo
-from qdqbench.quantize.recipe.plan import Plan, Scaling, match_modules, resolve
+from qdqbench.quantize.recipe.plan import Scaling, match_modules, resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.errors import UserError
@@ -66,8 +67,9 @@ def test_patterns_with_and_without_the_prefix(pattern):
 def test_the_prefix_is_cut_at_a_border_and_case_counts():
     table = {"bertram.dense": ModuleInfo("Linear")}
     rule = Rule.model_validate({"match": "ram.dense"} | INT8)
-    assert match_modules(rule, table, "bert") == []
-    assert match_modules(rule.model_copy(update={"match": "bertram.dense"}), table, "") == ["bertram.dense"]
+    assert match_modules(rule, table, BERT, "bert") == []
+    whole = rule.model_copy(update={"match": "bertram.dense"})
+    assert match_modules(whole, table, BERT) == ["bertram.dense"]
     with pytest.raises(UserError, match=r"'\*layernorm' matches no LayerNorm .*output\.LayerNorm"):
         plan_for({"match": "*layernorm", "type": "LayerNorm", "precision": "fp32"})
 
@@ -102,7 +104,7 @@ def test_classes_that_the_model_lacks_and_near_names():
 def test_only_linears_become_int8_whatever_the_pattern(pattern):
     table = modules()
     recipe = recipe_with(rules=[{"match": pattern} | INT8])
-    if not match_modules(recipe.rules[0], table, "bert"):
+    if not match_modules(recipe.rules[0], table, BERT, "bert"):
         with pytest.raises(UserError, match="matches no Linear"):
             resolve(recipe, table, "bert")
         return
@@ -146,32 +148,34 @@ def test_a_later_fp16_rule_opens_an_island_again():
     assert list(plan.fp32) == [name for name in inside if name not in opened]
 
 
-@pytest.mark.parametrize("layers", [2, 12])
-def test_the_shipped_ffn_recipe(layers):
-    plan = resolve(load_recipe("bert-int8-ffn"), modules(layers), "bert")
-    names = ("intermediate.dense", "output.dense")
-    assert list(plan.int8) == [f"bert.encoder.layer.{i}.{name}" for i in range(layers) for name in names]
-    assert not any("attention" in name for name in plan.int8)
-
-
 @pytest.mark.parametrize(
-    ("name", "scales", "attentions"),
+    ("rule", "parts"),
     [
-        ("bert-int8-linears", "channel", 0),
-        ("bert-int8-linears-per-tensor", "tensor", 0),
-        ("bert-int8-attention", "channel", 12),
+        ({"role": "encoder"}, OF_A_LAYER),
+        ({"role": "qkv"}, OF_A_LAYER[:3]),
+        ({"role": "key"}, OF_A_LAYER[1:2]),
+        ({"role": "ffn-in", "match": "*.1.*"}, OF_A_LAYER[4:5]),
     ],
 )
-def test_the_other_shipped_recipes(name, scales, attentions):
-    plan = resolve(load_recipe(name), modules(12), "bert")
-    assert plan.int8 == dict.fromkeys(in_encoder(12), scales)
-    assert plan.high == ("bert.pooler.dense", "classifier")
-    assert plan.attention == tuple(f"bert.encoder.layer.{i}.attention.self" for i in range(attentions))
+def test_roles_are_what_a_family_calls_its_linears(rule, parts):
+    plan = plan_for(rule | INT8)
+    layers = [1] if "match" in rule else [0, 1]
+    assert [*plan.int8] == [f"bert.encoder.layer.{layer}.{part}" for layer in layers for part in parts]
 
 
-def test_the_fp16_twin_quantizes_nothing():
-    plan = resolve(load_recipe("bert-fp16"), modules(), "bert")
-    assert plan == Plan(high=(*in_encoder(), "bert.pooler.dense", "classifier"))
+def test_roles_outside_of_layers_and_of_modules_that_are_no_linears():
+    assert [*plan_for({"role": "pooler"} | INT8).int8] == ["bert.pooler.dense"]
+    plan = plan_for({"role": "encoder", "type": "LayerNorm", "precision": "fp32"})
+    assert [*plan.fp32] == [name for name in modules() if name.endswith("LayerNorm") and ".layer." in name]
+
+
+def test_a_role_that_no_linear_has_names_those_that_there_are():
+    with pytest.raises(
+        UserError, match=r"rule role embeddings matches no Linear .*output\.dense \(ffn-out\)"
+    ):
+        plan_for({"role": "embeddings"} | INT8)
+    with pytest.raises(UserError, match=r"rule '\*\.7\.\*' with role qkv matches no Linear .*near names"):
+        plan_for({"role": "qkv", "match": "*.7.*"} | INT8)
 
 
 class TestAttention:

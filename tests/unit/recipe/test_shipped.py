@@ -134,5 +134,5 @@ def test_the_documents_recommend_what_the_figures_do():
     assert said in " ".join((ROOT / "recipes" / "README.md").read_text().split())
     start = f"Start with {chosen['gpu']} on a GPU and {chosen['cpu']} on a CPU:"
     assert shipped.describe_choice(chosen).startswith(start)
-    for file in (ROOT / "recipes").glob("*/*.yaml"):  # which would have to be changed by hand
+    for file in (ROOT / "recipes").glob("*.yaml"):  # which would have to be changed by hand
         assert not re.search("start here|fastest", file.read_text(), re.IGNORECASE)
