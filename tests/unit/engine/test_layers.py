@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -114,106 +115,53 @@ def test_what_is_not_int8_is_named_with_the_reason(node, reason):
     assert reason in str(why_not(rows, node))
 
 
-@pytest.mark.parametrize(
-    ("layer", "int8"),
-    [
-        (row("/a/MatMul_myl0_1"), True),
-        (row("/a/MatMul_myl0_1", constants=[]), True),  # TensorRT 10 shows no constants
-        (row("/a/MatMul_myl0_1", constants=["Half", "Float"]), False),
-        (row("/a/MatMul_myl0_1", inputs=["Half"]), False),
-        (row("/a/MatMul_myl0_1", inputs=[]), False),
-        (
-            row("/a/MatMul_myl0_1", inputs=["Int8", "Int8"], constants=["Float"]),
-            True,
-        ),  # activation by activation
-        (row("/a/MatMul_myl0_1", inputs=["Int8", "Half"]), False),
-        (row("/a/MatMul_myl0_1", inputs=["UInt8"]), False),
-        (row("/a/MatMul", inputs=["UInt8"]).model_copy(update={"kernel": "brgemm_avx512_I8"}), True),
-        (row("/a/MatMul", inputs=["Float"]).model_copy(update={"kernel": "brgemm_avx512_f32"}), False),
-        (row("/a/Add", "attention", inputs=["Int8", "Int8", "UInt8", "Int8"]), True),
-        (row("/a/Add", "attention", inputs=["Float", "Float", "UInt8", "Float"]), False),
-        (row("__myl_CastMulCastFc_myl0_1", "runtime_fusion"), False),
-        (row("__myl_MulAdd_myl0_1", "kgen"), False),
-        (row("_gemm_mha_v2_myl0_1", "kgen", inputs=["Int8", "Int8", "Half", "Int8"]), True),
-        (row("_gemm_mha_v2_myl0_1", "kgen", inputs=["Int8", "Int8", "Int8"]), True),
-        (row("_gemm_mha_v2_myl0_1", "kgen", inputs=["Int8", "Int8", "Half", "Half"]), False),
-        (row("_gemm_mha_v2_myl0_1", "kgen", inputs=["Half"] * 4), False),
-    ],
-)
-def test_is_int8(layer, int8):
-    assert is_int8(layer) is int8
+CASES = yaml.safe_load((Path(__file__).parent / "layers.yaml").read_text(encoding="utf-8"))
+GEMM = {"kind": "gemm", "onnx": [], "inputs": ["Int8"], "constants": ["Int8"], "outputs": ["Float"]}
+KERNEL = {"kind": "kgen", "onnx": [], "inputs": ["Half"], "constants": [], "outputs": ["Half"]}
+OF_NODE = {"short": layers.shorten_node, "block": layers.block_of_node}
+OF_KERNEL = {
+    "is_a": layers.kernel_kind,
+    "precision": layers.norm_precision,
+    "int8": is_int8,
+    "label": layers.kernel_label,
+    "block": layers.kernel_block,
+    "copy": copy_of,
+    "base": base_name,
+}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "/a/MatMul_myl0_2",
-        "/a/MatMul [profile 1]_myl1_2",
-        "__mye123/a/MatMul_myl0_2",
-        "/b/MatMul+/a/MatMul_myl3_4",
-    ],
-)
-def test_prefixes_and_suffixes_of_a_gemm_name(name):
-    assert measure_coverage([row(name)], ["/a/MatMul"], []).int8_gemms == ["/a/MatMul"]
+@pytest.mark.parametrize("node", CASES["nodes"])
+def test_a_node(node):
+    assert {key: OF_NODE[key](node) for key in CASES["nodes"][node]} == CASES["nodes"][node]
 
 
-def test_a_name_may_hold_a_plus():
-    assert measure_coverage([row("/a+b/MatMul_myl0_1")], ["/a+b/MatMul"], ["/a+b/MatMul"]).int8_gemms == [
-        "/a+b/MatMul"
-    ]
+@given(st.text(alphabet="/.layer0123MatMulGemself_+", max_size=30))
+def test_any_name_has_a_short_one(node):
+    assert layers.shorten_node(node) or not node
+    assert layers.block_of_node(node)
 
 
-@pytest.mark.parametrize(
-    "name", ["/a/MatMul_1_myl0_2", "/x/a/MatMul_myl0_2", "/a/MatMul_extra", "MatMul_myl0_2"]
-)
-def test_similar_names_prove_nothing(name):
-    proof = measure_coverage([row(name)], ["/a/MatMul"], ["/a/MatMul"])
-    assert (proof.int8_gemms, proof.not_int8, proof.unknown) == ([], ["/a/MatMul"], ["/a/MatMul"])
+@pytest.mark.parametrize("case", CASES["kernels"], ids=lambda case: case["name"])
+def test_a_kernel(case):
+    fields = {key: value for key, value in case.items() if key != "expect"}
+    found = LayerRow(**KERNEL | fields)
+    assert {key: OF_KERNEL[key](found) for key in case["expect"]} == case["expect"]
 
 
-def test_a_gemm_proves_the_nodes_of_its_name_and_not_those_of_its_metadata():
-    layers = [row("/a/MatMul_myl0_1", onnx=["/a/MatMul", "/b/MatMul"])]
-    proof = measure_coverage(layers, ["/a/MatMul", "/b/MatMul"], [])
-    assert (proof.int8_gemms, proof.not_int8, proof.unknown) == (["/a/MatMul"], ["/b/MatMul"], ["/b/MatMul"])
+@pytest.mark.parametrize("case", CASES["tables"])
+def test_a_table(case):
+    rows = [LayerRow(**GEMM | fields) for fields in case["rows"]]
+    proof = measure_coverage(rows, case["asked"], case.get("known", []))
+    assert {key: getattr(proof, key) for key in case["expect"]} == case["expect"]
 
 
-def test_a_nameless_gemm_counts_by_its_metadata_unless_another_kernel_multiplies_the_node():
-    gemm = row("__mye12_myl0_1", onnx=["/a/MatMul", "/a/DequantizeLinear"])
-    other = row("__myl_FcAdd_myl0_2", "runtime_fusion", onnx=["/a/MatMul"], inputs=["Half"])
-    assert measure_coverage([gemm], ["/a/MatMul"], []).int8_gemms == ["/a/MatMul"]
-    assert measure_coverage([gemm, other], ["/a/MatMul"], []).not_int8 == ["/a/MatMul"]
-
-
-def test_a_fused_epilogue_does_not_undo_the_proof_but_another_profile_does():
-    gemm = row("/a/MatMul_myl0_1", onnx=["/a/MatMul"])
-    epilogue = row(
-        "__myl_MulAddFc_myl0_2", "runtime_fusion", onnx=["/a/MatMul", "/b/MatMul"], inputs=["Float"]
-    )
-    second = row("__myl_CastMulCastFc_myl1_2", "runtime_fusion", onnx=["/a/MatMul"])
-    assert measure_coverage([gemm, epilogue], ["/a/MatMul"], ["/b/MatMul"]).int8_gemms == ["/a/MatMul"]
-    assert measure_coverage([gemm, second], ["/a/MatMul"], []).not_int8 == ["/a/MatMul"]
-
-
-def test_attention_must_fuse_in_every_profile():
-    products = ["/s/MatMul", "/s/MatMul_1"]
-    fused = [row(f"_gemm_mha_v2_myl{n}_1", "kgen", onnx=products, inputs=["Int8"] * 3) for n in (0, 1)]
-    apart = [row(f"{name} [profile 1]_myl1_1", onnx=[name], inputs=["Int8", "Int8"]) for name in products]
-    whole, half = measure_coverage(fused, products, []), measure_coverage([fused[0], *apart], products, [])
-    assert (whole.attention_fused, whole.attention_int8) == (1, 1)
-    assert (half.attention_fused, half.attention_int8) == (0, 0)
-    assert whole.int8_gemms == half.int8_gemms == products
-
-
-def test_products_of_two_activations_count_only_where_asked():
-    layers = [row("/s/MatMul_myl0_1", inputs=["Int8", "Int8"], constants=["Float"])]
-    assert measure_coverage(layers, [], ["/s/MatMul"]).int8_gemms == []
-    assert measure_coverage(layers, ["/s/MatMul"], []).int8_gemms == ["/s/MatMul"]
-
-
-def test_an_empty_table_proves_nothing():
-    proof = measure_coverage([], ["/a/MatMul"], ["/a/MatMul", "/b/MatMul"])
-    assert (proof.int8_gemms, proof.not_int8) == ([], ["/a/MatMul"])
-    assert proof.unknown == ["/a/MatMul", "/b/MatMul"]
+def test_ranges_and_groups_of_names():
+    assert layers.format_ranges([5, 0, 1, 2, 2]) == "0-2,5"
+    assert layers.format_ranges([]) == ""
+    nodes = [f"/e/layer.{n}/{leaf}/dense/MatMul" for n in (0, 1, 3) for leaf in ("intermediate", "output")]
+    assert layers.format_nodes([*nodes, POOLER]) == "layer.0-1,3: intermediate, output; pooler"
+    many = layers.format_nodes([f"/e/layer.{n}/m{n}/MatMul" for n in range(9)])
+    assert many.endswith("; and 3 more")
 
 
 @pytest.mark.parametrize(
@@ -313,12 +261,8 @@ def test_missing_or_binary_files(tmp_path):
 # Names.
 
 
-def test_name_copy_and_base_of_a_kernel():
-    generated, merged = row("__myl_AddTanh_myl1_12", "kgen"), row("/a/MatMul+/b/MatMul_myl0_3")
-    assert (copy_of(generated), base_name(generated)) == ("1", "AddTanh")
-    assert (copy_of(merged), base_name(merged)) == ("0", "/a/MatMul+/b/MatMul")
-    assert copy_of(row("Reformat_1", "Reformat")) == ""
-    assert {"/a/MatMul", "/b/MatMul"} <= {*name_parts(merged)}
+def test_a_kernel_of_two_gemms_has_both_names():
+    assert {"/a/MatMul", "/b/MatMul"} <= {*name_parts(row("/a/MatMul+/b/MatMul_myl0_3"))}
 
 
 def test_a_name_of_nothing_but_pluses_is_not_taken_apart():

@@ -4,11 +4,13 @@ import json
 import re
 import shlex
 import struct
+from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 import typer
+import yaml
 
 from qdqbench.cli.app import app
 from qdqbench.quantize.engine.backend import build_engine, choose_backend
@@ -22,6 +24,8 @@ from ...support.build_logs import POLYGRAPHY, line, missing_scale, trtexec
 from ...support.foreign_layer import float_layer, write_static
 from ...support.layer_tables import bert, inspector_json
 from ...support.tiny_layer import LINEARS, healthy
+
+BUILDS = yaml.safe_load((Path(__file__).parent / "builds.yaml").read_text(encoding="utf-8"))
 
 
 def saved(tmp_path, model, name="model.onnx"):
@@ -87,6 +91,43 @@ def test_commands_of_fixes_exist():
         assert {word for word in words if word.startswith("-")} <= options
 
 
+def build_files(folder, case):
+    """The files of a case."""
+    if form := case.get("onnx"):
+        yield saved(folder, float_layer() if form == "float" else healthy(form))
+    if "table" in case:
+        yield table(folder, **case["table"])
+    if log := case.get("log"):
+        text = POLYGRAPHY
+        if log != "polygraphy":
+            said = [line(*each) for each in log.get("lines", ())] + missing_scale(*log.get("missing", ()))
+            text = trtexec(*said, **{key: log[key] for key in log if key not in ("lines", "missing")})
+        yield written(folder, "build.log", text)
+    if case.get("cache"):
+        scale = struct.pack(">f", 0.1).hex()
+        yield written(folder, "c.cache", f"TRT-8601-EntropyCalibration2\nx: {scale}\n")
+    if version := case.get("engine"):
+        (folder / "model.plan").write_bytes(b"ptrt" + bytes(20) + bytes(version) + bytes(36))
+        yield folder / "model.plan"
+
+
+@pytest.mark.parametrize("case", BUILDS, ids=lambda case: case["case"])
+def test_a_build(tmp_path, case):
+    report = diagnose([*build_files(tmp_path, case)])
+    for code, words in case.get("expect", {}).items():
+        found = one(report, code).model_dump()
+        for name, part in words.items():
+            text = " ".join(found[name]) if name == "fixes" else found[name]
+            assert part == text if isinstance(part, list) else part in text, (code, name)
+    told = {row.name: [row.kind, row.what] for row in report.files}
+    for name, (kind, what) in case.get("files", {}).items():
+        assert told[name][0] == kind
+        assert what in told[name][1]
+    assert not {*codes(report)}.intersection(case.get("without", ()))
+    assert codes(report) == case.get("only", codes(report))
+    assert case.get("joined", "") in " ".join(report.joined)
+
+
 def test_a_file_in_the_form_of_qdqbench_has_no_errors(tmp_path):
     model, _, _ = mended(healthy("fp16"))
     report = diagnose([saved(tmp_path, model)])
@@ -122,14 +163,6 @@ def test_shares_are_of_flops(tmp_path):
     assert half.share == pytest.approx(2 * linear / (4 * linear + 2 * product + head))
 
 
-def test_an_fp32_file_is_told_how_to_be_quantized(tmp_path):
-    report = diagnose([saved(tmp_path, float_layer())])
-    found = one(report, "no-qdq")
-    assert found.effect == "not INT8"
-    assert found.fixes[0].startswith("qdqbench run ")
-    assert report.files[0].what.startswith("not quantized")
-
-
 @pytest.mark.parametrize(
     ("name", "producer", "key", "told"),
     [
@@ -159,70 +192,6 @@ def test_operators_of_onnxruntimes_optimizer(tmp_path):
     assert (found.effect, found.nodes) == ("refused", [norm.name])
 
 
-def test_implicit_calibration_is_told_with_every_file_that_shows_it(tmp_path):
-    path = saved(tmp_path, float_layer())
-    log = written(tmp_path, "build.log", trtexec(*missing_scale("/layer/Add", "/layer/norm1")))
-    cache = written(tmp_path, "c.cache", f"TRT-8601-EntropyCalibration2\nx: {struct.pack('>f', 0.1).hex()}\n")
-    report = diagnose([log, path, cache])
-    found = one(report, "implicit-calibration")
-    assert "no-qdq" not in codes(report)
-    assert found.files == ["build.log", "c.cache", "model.onnx"]
-    assert found.nodes == ["/layer/Add", "/layer/norm1"]
-    assert '2 lines with "Missing scale and zero-point"' in found.why
-    assert "scales of 1 tensors" in found.why
-    assert found.share
-    assert one(report, "weak-typing").effect == "note"
-
-
-def test_weak_typing_is_gone_in_tensorrt_11(tmp_path):
-    log = trtexec(line("Unknown option: --int8", "E"), version="110000", verdict="FAILED")
-    found = one(diagnose([written(tmp_path, "b.log", log)]), "weak-typing")
-    assert (found.effect, found.severity) == ("refused", "error")
-    strong = trtexec(options="--onnx=m.onnx --stronglyTyped")
-    assert "weak-typing" not in codes(diagnose([written(tmp_path, "s.log", strong)]))
-
-
-@pytest.mark.parametrize(
-    ("load", "told"), [("8x128", False), ("8x96", False), ("1x16", True), ("32x128", True)]
-)
-def test_shapes_far_from_the_optimum(tmp_path, load, told):
-    report = diagnose([written(tmp_path, "b.log", trtexec(load=load))])
-    assert ("far-from-opt" in codes(report)) == told
-    if told:
-        assert f"--optShapes=input_ids:{load}" in one(report, "far-from-opt").fixes[0]
-
-
-def test_polygraphys_errors(tmp_path):
-    report = diagnose([written(tmp_path, "p.log", POLYGRAPHY)])
-    assert one(report, "log-no-kernel").what == "no kernel takes {ForeignNode[a...b]}"
-    assert "implicit-calibration" in codes(report)
-
-
-def test_a_failure_that_no_rule_knows_is_quoted(tmp_path):
-    report = diagnose([written(tmp_path, "b.log", trtexec(line("a new error", "E"), verdict="FAILED"))])
-    assert "a new error" in one(report, "build-failed").why
-
-
-def test_launches_that_bound_the_time(tmp_path):
-    report = diagnose([written(tmp_path, "b.log", trtexec(compute=0.3, enqueue=0.5))])
-    assert one(report, "launch-bound").fixes[0] == "trtexec --useCudaGraph"
-
-
-@pytest.mark.parametrize(
-    ("form", "code"),
-    [
-        ({"raw": True}, "raw-int32-as-fp16"),
-        ({"output": "Float"}, "gemm-writes-fp32"),
-        ({"attention": "apart"}, "attention-apart"),
-        ({"merged": False}, "qkv-apart"),
-        ({"dequantized": ("layer.0/output/dense",)}, "engine-not-int8"),
-        ({}, "version-unknown"),
-    ],
-)
-def test_faults_of_an_engine(tmp_path, form, code):
-    assert code in codes(diagnose([table(tmp_path, **form)]))
-
-
 def test_a_profile_ranks_by_measured_time(tmp_path):
     rows = bert(attention="apart", output="Float")
     layers = written(tmp_path, "layers.json", inspector_json(rows))
@@ -242,14 +211,6 @@ def test_a_profile_ranks_by_measured_time(tmp_path):
     assert "profile.json" in found.files
 
 
-def test_the_versions_of_the_fused_attention(tmp_path):
-    layers = table(tmp_path)
-    old = written(tmp_path, "old.log", trtexec(version="100000"))
-    assert "10.0.1.6" in one(diagnose([layers, old]), "known-fault").what
-    new = written(tmp_path, "new.log", trtexec(version="101400"))
-    assert "known-fault" not in codes(diagnose([layers, new]))
-
-
 def test_a_graph_and_the_table_of_its_engine_are_read_together(tmp_path):
     """What the graph explains the table confirms, and does not tell again."""
     pytest.importorskip("tensorrt_rtx")
@@ -265,11 +226,6 @@ def test_a_graph_and_the_table_of_its_engine_are_read_together(tmp_path):
     assert "the layer table shows 1 of these GEMMs outside of INT8" in half.why
     told = [found for found in report.findings if found.code == "engine-not-int8"]
     assert all(half.nodes[0] not in found.nodes for found in told)
-
-
-def test_files_of_two_builds_are_not_joined(tmp_path):
-    report = diagnose([saved(tmp_path, healthy("fp16")), table(tmp_path)])
-    assert "were not joined" in report.joined[0]
 
 
 def test_two_of_one_kind_are_refused(tmp_path):
@@ -296,15 +252,6 @@ def test_what_is_no_file_of_a_build(tmp_path, data, told):
     (tmp_path / "file").write_bytes(data)
     with pytest.raises(UserError, match=told):
         diagnose([tmp_path / "file"])
-
-
-def test_an_engine_is_known_by_its_header(tmp_path):
-    header = bytearray(64)
-    header[:4], header[24:28] = b"ptrt", bytes([10, 0, 0, 6])
-    (tmp_path / "model.plan").write_bytes(bytes(header))
-    report = diagnose([tmp_path / "model.plan"])
-    assert report.files[0].what == "tensorrt 10.0.0.6, 64 bytes"
-    assert codes(report) == ["known-fault", "engine-not-read"]
 
 
 def test_names_of_files_do_not_matter(tmp_path):

@@ -8,15 +8,8 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from qdqbench.quantize.engine.layers import (
-    block_of_node,
-    format_nodes,
-    format_ranges,
-    kernel_block,
-    kernel_kind,
     kernel_label,
-    norm_precision,
     parse_inspector_json,
-    shorten_node,
     types_text,
 )
 from qdqbench.quantize.engine.results import LayerRow
@@ -31,7 +24,7 @@ from qdqbench.quantize.lint.inspection import (
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support.graphs import model_of
-from ...support.layer_tables import NORM, bert, inspector_json
+from ...support.layer_tables import bert, inspector_json
 
 LAYER = "/bert/encoder/layer.0"
 LINEARS = {
@@ -54,115 +47,6 @@ def kernel(name, kind="kgen", onnx=(), inputs=("Half",), outputs=("Half",)):
 # Names.
 
 
-@pytest.mark.parametrize(
-    ("node", "text"),
-    [
-        ("/bert/encoder/layer.3/attention/self/value/MatMul", "layer.3 attention value"),
-        ("/bert/encoder/layer.11/attention/output/dense/MatMul", "layer.11 attention output"),
-        ("/layer.0/attention/self/MatMul_1", "layer.0 attention MatMul_1"),
-        ("/layer.0/attention/self/MatMul", "layer.0 attention MatMul"),
-        ("/bert/encoder/layer.0/output/LayerNorm/LayerNormalization", "layer.0 output LayerNorm"),
-        ("/bert/encoder/layer.0/intermediate/intermediate_act_fn/Gelu", "layer.0 intermediate Gelu"),
-        ("/bert/pooler/dense/Gemm", "pooler"),
-        ("/classifier/Gemm", "classifier"),
-        ("/bert/embeddings/LayerNorm/LayerNormalization", "embeddings LayerNorm"),
-        ("/model/layers.2/mlp/Wi/MatMul", "layer.2 mlp Wi"),
-        ("/model/layers.2/mlp/act/Gelu_5_Mul", "layer.2 mlp Gelu_5_Mul"),
-        ("/bert/pooler/activation/Tanh", "pooler activation Tanh"),
-        ("MatMul_7", "MatMul_7"),
-        ("MatMul", "MatMul"),
-        ("/", "/"),
-    ],
-)
-def test_short_names(node, text):
-    assert shorten_node(node) == text
-
-
-@given(st.text(alphabet="/.layer0123MatMulGemself_+", max_size=30))
-def test_any_name_has_a_short_one(node):
-    assert shorten_node(node) or not node
-    assert block_of_node(node)
-
-
-@pytest.mark.parametrize(
-    ("node", "block"),
-    [
-        ("/bert/encoder/layer.12/output/dense/MatMul", "layer.12"),
-        ("/bert/encoder/layer/3/output/dense/weight_quantizer/DequantizeLinear", "layer.3"),
-        ("/bert/embeddings/Add", "embeddings"),
-        ("/bert/pooler/dense/Gemm", "head"),
-        ("logits/Cast", "head"),
-        ("logits_cast_to_fp32", "head"),
-        ("/bert/Cast_1", "other"),
-        ("/bert/layerwise.3/x", "other"),
-    ],
-)
-def test_blocks(node, block):
-    assert block_of_node(node) == block
-
-
-def test_a_kernel_that_quantizes_for_the_next_layer_belongs_to_its_own():
-    nodes = [
-        f"{LAYER}/output/LayerNorm/LayerNormalization",
-        "/bert/encoder/layer.1/q_quantizer/QuantizeLinear",
-    ]
-    assert kernel_block(kernel("__myl_AddCastMean_myl0_1", onnx=nodes)) == "layer.0"
-    assert kernel_block(kernel("__myl_MulRoun_myl0_1", onnx=nodes[1:])) == "layer.1"
-    assert kernel_block(kernel(f"{LAYER}/output/dense/MatMul_myl0_1", "gemm")) == "layer.0"
-
-
-@pytest.mark.parametrize(
-    ("row", "kind"),
-    [
-        (kernel("/a/MatMul_myl0_1", "gemm"), "gemm"),
-        (kernel("__myl_FcAddTanh_myl0_1", "runtime_fusion"), "gemm"),
-        (kernel("__myl_CastMulCastFc_myl0_1", "runtime_fusion", inputs=["Int8"]), "gemm"),
-        (kernel("_gemm_mha_v2_myl0_1"), "attention"),
-        (kernel(f"__myl_AddAdd{NORM}_myl0_1"), "LayerNorm"),
-        (kernel("__myl_AddSqrtDivMul_myl0_1", onnx=["/n/LayerNormalization"]), "LayerNorm"),
-        (kernel("__myl_AddDivCastErfCastAddMulMul_myl0_1"), "GELU"),
-        (kernel("__myl_AddMulTanhMul_myl0_1", onnx=["/x/intermediate_act_fn/Tanh"]), "GELU"),
-        (kernel("__myl_AddTanh_myl0_1", onnx=["/bert/pooler/activation/Tanh"]), "elementwise"),
-        (kernel("__myl_SlicReshMulAddMaxrSubExpSumDivMul_myl0_1"), "softmax"),
-        (kernel("__myl_MulAddReshTranReshMove_myl0_1"), "layout"),
-        (kernel("__myl_MulAddCastMulMinMaxRounCastReshTranReshMove_myl0_1", outputs=["Int8"]), "layout"),
-        (kernel("__myl_MoveReplConc_myl0_1"), "layout"),
-        (kernel("__myl_Cast_myl0_1"), "layout"),
-        (kernel("__myl_CastMulMinMaxRounCast_myl0_1", outputs=["Int8"]), "quantize"),
-        (kernel("__myl_CastMulCast_myl0_1", inputs=["Int8"]), "quantize"),
-        (kernel("__myl_CastReshCastSubMul_myl0_1", inputs=["Int64"]), "mask"),
-        (kernel("__myl_CastGathAdd_myl0_1", onnx=["/e/embeddings/Gather"], inputs=["Int64"]), "embeddings"),
-        (kernel("__mye1_myl0_3", "signal", inputs=[]), "none"),
-        (kernel("[ShapeHostToDeviceCopy 0]", "ShapeHostToDevice", inputs=[]), "none"),
-        (kernel("Reformatting CopyNode for Input Tensor 0", "Reformat"), "layout"),
-        (kernel("/a/MatMul", "MatrixMultiply"), "gemm"),
-        (kernel("/a/Relu", "PointWise"), "elementwise"),
-    ],
-)
-def test_kinds(row, kind):
-    assert kernel_kind(row) == kind
-
-
-@pytest.mark.parametrize(
-    ("row", "precision"),
-    [
-        (kernel("__myl_AddAddCastMeanSubMulMean_myl0_1"), "FP32"),
-        (kernel("__myl_MulCastAddReshAddCastMeanSubMulMean_myl0_1"), "FP32"),
-        (kernel("__myl_AddAddMeanSubMulMean_myl0_1"), "FP16"),
-        (kernel("__myl_CastGathAddReshMeanSub_myl0_1", inputs=["Int64"], outputs=["Half"]), "FP16"),
-        (kernel("__myl_CastGathAddReshMeanSub_myl0_1", inputs=["Int64"], outputs=["Float"]), "FP32"),
-        (kernel("__myl_AddReshMeanSub_myl0_1", inputs=["Float"], outputs=["Float"]), "FP32"),
-        (kernel("__myl_AddAddMean_myl0_1", inputs=["BFloat16"], outputs=["BFloat16"]), "BF16"),
-        (kernel("__myl_MulAddCastMaxrSubExpSumDiv_myl0_1"), "FP32"),
-        (kernel("__myl_MulAddMaxrSubExpSumDiv_myl0_1"), "FP16"),
-        (kernel("__myl_AddAddEtc_myl0_1"), "unknown"),
-        (kernel("norm", "Normalization"), "FP16"),
-    ],
-)
-def test_precision_of_the_statistics(row, precision):
-    assert norm_precision(row) == precision
-
-
 def test_labels_and_datatypes():
     rows = bert(1)
     facts = inspect_layers(rows)
@@ -177,43 +61,6 @@ def test_labels_and_datatypes():
     assert ("layer.0 attention output LayerNorm", "FP16 -> FP16/INT8") in texts
     assert ("layer.0 intermediate GELU", "FP16 -> INT8") in texts
     assert texts[-1] == ("classifier", "FP16 -> FP32")
-
-
-def test_kernels_of_rewritten_graphs():
-    """GELU in the form of a sigmoid, and q, k and v that move to their heads together."""
-    act = f"{LAYER}/intermediate/intermediate_act_fn/Gelu"
-    gelu = kernel(
-        "__myl_MulAddReshMulMulAddMulReshSigmMulCastMulMinMaxRounCast_myl0_1",
-        onnx=[f"{LAYER}/output/dense/input_quantizer/QuantizeLinear", f"{act}_4_Sigmoid", f"{act}_5_Mul"],
-    )
-    assert (kernel_kind(gelu), kernel_label(gelu)) == ("GELU", "layer.0 intermediate GELU")
-    attention = f"{LAYER}/attention/self"
-    heads = kernel(
-        "__myl_MulAddReshMulAddReshConcReshTranSlic_myl0_1",
-        onnx=[
-            f"{attention}/joined_Concat",
-            *(f"{attention}/{name}/Add" for name in ("value", "key", "query")),
-        ],
-    )
-    assert (kernel_kind(heads), kernel_label(heads)) == ("layout", "layer.0 attention value+key+query")
-
-
-def test_an_activation_is_gelu_in_a_layer_only():
-    act = "/model/layers.1/mlp/act/Gelu"
-    gated = kernel(
-        "__myl_MulReshSlicSlicMulMulAddMulSigmMulMulCastMulMinMaxRounCast_myl0_1", onnx=[f"{act}_5_Mul"]
-    )
-    assert kernel_kind(gated) == "GELU"
-    assert kernel_label(gated) == "layer.1 mlp GELU"
-    assert kernel_kind(kernel("__myl_Tanh_myl0_1", onnx=["/bert/pooler/activation/Tanh"])) == "elementwise"
-
-
-def test_ranges_and_groups_of_names():
-    assert format_ranges([5, 0, 1, 2, 2]) == "0-2,5"
-    assert format_ranges([]) == ""
-    nodes = [f"/e/layer.{n}/{leaf}/dense/MatMul" for n in (0, 1, 3) for leaf in ("intermediate", "output")]
-    assert format_nodes([*nodes, HEAD[0]]) == "layer.0-1,3: intermediate, output; pooler"
-    assert format_nodes([f"/e/layer.{n}/m{n}/MatMul" for n in range(9)]).endswith("; and 3 more")
 
 
 # One engine.
