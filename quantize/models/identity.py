@@ -280,8 +280,12 @@ def explain_load_errors(name: str, what: str = "model") -> Iterator[None]:
         yield
     except HubError as error:
         raise UserError(f"cannot load {what} {name} ({_describe_place(name)}): {error}") from error
-    except (UserError, ModuleNotFoundError):
+    except UserError:
         raise
+    except ModuleNotFoundError as error:
+        if error.name:  # one of ours, which the command line explains
+            raise
+        raise UserError(f"{what} {name} needs a library that is not installed: {error}") from error
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         where = _describe_place(name)

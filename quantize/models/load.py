@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from qdqbench.quantize.models import identity
+from qdqbench.quantize.models import identity, stored
 from qdqbench.quantize.models.attention import ATTENTION, _register_attention
 from qdqbench.quantize.models.families.known import BERT, family_of
 from qdqbench.quantize.tasks.task import kind_of
@@ -144,17 +144,18 @@ def load_encoder(  # noqa: PLR0913
 
 
 def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **options: Any) -> Any:
-    """Return a model in FP32, and what transformers reports of its weights."""
+    """Return a model in FP32, and what transformers reports of its weights, all of which it reads."""
     import torch
     import transformers
 
+    stored.require_plain_weights(name, commit, options.get("subfolder", ""))
     if kind.embeds:
         from qdqbench.quantize.models.embedder import make_embedder_class
 
         model_class: Any = make_embedder_class(config.__class__)
     else:
         model_class = getattr(transformers, kind.model_class)
-    return model_class.from_pretrained(
+    model, loading = model_class.from_pretrained(
         name,
         revision=commit,
         config=config,
@@ -164,6 +165,8 @@ def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **op
         output_loading_info=True,
         **options,
     )
+    stored.require_all_read(name, loading["unexpected_keys"], model.base_model_prefix)
+    return model, loading
 
 
 def load_config(name: str, revision: str | None = None) -> Any:
@@ -180,7 +183,7 @@ def read_class_names(name: str, revision: str | None, kind: TaskKind) -> list[st
 
 
 def _supported_config(name: str, commit: str | None, inside: str = "") -> Any:
-    config = identity.read_config(name, commit, inside)
+    config = read_plain_config(name, commit, inside)
     family_of(config, name).require_supported(config, name)
     return config
 
@@ -272,15 +275,20 @@ def use_tanh_gelu(model: "PreTrainedModel", name: str) -> None:
 
 def read_model_config(name: str, revision: str | None = None) -> Any:
     with quiet("transformers"), identity.explain_load_errors(name):
-        return identity.read_config(name, identity.model_commit(name, revision))
+        return read_plain_config(name, identity.model_commit(name, revision))
+
+
+def read_plain_config(name: str, commit: str | None, inside: str = "") -> Any:
+    """Read the configuration of a model that is not quantized yet and needs no code of its own."""
+    stored.require_model_folder(name)
+    config = identity.read_config(name, commit, inside)
+    stored.require_plain_config(name, config.to_dict())
+    return config
 
 
 def create_untrained(name: str, config: Any) -> "PreTrainedModel":
     """Create an encoder of the configuration's own class, with a classifier where that has no head."""
     what = f"model {name} is a {config.model_type!r}"
-    if quantized := getattr(config, "quantization_config", None):
-        method = dict(quantized).get("quant_method", "an unknown method")
-        raise UserError(f"{what} whose weights are quantized already ({method}); give the original model")
     if config.is_encoder_decoder:
         raise UserError(f"{what}, an encoder with a decoder; only encoders are supported")
     with quiet("transformers"), identity.explain_load_errors(name):

@@ -273,4 +273,4 @@ class TestPrompts:
 
     def test_a_classifier_has_none(self) -> None:
         with pytest.raises(UserError, match="--prompt is of embedding models; drop it"):
-            RunOptions(prompt=["query: "]).config(recipe_with(), "")
+            RunOptions(prompt=["query: "]).config(recipe_with())

@@ -277,7 +277,7 @@ def test_code_in_the_repository_never_runs(folder: Path) -> None:
     auto = dict.fromkeys(("AutoConfig", "AutoModelForSequenceClassification"), "evil.C")
     edit_json(folder / "config.json", auto_map=auto)
     edit_json(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.C", "evil.C"]})
-    load_model(str(folder))
+    assert "code of its own (evil.C" in failure(load_model, folder)
     load_tokenizer(str(folder))
     edit_json(folder / "config.json", model_type="evil")
     failure(load_model, folder)

@@ -1,0 +1,149 @@
+"""Content of a model's files, read before transformers casts codes to weights and drops unknown tensors."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from qdqbench.quantize.models.identity import find_model_file, read_model_json
+from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import count_of, name_list
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = {"F64", "F32", "F16", "BF16"}
+BUFFERS = "_ids"  # ends of names of integers that older checkpoints store, such as of positions
+# names of what belongs to a quantized checkpoint, and of parts that have to be merged into weights
+SCALES = re.compile(
+    r"(^|[._])(scales?|weight_scale(_inv|_2)?|input_scale|output_scale|zero_points?|qzeros|qweight|g_idx|amax|"
+    r"pre_quant_scale|absmax|quant_map|quant_state|SCB|weight_format)([._]|$)"
+)
+ADAPTERS = re.compile(
+    r"(^|[._])(lora_\w+|base_layer|ia3_l|oft_\w+|hada_\w+|vera_\w+|modules_to_save|adapters?)([._]|$)"
+)
+# heads and poolers that a model of another task, or an encoder alone, does not read
+HEADS = re.compile(
+    r"^(\w+\.)?(pooler|cls|classifier|pre_classifier|classification_head|score|head|lm_head|mlm_head|decoder|"
+    r"predictions|qa_outputs|vocab_\w+|generator_\w+|discriminator_predictions|lm_predictions|mask_predictions|"
+    r"sop_classifier|seq_relationship|logits_proj)\."
+)
+MARKERS = {  # files of folders that are something else: what it is, and the next step
+    "adapter_config.json": (
+        "a PEFT adapter without its model",
+        "merge it first: `AutoPeftModelFor....from_pretrained(...).merge_and_unload().save_pretrained(...)`",
+    ),
+    "gliner_config.json": (
+        "a GLiNER model",
+        "export it to ONNX with gliner, and give that file to `qdqbench fix`",
+    ),
+    "span_marker_config.json": ("a SpanMarker model", "give its encoder, or its ONNX file to `qdqbench fix`"),
+    "meta.json": ("a spaCy pipeline", "give the transformer that it was trained from"),
+    "openvino_model.xml": ("an OpenVINO IR", "give the model that it was converted from"),
+}
+SUFFIXES = {  # the same by the ends of names
+    ".gguf": ("a GGUF file, quantized for llama.cpp", "give the original model"),
+    ".onnx": ("an ONNX model alone", "`qdqbench check` and `qdqbench fix` take that file"),
+    ".h5": (
+        "TensorFlow weights alone",
+        "save it as safetensors: `from_pretrained(..., from_tf=True)`, `save_pretrained`",
+    ),
+    ".msgpack": ("Flax weights alone", "save it as safetensors with PyTorch"),
+}
+
+
+def require_model_folder(name: str) -> None:
+    """Refuse a folder that is something else than a model of transformers, and say what it is."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return
+    files = {file.name for file in folder.iterdir()}
+    weights = {WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json", "modules.json"} & files
+    known = [MARKERS[file] for file in MARKERS if file in files]
+    known += [about for end, about in SUFFIXES.items() if any(file.endswith(end) for file in files)]
+    if known and not ("config.json" in files and weights):
+        what, step = known[0]
+        raise UserError(f"{name} holds {what}, which is no model for transformers; {step}")
+
+
+def require_plain_config(name: str, config: Mapping[str, Any]) -> None:
+    """Refuse a configuration of quantized weights, or of a model with code of its own."""
+    if quantized := config.get("quantization_config"):
+        method = dict(quantized).get("quant_method", "an unknown method")
+        raise UserError(
+            f"the weights of model {name} are quantized already ({method}, by quantization_config in "
+            "config.json); give the original model"
+        )
+    for kind, code in (config.get("auto_map") or {}).items():
+        own = str(code[0] if isinstance(code, list) else code)
+        if kind.startswith("AutoModel") and not _is_of_transformers(own.rpartition(".")[2]):
+            raise UserError(
+                f"model {name} has code of its own ({own}, by auto_map in config.json), which is never run; "
+                "give a model that transformers itself has"
+            )
+
+
+def _is_of_transformers(name: str) -> bool:
+    import transformers
+
+    with suppress(Exception):  # names of optional classes raise many kinds of errors
+        return hasattr(transformers, name)
+    return False
+
+
+def require_plain_weights(name: str, commit: str | None, inside: str = "") -> None:
+    """Refuse stored tensors that are codes, scales, or parts that were never merged into weights.
+
+    transformers would cast INT8 codes to FP32, a factor of 1 / scale too large, and leave the rest unread.
+
+    Raises:
+        UserError: with all offenders by kind, from the headers alone.
+    """
+    place = f"{inside}/" if inside else ""
+    if read_model_json(name, f"{place}hf_quant_config.json", commit) is not None:
+        raise UserError(
+            f"the weights of model {name} are quantized already (hf_quant_config.json); give the original"
+        )
+    codes, scales, parts = [], [], []
+    for tensor, dtype in _read_headers(name, commit, place):
+        if ADAPTERS.search(tensor):
+            parts.append(tensor)
+        elif SCALES.search(tensor):
+            scales.append(tensor)
+        elif dtype not in FLOATS and not tensor.endswith(BUFFERS):
+            codes.append(f"{tensor} in {dtype}")
+    if codes or scales:
+        raise UserError(
+            f"the weights of model {name} are quantized already: {count_of(len(codes + scales), 'tensor')} "
+            f"such as {name_list(codes[:2] + scales[:2])}; give the original model"
+        )
+    if parts:
+        raise UserError(
+            f"model {name} has {count_of(len(parts), 'tensor')} of an adapter that is not merged into the "
+            f"weights, such as {name_list(parts[:2])}; merge it (`merge_and_unload`) and save the model again"
+        )
+
+
+def _read_headers(name: str, commit: str | None, place: str) -> Iterator[tuple[str, str]]:
+    from safetensors import safe_open
+
+    index = read_model_json(name, f"{place}{INDEX}", commit)
+    files = sorted({*index["weight_map"].values()}) if index else [WEIGHTS]
+    for file in files:
+        if path := find_model_file(name, f"{place}{file}", commit):
+            with safe_open(path, "np") as stored:
+                for tensor in stored.keys():  # noqa: SIM118  (no mapping)
+                    yield tensor, stored.get_slice(tensor).get_dtype()
+
+
+def require_all_read(name: str, unread: Iterable[str], prefix: str) -> None:
+    """Refuse a checkpoint with tensors that the model does not read, other than heads of another task."""
+    lost = sorted(
+        key
+        for key in unread
+        if not (HEADS.match(key.removeprefix(f"{prefix}.")) or HEADS.match(key)) and not key.endswith(BUFFERS)
+    )
+    if lost:
+        raise UserError(
+            f"model {name} has {count_of(len(lost), 'tensor')} that its config.json has no place for: "
+            f"{name_list(lost)}; give a model whose weights and config.json fit"
+        )

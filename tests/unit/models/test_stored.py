@@ -1,0 +1,157 @@
+"""Codes, scales, adapters and unread weights stop a model before it is loaded."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qdqbench.quantize.models.load import load_model, read_model_config
+from qdqbench.quantize.utils.errors import UserError
+
+QUERY = "bert.encoder.layer.0.attention.self.query"
+LINEAR = f"{QUERY}.weight"
+
+
+@pytest.fixture
+def folder(tiny_bert, tmp_path):
+    return shutil.copytree(tiny_bert, tmp_path / "model")
+
+
+def change(folder, edit):
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    edit(weights)
+    save_file(weights, path, {"format": "pt"})
+
+
+def as_codes(dtype):
+    def edit(weights):
+        weights[LINEAR] = weights[LINEAR].mul(100).to(dtype)
+
+    return edit
+
+
+def adding(*names, shape=(4, 4)):
+    return lambda weights: weights.update({name: torch.zeros(*shape) for name in names})
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (as_codes(torch.int8), r"already: 1 tensor such as .*query\.weight in I8; give the original"),
+        (as_codes(torch.uint8), r"quantized already: .* in U8"),
+        (as_codes(torch.float8_e4m3fn), r"quantized already: .* in F8_E4M3"),
+        (adding(f"{LINEAR}_scale"), r"quantized already: 1 tensor such as .*weight_scale"),
+        (adding(f"{LINEAR}_scale_inv"), "quantized already"),
+        (adding(f"{QUERY}.input_quantizer._amax"), "quantized already"),
+        (adding(f"{QUERY}.weight_zero_point"), "quantized already"),
+        (adding(f"{QUERY}.SCB"), "quantized already"),
+        (adding(f"{QUERY}.lora_A.default.weight"), "adapter that is not merged"),
+        (adding(f"{QUERY}.base_layer.weight"), "adapter that is not merged"),
+        (adding("bert.encoder.layer.0.adapter.down.weight"), "adapter that is not merged"),
+        (
+            adding("bert.encoder.layer.7.output.dense.weight"),
+            r"1 tensor that its config.json has no place for",
+        ),
+        (adding("bert.embeddings.extra_embeddings.weight", "tower.weight"), "2 tensors that its config.json"),
+    ],
+)
+def test_weights_that_transformers_would_take_otherwise_are_refused(folder, edit, said):
+    change(folder, edit)
+    with pytest.raises(UserError, match=said):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["bert.embeddings.position_ids"],
+        ["cls.predictions.bias", "cls.seq_relationship.weight"],
+        ["qa_outputs.weight"],
+    ],
+)
+def test_heads_of_other_tasks_and_buffers_are_no_fault(folder, names):
+    def edit(weights):
+        weights |= {name: torch.arange(4) if "ids" in name else torch.zeros(4) for name in names}
+
+    change(folder, edit)
+    assert load_model(str(folder)) is not None
+
+
+def test_every_part_of_a_sharded_checkpoint_is_read(folder):
+    weights = load_file(folder / "model.safetensors")
+    names = [*weights]
+    weights[names[-1]] = weights[names[-1]].to(torch.int8)
+    parts = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+    for part, own in parts.items():
+        save_file({name: weights[name] for name in own}, folder / part, {"format": "pt"})
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {name: part for part, own in parts.items() for name in own}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match="quantized already: 1 tensor"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized already .fp8, by quantization_config"),
+        ({"auto_map": {"AutoModel": "modeling_mine.MineModel"}}, "code of its own .modeling_mine.MineModel"),
+        ({"auto_map": {"AutoModelForMaskedLM": "org/repo--modeling_mine.Mine"}}, "code of its own"),
+    ],
+)
+@pytest.mark.parametrize("read", [lambda name: load_model(name), read_model_config])
+def test_a_configuration_says_more_than_transformers_reads(folder, added, said, read):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | added))
+    with pytest.raises(UserError, match=said):
+        read(str(folder))
+
+
+def test_code_that_transformers_has_itself_is_its_own(folder):
+    path = folder / "config.json"
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"auto_map": {"AutoModel": "modeling_bert.BertModel"}})
+    )
+    assert load_model(str(folder)) is not None
+
+
+def test_a_format_of_modelopt_is_told(folder):
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "INT8"}}')
+    with pytest.raises(UserError, match="quantized already .hf_quant_config.json."):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        (["adapter_config.json", "adapter_model.safetensors"], "a PEFT adapter without its model"),
+        (["gliner_config.json", "model.safetensors"], "a GLiNER model"),
+        (["openvino_model.xml", "openvino_model.bin", "config.json"], "an OpenVINO IR"),
+        (["model.onnx", "config.json"], "an ONNX model alone"),
+        (["model-q8_0.gguf"], "a GGUF file"),
+        (["tf_model.h5", "config.json"], "TensorFlow weights alone"),
+        (["flax_model.msgpack", "config.json"], "Flax weights alone"),
+        (["meta.json", "config.cfg"], "a spaCy pipeline"),
+    ],
+)
+def test_a_folder_of_something_else_is_named_with_the_next_step(tmp_path, files, said):
+    for file in files:
+        (tmp_path / file).write_text("{}")
+    with pytest.raises(UserError, match=f"{said}.*;"):
+        load_model(str(tmp_path))
+
+
+def test_a_library_that_a_tokenizer_needs_is_named(folder, monkeypatch):
+    import transformers
+
+    from qdqbench.quantize.models.load import load_tokenizer
+
+    def fail(*_, **__):
+        raise ModuleNotFoundError("You need to install fugashi to use MecabTokenizer.")
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
+    with pytest.raises(UserError, match="tokenizer .* needs a library that is not installed: .* fugashi"):
+        load_tokenizer(str(folder))
