@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from qdqbench.eval.bench.report import stale_files
-from qdqbench.eval.bench.results import BENCH_FILE, Bench, config_label, headline_of, read_bench, row_of
+from qdqbench.eval.bench.results import BENCH_FILE
 from qdqbench.eval.metrics import figures
 from qdqbench.eval.metrics.answers import Predictions, find_changed, predict_answers, sample_texts
 from qdqbench.eval.metrics.compare import compare
 from qdqbench.eval.metrics.logits import Logits, read_answers
 from qdqbench.eval.metrics.results import Comparison, GateCode, GateState, Speedup
+from qdqbench.eval.runs.gate import read_speed
 from qdqbench.eval.runs.report import verdict
 from qdqbench.eval.runs.results import RESULTS_FILE, Results, read_results
 from qdqbench.quantize.pipeline.pipeline import read_finished
@@ -31,15 +31,6 @@ from qdqbench.quantize.utils.arrays import Array, Floats
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.schema import Strict, Tabular, field
 from qdqbench.quantize.utils.system.environment import now
-
-
-class RunLatency(Strict):
-    """The INT8 of a run in one config of its bench."""
-
-    config: str = field("Config of the bench, such as `b32 s128`.")
-    system: str = field("Name of the fastest INT8 engine.")
-    median_ms: float = field("Latency in ms: median over rounds of the rounds' medians.")
-    speedup: Speedup | None = field("Speed-up over the fastest system without INT8, or null.")
 
 
 class ComparedRun(Strict):
@@ -68,8 +59,7 @@ class ComparedRun(Strict):
     gate: GateState = field("State of the gate.")
     failures: list[GateCode] = field("Codes of the gate's failed checks.")
     warnings: list[str] = field("Warnings of its `results.json`.")
-    device: str | None = field("Device of its bench; null without one, or if files changed since.")
-    latency: list[RunLatency] = field("Latency by config of its bench.")
+    speed: list[Speedup] = field("Speed-ups by config of its bench; empty without one of these files.")
 
 
 class ComparedPair(Strict):
@@ -121,7 +111,7 @@ class ComparedLayer(Strict):
 class RunComparison(Tabular):
     """A whole comparison."""
 
-    schema_version: Literal[2] = field("Version of this schema.", default=2)
+    schema_version: Literal[3] = field("Version of this schema.", default=3)
     created: str = field("Time of the end, ISO 8601, UTC.")
     command: str = field("Command line.")
     runs: list[ComparedRun] = field("Runs, in the order given.")
@@ -133,7 +123,7 @@ class RunComparison(Tabular):
 
     def rows(self) -> Iterator[dict[str, Any]]:
         for run in self.runs:
-            flat = run.model_dump(exclude={"metrics", "stderr", "fp32", "vs_fp32", "latency"})
+            flat = run.model_dump(exclude={"metrics", "stderr", "fp32", "vs_fp32", "speed"})
             metric, versus = next(iter(run.metrics)), run.vs_fp32
             flat |= {
                 "metric": metric,
@@ -143,7 +133,7 @@ class RunComparison(Tabular):
                 "delta": versus.delta.get(metric) if versus else None,
                 "delta_stderr": versus.delta_stderr.get(metric) if versus else None,
             }
-            yield flat | {f"ms at {each.config}": each.median_ms for each in run.latency}
+            yield flat | {f"ms at {each.config}": each.system_ms for each in run.speed}
 
 
 MOST_SAMPLES = 500  # that are kept, of each task
@@ -195,15 +185,6 @@ class LoadedRun:
     @cached_property
     def predictions(self) -> Predictions:
         return predict_answers(self.task, self.answers, self.gold, self.classes)
-
-    @cached_property
-    def bench(self) -> Bench | None:
-        path = self.folder / BENCH_FILE
-        return read_bench(path) if path.is_file() else None
-
-    @property
-    def stale_bench(self) -> list[str]:
-        return stale_files(self.bench, self.folder) if self.bench else []
 
 
 def load_runs(folders: list[Path]) -> list[LoadedRun]:
@@ -262,8 +243,6 @@ def _read_unchanged(folder: Path, stage: str) -> tuple[Logits, dict[str, Array]]
 def describe_run(run: LoadedRun) -> ComparedRun:
     results, row = run.results, run.results.stages[run.stage]
     engine, file = results.engine, verdict.quantized_file(results)
-    bench = None if run.stale_bench else run.bench
-    device = str(bench.environment.get("gpu", "GPU")) if bench else None
     return ComparedRun(
         name=run.name,
         folder=str(run.folder),
@@ -285,19 +264,8 @@ def describe_run(run: LoadedRun) -> ComparedRun:
         gate=results.gate.state,
         failures=[issue.code for issue in results.gate.failures],
         warnings=results.warnings,
-        device=bench.cpu.name if bench and bench.cpu else device,
-        latency=[*_latencies(bench)] if bench else [],
+        speed=read_speed(run.folder),
     )
-
-
-def _latencies(bench: Bench) -> Iterator[RunLatency]:
-    for config in bench.configs:
-        best = headline_of(bench.systems, config)
-        row = row_of(config, best.system if best else "int8")
-        if row is not None and row.median_ms is not None:
-            at = config_label(config, bench.settings.dataset)
-            at += " (quick bench)" if bench.settings.quick else ""
-            yield RunLatency(config=at, system=row.system, median_ms=row.median_ms, speedup=best)
 
 
 def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> RunComparison:
@@ -427,9 +395,9 @@ def _layers(runs: list[LoadedRun]) -> Iterator[ComparedLayer]:
 
 def _not_comparable(runs: list[LoadedRun]) -> list[str]:
     notes = [
-        f"the bench of {run.name} is of other files than {', '.join(run.stale_bench)}: no latency is shown"
+        f"the bench of {run.name} is of other files: no latency is shown"
         for run in runs
-        if run.stale_bench
+        if (run.folder / BENCH_FILE).is_file() and not read_speed(run.folder)
     ]
     conditions: dict[str, list[object]] = {
         "were made on other machines": [run.results.environment.get("cpu") for run in runs],
@@ -474,7 +442,7 @@ def comparison_report(comparison: RunComparison) -> doc.Report:
 
 
 def _run_blocks(runs: list[ComparedRun]) -> list[doc.Block]:
-    configs = [*dict.fromkeys(latency.config for run in runs for latency in run.latency)]
+    configs = [*dict.fromkeys(latency.config for run in runs for latency in run.speed)]
     table = doc.table_of(
         runs,
         ("run", lambda run: doc.Cell(run.name, note=f"{run.recipe}, model {run.model}")),
@@ -507,29 +475,26 @@ def _run_blocks(runs: list[ComparedRun]) -> list[doc.Block]:
             ("result", f"{score}, against FP32 {drop}"),
             ("INT8", f"{_int8_text(run)}{engine}"),
             ("gate", run.gate.replace("_", " ")),
-            *(("latency", _latency_text(latency)) for latency in run.latency),
+            *(("latency", _latency_text(latency)) for latency in run.speed),
         ]
         blocks.append(doc.Pairs(pairs, run.name, on=doc.SCREEN))
-    lines = [f"{run.name}: {_latency_text(latency)}" for run in runs for latency in run.latency]
+    lines = [f"{run.name}: {_latency_text(latency)}" for run in runs for latency in run.speed]
     bench = "" if lines else " No run has a bench: `qdqbench bench RUN` measures latency."
     text = f"Points of the metric ± one standard error; against FP32 is paired on the same samples.{bench}"
     return [*blocks, doc.Bullets(lines, on=doc.TEXT), doc.Prose(text, "quiet")]
 
 
 def _latency_cell(config: str, run: ComparedRun) -> doc.Cell:
-    at = next((each for each in run.latency if each.config == config), None)
-    if at is None:
+    if (ratio := next((each for each in run.speed if each.config == config), None)) is None:
         return doc.Cell()
-    over = f"{figures.speed_text(at.speedup)} over {at.speedup.baseline}" if at.speedup else ""
-    return doc.Cell(figures.latency(at.median_ms), figures.speed(at.speedup).state, over)
+    over = f"{figures.speed_text(ratio)} over {ratio.baseline}"
+    return doc.Cell(figures.latency(ratio), figures.speed(ratio).state, over)
 
 
-def _latency_text(at: RunLatency) -> str:
-    text = f"{at.config} {figures.latency(at.median_ms)} ms"
-    if (ratio := at.speedup) is None:
-        return text
-    interval = f" {ratio.interval}" if ratio.interval else ""
-    return f"{text}, {figures.speed_text(ratio)} over {ratio.baseline}{interval}"
+def _latency_text(ratio: Speedup) -> str:
+    quick, interval = " (quick bench)" if ratio.quick else "", f" {ratio.interval}" if ratio.interval else ""
+    speed = f"{figures.speed_text(ratio)} over {ratio.baseline}{interval}"
+    return f"{ratio.config}{quick} {figures.latency(ratio)} ms, {speed}"
 
 
 def _int8_text(run: ComparedRun) -> str:

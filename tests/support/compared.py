@@ -6,7 +6,6 @@ from qdqbench.eval.runs.comparison import (
     ComparedRun,
     ComparedSample,
     RunComparison,
-    RunLatency,
     SamplePrediction,
 )
 
@@ -38,15 +37,7 @@ def sample_comparison() -> RunComparison:
             gate="failed" if place else "passed",
             failures=[],
             warnings=[],
-            device="NVIDIA H200",
-            latency=[
-                RunLatency(
-                    config="b32 s128",
-                    system="int8",
-                    median_ms=1.5 - place / 2,
-                    speedup=speedup(0.97 + place / 2, 0.96 + place / 2, 0.98 + place / 2),
-                )
-            ],
+            speed=[speedup(0.97 + place / 2, 0.96 + place / 2, 0.98 + place / 2, ms=1.5 - place / 2)],
         )
         for place, name in enumerate(names)
     ]

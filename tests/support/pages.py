@@ -3,6 +3,12 @@
 import re
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
+from io import StringIO
+
+from rich.console import Console
+
+from qdqbench.quantize.report.document import Report
+from qdqbench.quantize.report.render import render_screen
 
 HOSTILE = "<script>alert(1)</script> | `x` ](javascript:1) $\\frac{ {{7*7}} \x1b[31m \u202e [red]"
 
@@ -70,3 +76,10 @@ def plain(markdown: str) -> list[str]:
     for table in tables:
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1, table[:300]
     return tables
+
+
+def on_terminal(report: Report, width: int = 80) -> str:
+    """What a terminal shows of a report, without its colors."""
+    stream = StringIO()
+    Console(file=stream, width=width, force_terminal=True, color_system=None).print(render_screen(report))
+    return stream.getvalue()

@@ -1,5 +1,6 @@
 """A run of MiniLM on SST-2 and what can become of it; every number is invented."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from qdqbench.eval.metrics.results import (
     StageResult,
 )
 from qdqbench.eval.runs.gate import judge_gate
+from qdqbench.eval.runs.report.report import write_reports
 from qdqbench.eval.runs.results import FileRow, ModelChange, Results
 from qdqbench.eval.verification.results import Verification
 from qdqbench.quantize.calibration.record import QuantizerRow
@@ -380,3 +382,10 @@ def verification(**changes: Any) -> Verification:
         "passed": True,
     }
     return Verification.model_validate(fields | changes)
+
+
+def written(results: Results, folder: Path) -> tuple[str, str]:
+    """Markdown and HTML of a run."""
+    write_reports(results, folder)
+    markdown, page = ((folder / f"report.{kind}").read_text(encoding="utf-8") for kind in ("md", "html"))
+    return markdown, page

@@ -10,7 +10,7 @@ from qdqbench.quantize.training.results import Finetuning, Spread, TrainingRun
 from qdqbench.quantize.utils.trackers import LogRow
 
 from .records import comparison
-from .runs import measured, sample
+from .runs import GARBLED, measured, poisoned, sample
 
 REASON = (
     "training diverged: after step 230 the model gives the same answer whatever the input, for 2 evaluations "
@@ -112,3 +112,25 @@ def qat_run(gain: float = 0.0147, within: bool = False, ptq: float = -0.017, **c
         "qat_vs_ptq": comparison({"accuracy": gain}, 0.0042, within_noise=within),
     }
     return sample(**(fields | changes))
+
+
+def hostile_finetuning() -> Finetuning:
+    """Every string of the file is an attack."""
+    result = finetuning([run_of(0, notes=["resumed"]), failed_run(1)])
+    for run in result.runs:
+        run.metrics = {GARBLED: 0.9} if run.metrics else {}
+        for row in run.log:
+            row.values = {GARBLED: row.score} if row.score is not None else {}
+    result.spread = {GARBLED: Spread(mean=0.9, sd=None, n=1)}
+    fields = poisoned(result.model_dump())
+    fields["task"]["metrics"] = [GARBLED]
+    return Finetuning.model_validate(fields)
+
+
+def hostile_qat() -> Results:
+    fields = qat_run().model_dump()
+    noted = {"notes": [GARBLED], "settings": {GARBLED: GARBLED}}
+    fields["training"], fields["notes"] = poisoned(fields["training"]) | noted, [GARBLED]
+    for row in fields["training"]["log"]:
+        row["values"] = {GARBLED: 0.5} if row["score"] is not None else {}
+    return Results.model_validate(fields)

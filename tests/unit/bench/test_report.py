@@ -1,11 +1,9 @@
 """A bench is shown as it was measured: labelled, flagged where INT8 does not pay, on every kind of page."""
 
 import xml.etree.ElementTree as ET
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from qdqbench.eval.bench import report
 from qdqbench.eval.bench.results import (
@@ -18,18 +16,11 @@ from qdqbench.eval.bench.results import (
 )
 from qdqbench.eval.runs.report.report import refresh_reports, write_reports
 from qdqbench.quantize.report.document import Cell
-from qdqbench.quantize.report.render import render_screen
 from qdqbench.quantize.utils.files import sha256
 
 from ...support.benches import bench_row, sample_bench
-from ...support.pages import HOSTILE, offline, plain
+from ...support.pages import on_terminal
 from ...support.runs import sample as sample_run
-
-
-def terminal(bench, width=120):
-    stream = StringIO()
-    Console(file=stream, width=width).print(render_screen(report.bench_report(bench)))
-    return stream.getvalue()
 
 
 def pages(bench, folder: Path) -> dict[str, str]:
@@ -84,7 +75,9 @@ def test_a_baseline_whose_attention_was_not_fused_is_marked(tmp_path, kernels, s
     assert column(bench, "b1 s128")["PyTorch FP16 SDPA"] == Cell(f"5.2{sign}", "bad" if sign else "")
     proof = f"{kernels.fused_attention} fused attention kernels, {kernels.fp32_gemms} GEMMs in FP32"
     made = pages(bench, tmp_path)
-    assert all(f"5.2{sign}" in text for text in (terminal(bench), *made.values()))
+    assert all(
+        f"5.2{sign}" in text for text in (on_terminal(report.bench_report(bench), 120), *made.values())
+    )
     assert all(proof in text for text in made.values())
 
 
@@ -119,7 +112,7 @@ def test_an_error_is_a_line_and_never_a_number(tmp_path):
     assert first["INT8 engine over FP16 engine"] == Cell()
     assert first["INT8 over the fastest FP16"][0] == Cell("not measured")
     assert second["torch.compile FP16"] == Cell("not measured")
-    for text in (terminal(bench, 300), *pages(bench, tmp_path).values()):
+    for text in (on_terminal(report.bench_report(bench), 300), *pages(bench, tmp_path).values()):
         assert "NaN or infinite logits" in text
     assert "skipped: no C compiler" in (tmp_path / "bench.html").read_text(encoding="utf-8")
 
@@ -151,15 +144,6 @@ def test_charts_without_what_they_show_are_empty():
             row.throughput = []
     assert report.speedup_svg(bench) == report.throughput_svg(bench) == ""
     assert report.latency_svg(bench)
-
-
-def test_names_cannot_break_a_page(tmp_path):
-    bench = sample_bench(errors=[HOSTILE], notes=[HOSTILE], warnings=[HOSTILE], command=HOSTILE)
-    bench.target.name = HOSTILE
-    made = pages(bench, tmp_path)
-    offline(made["bench.html"])
-    plain(made["bench.md"])
-    terminal(bench)
 
 
 def test_a_run_without_a_bench_has_no_section(tmp_path):

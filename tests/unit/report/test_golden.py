@@ -7,16 +7,15 @@ RECORD_GOLDEN=1 .venv/bin/python -m pytest tests/unit/report/test_golden.py
 
 import os
 import re
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from qdqbench.quantize.report.document import Report
-from qdqbench.quantize.report.render import render_html, render_markdown, render_screen
+from qdqbench.quantize.report.render import render_html, render_markdown
 
 from ...support.findings import LINTED
+from ...support.pages import on_terminal
 from ...support.reports import REPORTS
 
 HELD = REPORTS | LINTED
@@ -36,10 +35,8 @@ def on_page(report: Report) -> str:
 
 def on_screen(report: Report) -> str:
     """What a terminal shows, and the tiles, which only a page has."""
-    stream = StringIO()
-    Console(file=stream, width=80).print(render_screen(report))
     tiles = [f"{tile.title}: {tile.value} [{tile.state}] {tile.remark}" for tile in report.tiles]
-    lines = [*stream.getvalue().splitlines(), *(["", "Tiles of the page:"] if tiles else []), *tiles]
+    lines = [*on_terminal(report).splitlines(), *(["", "Tiles of the page:"] if tiles else []), *tiles]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 

@@ -2,30 +2,22 @@
 
 import re
 from collections import Counter
-from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rich.console import Console
 
-from qdqbench.quantize.report.render import render_screen, write_report
+from qdqbench.quantize.report.render import write_report
 
+from ...support.pages import on_terminal
 from ...support.reports import REPORTS
 
 FRAME = re.compile(r"[─-╿]")  # of panels
 
 
-def printed(shown: Any, width: int) -> str:
-    stream = StringIO()
-    Console(file=stream, width=width).print(shown)
-    return stream.getvalue()
-
-
 @pytest.mark.parametrize("name", REPORTS)
 def test_80_columns_hold_every_word_of_it(name: str) -> None:
-    shown = render_screen(REPORTS[name]())
-    narrow, wide = (FRAME.sub(" ", printed(shown, width)) for width in (80, 400))
+    report = REPORTS[name]()
+    narrow, wide = (FRAME.sub(" ", on_terminal(report, width)) for width in (80, 400))
     assert max(map(len, narrow.splitlines())) <= 80
     assert "…" not in narrow
     assert Counter(wide.split()) - Counter(narrow.split()) == Counter()
@@ -34,7 +26,7 @@ def test_80_columns_hold_every_word_of_it(name: str) -> None:
 @pytest.mark.parametrize("name", ["auto", "methods", "sensitivity"])
 def test_what_is_only_to_know_is_no_warning(name: str, tmp_path: Path) -> None:
     report = REPORTS[name]()
-    shown = printed(render_screen(report), 80)
+    shown = on_terminal(report)
     assert 0 < shown.index("\nwarning: a warning") < shown.index("\nnote: a note")
     pages = {path.suffix: path.read_text() for path in write_report(report, tmp_path, "report")}
     warned = pages[".html"].partition('id="warnings"')[2].partition("</section>")[0]

@@ -41,9 +41,8 @@ from qdqbench.quantize.utils.system.gpu import Gpu
 
 from ...support.pages import Page
 from ...support.records import engine_result
-from ...support.runs import sample
+from ...support.runs import sample, written
 from ...support.tiny_bert import exported, padded_batch, quantized
-from ...unit.runs.report.test_report import written
 
 SST2, STSB = get_task("sst2"), get_task("stsb")
 PROFILE = Profile((1, 16), (32, 128), (64, 128))

@@ -1,9 +1,6 @@
 """The reports say what the numbers say, whatever stages ran and whatever the names hold."""
 
 import re
-from collections.abc import Callable
-from functools import cache
-from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,80 +8,27 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from qdqbench.eval.metrics.results import Gate, GateIssue
 from qdqbench.eval.runs.report import charts, report, sections
 from qdqbench.eval.runs.report import verdict as wording
-from qdqbench.eval.runs.results import Results
 from qdqbench.eval.verification.results import BlockCheck, Verification
 from qdqbench.quantize.report import formats
 from qdqbench.quantize.report import svg as plots
-from qdqbench.quantize.report.render import render_screen
 
-from ....support.pages import HOSTILE, offline, plain
+from ....support.pages import on_terminal
 from ....support.runs import (
     bare,
     built,
-    effects,
     failed,
     finding,
-    hostile,
-    long_names,
     mnli,
     parity_of,
     parity_row,
-    regression,
     sample,
     unscored,
-    without_engine,
+    written,
 )
-
-CASES = {
-    "minilm": sample,
-    "mnli": mnli,
-    "regression": regression,
-    "failed": failed,
-    "without_engine": without_engine,
-    "bare": bare,
-    "unscored": unscored,
-    "long_names": long_names,
-    "hostile": hostile,
-    "hostile_effects": lambda: effects(HOSTILE),
-}
-
-
-Rendered = Callable[[str], tuple[str, str]]
-
-
-def written(results: Results, folder: Path) -> tuple[str, str]:
-    """Markdown and HTML of a run."""
-    report.write_reports(results, folder)
-    return tuple((folder / f"report.{kind}").read_text(encoding="utf-8") for kind in ("md", "html"))  # type: ignore[return-value]
-
-
-@pytest.fixture(scope="module")
-def rendered(tmp_path_factory: pytest.TempPathFactory) -> Rendered:
-    """Markdown and HTML of a case, made once: drawing takes most of the time of this file."""
-
-    @cache
-    def render(case: str) -> tuple[str, str]:
-        return written(CASES[case](), tmp_path_factory.mktemp(case))
-
-    return render
-
-
-def terminal(results: Results, width: int = 100) -> str:
-    stream, shown = StringIO(), render_screen(report.run_report(results))
-    Console(file=stream, width=width, force_terminal=True, color_system=None).print(shown)
-    return stream.getvalue()
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_both_files_are_whole_and_run_nothing(case: str, rendered: Rendered) -> None:
-    markdown, html = rendered(case)
-    offline(html)
-    assert len(plain(markdown)) >= 4
 
 
 def test_a_recipe_without_int8_is_not_called_unproven() -> None:
@@ -179,11 +123,11 @@ def test_modules_are_placed_in_every_family(module: str, expected: tuple[int | N
     assert charts.place(module) == expected
 
 
-def test_reports_are_two_files_and_the_same_on_every_run(rendered: Rendered, tmp_path: Path) -> None:
+def test_reports_are_two_files_and_the_same_on_every_run(tmp_path: Path) -> None:
     paths = report.write_reports(sample(), tmp_path)
     assert paths == [tmp_path / "report.md", tmp_path / "report.html"]
     assert sorted(tmp_path.iterdir()) == sorted(paths)
-    assert tuple(path.read_text(encoding="utf-8") for path in paths) == rendered("minilm")
+    assert tuple(path.read_text(encoding="utf-8") for path in paths) == written(sample(), tmp_path)
 
 
 def test_charts_carry_no_date_and_no_metadata() -> None:
@@ -261,13 +205,11 @@ def test_no_text_closes_its_fence(value: str) -> None:
     assert all(fence not in line for line in body)
 
 
-def test_the_terminal_shows_one_screen_and_reads_no_markup() -> None:
+def test_the_terminal_shows_one_screen() -> None:
     results = sample(warnings=[f"warning number {index}" for index in range(30)])
-    shown = terminal(results)
+    shown = on_terminal(report.run_report(results), 100)
     assert len(shown.splitlines()) <= 24
     assert "and 27 more in the report" in shown
-    assert "\x1b" not in terminal(hostile())
-    assert "[red]" in terminal(hostile(), width=4000)
 
 
 @pytest.mark.parametrize(

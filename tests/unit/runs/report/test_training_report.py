@@ -3,97 +3,34 @@
 import json
 import math
 import re
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from qdqbench.eval.runs.report import training
 from qdqbench.eval.runs.report import verdict as wording
 from qdqbench.eval.runs.results import QAT_STAGES, STAGES, Results
 from qdqbench.quantize.report.document import Block, Chart, Columns, Pairs
-from qdqbench.quantize.report.render import render_screen
-from qdqbench.quantize.training.results import Finetuning, Spread, TrainingRun
+from qdqbench.quantize.training.results import TrainingRun
 from qdqbench.quantize.utils.trackers import LogRow
 
-from ....support.pages import offline, plain
-from ....support.runs import GARBLED, poisoned
+from ....support.pages import on_terminal
 from ....support.runs import sample as sample_run
+from ....support.runs import written
 from ....support.trainings import failed_run, finetuning, log_of, qat_run, run_of
-from .test_report import terminal, written
-
-
-def row_of(**values: float) -> LogRow:
-    return LogRow(step=10, epoch=0.1, **values)
-
-
-def hostile() -> Finetuning:
-    result = finetuning([run_of(0, notes=["resumed"]), failed_run(1)])
-    for run in result.runs:
-        run.metrics = {GARBLED: 0.9} if run.metrics else {}
-        for row in run.log:
-            row.values = {GARBLED: row.score} if row.score is not None else {}
-    result.spread = {GARBLED: Spread(mean=0.9, sd=None, n=1)}
-    fields = poisoned(result.model_dump())
-    fields["task"]["metrics"] = [GARBLED]
-    return Finetuning.model_validate(fields)
-
-
-CASES = {
-    "five seeds": lambda: finetuning([run_of(seed) for seed in range(4)] + [failed_run(4)]),
-    "one seed": lambda: finetuning([run_of(7)]),
-    "all failed": lambda: finetuning([failed_run(0), failed_run(1, reason=None)]),
-    "no log": lambda: finetuning([run_of(0).model_copy(update={"log": []})]),
-    "twenty seeds": lambda: finetuning([run_of(seed, log=log_of(seed, 20, 1)) for seed in range(20)]),
-    "nothing": lambda: finetuning([]),
-    "not numbers": lambda: finetuning(
-        [failed_run(0, log=[row_of(loss=math.nan), row_of(score=math.inf)]), run_of(1)]
-    ),
-    "hostile": hostile,
-}
-
-
-@pytest.fixture(scope="module", params=CASES)
-def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Finetuning, Path]:
-    folder = tmp_path_factory.mktemp("finetune")
-    result = CASES[request.param]()
-    training.write_finetuning(result, folder)
-    return result, folder
-
-
-def shown(result: Finetuning, width: int = 110) -> str:
-    stream = StringIO()
-    console = Console(file=stream, width=width, force_terminal=True, color_system=None)
-    console.print(render_screen(training.finetuning_report(result)))
-    return stream.getvalue()
-
-
-def test_both_files_are_whole_and_run_nothing(made: tuple[Finetuning, Path]) -> None:
-    _, folder = made
-    assert sorted(path.name for path in folder.iterdir()) == ["finetune.html", "finetune.md"]
-    offline((folder / "finetune.html").read_text(encoding="utf-8"))
-    markdown = (folder / "finetune.md").read_text(encoding="utf-8")
-    plain(markdown)
-    tables = re.findall(r"(?m)(?:^\|.*\n)+", markdown)
-    assert len(tables) >= 4
-    for table in tables:
-        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
-        assert len(widths) == 1, table[:300]
 
 
 def test_a_failure_is_told_once_and_other_warnings_stay() -> None:
     result = finetuning([run_of(0), failed_run(1)])
     result.warnings.append("--limit 64: a part of the train split only")
     assert training.finetuning_report(result).warnings == ["--limit 64: a part of the train split only"]
-    assert "warning: --limit 64" in shown(result)
 
 
-def test_the_terminal_fits_one_screen_and_reads_no_markup() -> None:
-    text = shown(CASES["five seeds"]())
+def test_the_terminal_fits_one_screen() -> None:
+    five = finetuning([run_of(seed) for seed in range(4)] + [failed_run(4)])
+    text = on_terminal(training.finetuning_report(five), 110)
     assert len(text.splitlines()) <= 24
     assert "4 seeds" in text
-    assert "[red]" in shown(hostile(), width=4000)
 
 
 def columns_of(blocks: list[Block]) -> list[Columns]:
@@ -201,21 +138,8 @@ def test_a_missing_ptq_stage_is_missed_only_with_qat(tmp_path: Path) -> None:
     assert "PTQ fake-quant was skipped: no reason was recorded." in wording.run_verdict(without).notes
     assert not any("PTQ" in line for line in wording.run_verdict(sample_run()).notes)
     assert (sample_run().expected_stages, without.expected_stages) == (STAGES, QAT_STAGES)
-    for text in (*written(sample_run(), tmp_path), terminal(sample_run())):
+    for text in written(sample_run(), tmp_path):
         assert not re.search(r"PTQ|QAT fake|uantization-aware", text)
-
-
-def test_hostile_strings_of_a_qat_stay_text(tmp_path: Path) -> None:
-    results = qat_run()
-    assert results.training is not None
-    fields = results.model_dump()
-    noted = {"notes": [GARBLED], "settings": {GARBLED: GARBLED}}
-    fields["training"] = poisoned(fields["training"]) | noted
-    for row in fields["training"]["log"]:
-        row["values"] = {GARBLED: 0.5} if row["score"] is not None else {}
-    markdown, html = written(Results.model_validate(fields), tmp_path)
-    offline(html)
-    plain(markdown)
 
 
 def test_a_training_without_a_log_still_has_its_section(tmp_path: Path) -> None:
