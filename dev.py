@@ -3,11 +3,13 @@
 
 python3 dev.py run [ARGUMENTS of `qdqbench run`]
 python3 dev.py test [--all] [ARGUMENTS of pytest]
+python3 dev.py lint
 
 `run` without arguments makes a small BERT, takes it down the whole path, and times its engine.
 
 `test` leaves out what goes a second way through what shorter tests go through once; `--all` runs it too,
-and draws the examples of property tests at random.
+and draws the examples of property tests at random. The linters of `lint` run next to the tests at a lower
+priority, and their output comes after that of the tests.
 """
 
 import hashlib
@@ -74,14 +76,59 @@ def verify(folder: Path) -> None:
             sys.exit(f"{file.name} is not the file that {LOCK.name} lists by its hash; nothing was installed")
 
 
-def call(*command: object, **variables: str) -> None:
-    """Run a command in the project's folder; its failure is ours."""
+def run(*command: object, **variables: str) -> int:
+    """Run a command in the project's folder; its exit status."""
     environment = (
         os.environ | variables | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(VENV)}
     )
-    done = subprocess.run([str(part) for part in command], cwd=ROOT, env=environment, check=False)
-    if done.returncode:
-        sys.exit(done.returncode)
+    return subprocess.run([str(part) for part in command], cwd=ROOT, env=environment, check=False).returncode
+
+
+def call(*command: object, **variables: str) -> None:
+    """Run a command in the project's folder; its failure is ours."""
+    if status := run(*command, **variables):
+        sys.exit(status)
+
+
+def lint() -> None:
+    """Run every linter, at a lower priority; fail if one does."""
+    if hasattr(os, "nice"):
+        os.nice(10)
+    failed = []
+    linked = {"PYTHONPATH": "build/types"}  # types.py makes it
+    for command, variables in (
+        (("ruff", "check", "."), {}),
+        (("ruff", "format", "--check", "."), {}),
+        (("python", "tools/types.py"), {}),
+        (("lint-imports",), linked),
+    ):
+        name = " ".join(command)
+        print(f"--- {name}", flush=True)
+        if run(BIN / command[0], *command[1:], **variables):
+            failed.append(name)
+    sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
+
+
+def test(words: list[str]) -> None:
+    """Run the tests, and the linters next to them; the failure of either is ours."""
+    # compiling modules is half of an installation, on one core: it goes beside the download of bindings
+    compiled = not install("dev", "--no-compile")
+    compile_all = [BIN / "python", "-m", "compileall", "-qq", "-x", NOT_COMPILED, VENV]
+    compiling = None if compiled else subprocess.Popen(compile_all)
+    call("sh", ROOT / "tools" / "fetch_bindings.sh", BIN / "python")
+    given = [word for word in words if word != "--all"]
+    chosen = [] if "--all" in words else ["-m", "not long"]
+    profile = "fixed" if chosen else "random"
+    pytest = (BIN / "python", "-m", "pytest", "-n", "auto", "--dist", "worksteal", "--durations=25")
+    with tempfile.TemporaryFile("w+") as told:
+        linting = subprocess.Popen([BIN / "python", __file__, "lint"], stdout=told, stderr=subprocess.STDOUT)
+        if compiling:
+            compiling.wait()
+        status = run(*pytest, *chosen, *given, HYPOTHESIS_PROFILE=profile)
+        failed = linting.wait()
+        told.seek(0)
+        print(f"=== linters: {'FAILED' if failed else 'passed'}\n{told.read()}", flush=True)
+    sys.exit(status or failed)
 
 
 def main() -> None:
@@ -97,23 +144,10 @@ def main() -> None:
                 sys.exit(done.returncode)
         return
     if sys.argv[1:2] == ["test"]:
-        # compiling modules is half of an installation, on one core: it goes beside the checks of the code
-        compiled = not install("dev", "--no-compile")
-        compile_all = [BIN / "python", "-m", "compileall", "-qq", "-x", NOT_COMPILED, VENV]
-        compiling = None if compiled else subprocess.Popen(compile_all)
-        call("sh", ROOT / "tests" / "fetch_bindings.sh", BIN / "python")
-        call(BIN / "ruff", "check", ".")
-        call(BIN / "ruff", "format", "--check", ".")
-        call(BIN / "python", "tools/types.py")
-        call(BIN / "lint-imports", PYTHONPATH="build/types")  # the links that types.py made
-        if compiling:
-            compiling.wait()
-        given = [word for word in sys.argv[2:] if word != "--all"]
-        chosen = [] if "--all" in sys.argv else ["-m", "not long"]
-        profile = "fixed" if chosen else "random"
-        pytest = (BIN / "python", "-m", "pytest", "-n", "auto", "--dist", "worksteal", *chosen, *given)
-        call(*pytest, HYPOTHESIS_PROFILE=profile)
-        return
+        test(sys.argv[2:])
+    if sys.argv[1:] == ["lint"]:
+        install("dev")
+        lint()
     sys.exit(__doc__)
 
 

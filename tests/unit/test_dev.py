@@ -76,20 +76,50 @@ def test_a_changed_file_is_refused(tmp_path: Path, verify: Callable[[Path], None
         (files / name).unlink()
 
 
-@pytest.mark.parametrize(("words", "profile"), [([], "fixed"), (["--all"], "random")])
-def test_only_all_tests_draw_at_random(
-    monkeypatch: pytest.MonkeyPatch, words: list[str], profile: str
+@pytest.mark.parametrize("words", [[], ["--all"]])
+@pytest.mark.parametrize(("tests", "linters"), [(0, 0), (1, 0), (0, 1)])
+def test_only_all_tests_draw_at_random_and_linters_count(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    tests: int,
+    linters: int,
 ) -> None:
-    called: list[dict[str, str]] = []
+    profile = "random" if words else "fixed"
+    asked: list[tuple[tuple[object, ...], dict[str, str]]] = []
     monkeypatch.setattr(sys, "argv", ["dev.py", "test", *words])
     replaced = DEV["main"].__globals__
     monkeypatch.setitem(replaced, "install", lambda *_: False)
-    monkeypatch.setitem(replaced, "call", lambda *_, **variables: called.append(variables))
-    DEV["main"]()
-    assert called[-1] == {"HYPOTHESIS_PROFILE": profile}
+    monkeypatch.setitem(replaced, "call", lambda *_: None)
+    monkeypatch.setitem(replaced, "run", lambda *told, **more: asked.append((told, more)) or tests)
+
+    def start(command: list[object], stdout: Any, **_: object) -> SimpleNamespace:
+        print(command[1:], file=stdout, flush=True)
+        return SimpleNamespace(wait=lambda: linters)
+
+    monkeypatch.setattr(replaced["subprocess"], "Popen", start)
+    with pytest.raises(SystemExit) as ended:
+        DEV["main"]()
+    assert bool(ended.value.code) == bool(tests or linters)
+    assert f"=== linters: {'FAILED' if linters else 'passed'}\n[" in capsys.readouterr().out
+    ((told, more),) = asked
+    assert ("not long" in told, "--durations=25" in told) == (not words, True)
+    assert more == {"HYPOTHESIS_PROFILE": profile}
     drawn = settings.get_profile(profile)
     assert drawn.derandomize == (profile == "fixed")
     assert (drawn.database is None) == (profile == "fixed")
+
+
+def test_every_linter_runs_and_one_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    replaced = DEV["lint"].__globals__
+    monkeypatch.setattr(replaced["os"], "nice", lambda _: None)
+    monkeypatch.setitem(
+        replaced, "run", lambda *told, **_: ran.append(f"{told[0]}") or told[1:2] == ("format",)
+    )
+    with pytest.raises(SystemExit, match=r"^failed: ruff format --check \.$"):
+        DEV["lint"]()
+    assert [Path(name).name for name in ran] == ["ruff", "ruff", "python", "lint-imports"]
 
 
 def test_run_installs_what_the_readme_does(monkeypatch: pytest.MonkeyPatch) -> None:
