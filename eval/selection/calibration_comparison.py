@@ -22,9 +22,9 @@ from qdqbench.eval.selection.trials.results import (
     DRAW,
     CalibrationCost,
     DrawRecord,
+    Origin,
     Scores,
     Trial,
-    failure_of,
 )
 from qdqbench.eval.selection.trials.store import TRIALS, Trials, named_by, write_recipe
 from qdqbench.quantize.calibration.bias import correct_biases
@@ -37,7 +37,7 @@ from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.formats import DIVERGENCES, cleaned, label, seconds, sentence
 from qdqbench.quantize.tasks.metrics import NOISE
-from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.progress import reporter
 from qdqbench.quantize.utils.schema import Strict, field
 
@@ -165,6 +165,12 @@ class CalibrationCase:
     def key(self) -> str:
         return self.section.model_dump_json()
 
+    @property
+    def passes(self) -> str:
+        """Return what is equal for cases that share their passes over the calibration data."""
+        scaling = [(name, each.weights, each.smoothing) for name, each in self.plan.scaling.items()]
+        return repr((self.section.outlier_channel_splitting, scaling))
+
 
 def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str]) -> list[CalibrationCase]:
     recipe = session.recipe
@@ -196,6 +202,7 @@ class CalibrationMeasurement:
     methods: Sequence[str] = ()
     smooths: Sequence[str] = ()
     evaluates: bool = True  # False: evaluation data are not read
+    _shared: tuple[str, SharedCalibration] | None = None  # of the last passes
 
     @cached_property
     def trials(self) -> Trials:
@@ -203,63 +210,35 @@ class CalibrationMeasurement:
         return Trials(self.session, self.samples, path, evaluates=self.evaluates)
 
     def run(self) -> CalibrationComparison:
-        start, trials = time.perf_counter(), self.trials
-        cases, earlier = list_cases(self.session, self.methods, self.smooths), trials.store.seconds
-        groups: dict[str, list[CalibrationCase]] = {}  # that share their passes over the calibration data
-        for case in cases:
-            splitting = case.section.outlier_channel_splitting
-            scaling = [(name, each.weights, each.smoothing) for name, each in case.plan.scaling.items()]
-            groups.setdefault(repr((splitting, scaling)), []).append(case)
+        start, session, trials = time.perf_counter(), self.session, self.trials
+        cases, earlier = list_cases(session, self.methods, self.smooths), trials.store.seconds
         reporter().begin("FP32", 0, 1 + len(cases))
         trials.fp32  # noqa: B018  (before anything is calibrated)
         tried: dict[str, Trial] = {}
-        for group in groups.values():
-            text = f"calibration, smooth {group[0].section.smoothing}"
-            reporter().begin(text, 1 + len(tried), 1 + len(cases))
-            tried |= self._try_group(group)
-        return self._summarize([tried[case.key] for case in cases], earlier + time.perf_counter() - start)
-
-    def _try_group(self, group: list[CalibrationCase]) -> dict[str, Trial]:
-        """Try cases that share their passes; those are made where a case is left to measure."""
-        session, known = self.session, self.trials.store.trials
-        pending = [case for case in group if case.key not in known]
-        tried = {case.key: known[case.key] for case in group if case.key in known}
-        if pending:
-            start, first = time.perf_counter(), pending[0]
-            try:
-                shared = collect_ranges(
-                    placed(session.new_int8_model()),
-                    first.plan,
-                    session.calibration_batches(),
-                    first.section,
-                )
-            except (CheckFailed, UserError) as error:
-                failure = failure_of(error)
-                return tried | {case.key: self._draft(case, failure=failure) for case in pending}
-            passes_s = time.perf_counter() - start
-            for case in pending:
-                tried[case.key] = self._try_case(case, shared, passes_s)
-        for trial in tried.values():
+        passes = [case.passes for case in cases]
+        for done, case in enumerate(sorted(cases, key=lambda case: passes.index(case.passes)), 1):
+            reporter().begin(f"calibration, smooth {case.section.smoothing}", done, 1 + len(cases))
+            origin: Origin = "given" if case is cases[0] else "calibration"
+            draft = Trial(recipe=case.recipe, origin=origin)
+            trial = tried[case.key] = trials.measure(case.key, draft, partial(self._calibrate, case))
             notes = trial.calibration.notes if trial.calibration else []
             session.notes += [note for note in notes if note not in session.notes]
-        return tried
+        return self._summarize([tried[case.key] for case in cases], earlier + time.perf_counter() - start)
 
-    def _draft(self, case: CalibrationCase, **fields: Any) -> Trial:
-        given = case.section == self.session.recipe.calibration
-        return Trial(recipe=case.recipe, origin="given" if given else "calibration", **fields)
-
-    def _try_case(self, case: CalibrationCase, shared: SharedCalibration, passes_s: float) -> Trial:
-        def calibrate() -> tuple["PreTrainedModel", CalibrationCost]:
-            start = time.perf_counter()
-            model, states = apply_methods(shared, case.plan)
-            if case.section.bias_correction:
-                correct_biases(model, case.plan.int8, self.session.calibration_batches())
-            spent = passes_s + time.perf_counter() - start
-            # the same arithmetic, with weights rounded once and not in every batch
-            Switches(model, case.plan, {}).set({*case.plan.int8, *case.plan.attention, *case.plan.residual})
-            return model, describe_cost(spent, states, shared.notes)
-
-        return self.trials.measure(case.key, self._draft(case), calibrate)
+    def _calibrate(self, case: CalibrationCase) -> tuple["PreTrainedModel", CalibrationCost]:
+        session = self.session
+        if self._shared is None or self._shared[0] != case.passes:
+            self._shared = None  # never two at a time
+            model, batches = placed(session.new_int8_model()), session.calibration_batches()
+            self._shared = case.passes, collect_ranges(model, case.plan, batches, case.section)
+        start, shared = time.perf_counter(), self._shared[1]
+        model, states = apply_methods(shared, case.plan)
+        if case.section.bias_correction:
+            correct_biases(model, case.plan.int8, session.calibration_batches())
+        spent = shared.seconds + time.perf_counter() - start
+        # the same arithmetic, with weights rounded once and not in every batch
+        Switches(model, case.plan, {}).set({*case.plan.int8, *case.plan.attention, *case.plan.residual})
+        return model, describe_cost(spent, states, shared.notes)
 
     def _summarize(self, tried: list[Trial], wall_s: float) -> CalibrationComparison:
         session, trials, recipe = self.session, self.trials, self.session.recipe

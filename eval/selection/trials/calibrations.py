@@ -1,6 +1,7 @@
 """One calibration pass shared by recipes that differ in the method of activations only."""
 
 import copy
+import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -31,16 +32,18 @@ class SharedCalibration:
     model: "PreTrainedModel"
     states: dict[str, QuantizerState]
     notes: list[str]
+    seconds: float
 
 
 def collect_ranges(
     model: "PreTrainedModel", plan: Plan, batches: Iterable[Batch], settings: Calibration
 ) -> SharedCalibration:
     """Calibrate `model`, in place, for all plans that differ from `plan` in methods of activations only."""
+    start = time.perf_counter()
     scaling = {name: replace(each, method=SHARED_METHOD) for name, each in plan.scaling.items()}
     unbiased = settings.model_copy(update={"bias_correction": False})
     record = ptq.calibrate(model, replace(plan, scaling=scaling), batches, unbiased)
-    return SharedCalibration(model, record.quantizers, record.notes)
+    return SharedCalibration(model, record.quantizers, record.notes, time.perf_counter() - start)
 
 
 def apply_methods(
