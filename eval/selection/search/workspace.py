@@ -19,6 +19,7 @@ from qdqbench.eval.selection.sensitivity.results import CandidateRow
 from qdqbench.eval.selection.trials.calibrations import describe_cost
 from qdqbench.eval.selection.trials.results import CalibrationCost, Origin, Trial, failure_of
 from qdqbench.eval.selection.trials.store import TRIALS, Trials, hash_of, named_by
+from qdqbench.eval.selection.units import Unit, Units
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.record import (
     CalibrationRecord,
@@ -32,14 +33,13 @@ from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES, CAPABILITY
 from qdqbench.quantize.engine.profiles import choose_profile
 from qdqbench.quantize.engine.target import choose_target
-from qdqbench.quantize.models.families.family import ENCODER_KINDS, Family, Place
-from qdqbench.quantize.models.families.known import family_named, family_of
+from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.pipeline.data_profiles import engine_profiles
 from qdqbench.quantize.pipeline.session import Session
-from qdqbench.quantize.recipe.plan import Plan, match_modules, resolve, short_name
+from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.recipe.sections import Rule
+from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.utils.arrays import Float32
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH, INT8_HEAD_SIZES
@@ -50,7 +50,6 @@ from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Unit = tuple[int, str]  # layer and kind
 Params = dict[str, Any]
 FRAMES = ("all", "ffn")  # kinds that may be INT8; ffn: the feed-forward alone
 SECTION = {  # of the calibration; the first is taken where a recipe has none of them
@@ -71,22 +70,26 @@ class Space:
     each: how many of the worst stay out of INT8, and one or two exceptions.
     """
 
-    base: Recipe
-    modules: Mapping[str, ModuleInfo]
-    prefix: str
+    whole: Units
     units: dict[Unit, tuple[str, ...]]  # linears of each unit; in order of the ranking, worst first
     attention: dict[int, str]  # layers whose attention may be INT8; in order of the ranking, worst first
-    granularity: str  # channel or tensor: weight scales of the searched linears
-    fixed: tuple[Rule, ...]  # rules that every trial ends with: FP32 islands, linears outside of the encoder
-
-    @property
-    def family(self) -> Family:
-        return family_named(self.base.model.family)
 
     def ranked(self, ranking: Ranking) -> "Space":
         units = {unit: self.units[unit] for unit in ranking.units}
         attention = {layer: self.attention[layer] for layer in ranking.attention}
         return replace(self, units=units, attention=attention)
+
+    @cached_property
+    def outside(self) -> dict[str, str]:
+        """Return the scales of INT8 linears that no trial moves."""
+        searched = {name for names in self.whole.linears.values() for name in names}
+        return {name: each for name, each in self.whole.plan.int8.items() if name not in searched}
+
+    @cached_property
+    def scales(self) -> str:
+        """Return the weight scales of the searched linears: what most of them have in the recipe."""
+        formats = Counter(each for name, each in self.whole.plan.int8.items() if name not in self.outside)
+        return formats.most_common(1)[0][0] if formats else "channel"
 
     def suggest(self, trial: Any) -> Params:
         count = len(self.units)
@@ -118,80 +121,20 @@ class Space:
         self, units: set[Unit], attention: set[int], how: Mapping[str, Any], description: str = ""
     ) -> Recipe:
         smoothing = how["smoothing"] if how["smoothing"] in ("none", "gain") else float(how["smoothing"])
-        fused = bool(attention) and attention == self._all_layers()
-        rules = self._linear_rules(units)
-        for layer in () if fused else sorted(attention):
-            name = short_name(self.attention[layer], self.prefix)
-            rules.append(Rule(match=name, type="Attention", precision="int8"))
-        data = self.base.model_dump(mode="json") | {
-            "name": named_by(self.base.name, "searched"),
-            "description": description,
-            "rules": [rule.model_dump(mode="json", exclude_none=True) for rule in (*rules, *self.fixed)],
-            "attention": "int8" if fused else "fp16",
-            "qat": None,
-        }
-        data["precision"]["never_quantize"] = ["layernorm"] if attention else ["layernorm", "softmax"]
-        data["calibration"] |= {name: how[name] for name in ("method", "weights_method")}
-        data["calibration"]["smoothing"] = smoothing
-        if not any(kind == "ffn-out" for _, kind in units):
-            data["calibration"]["outlier_channel_splitting"] = 0  # nothing is left to split
-        recipe = Recipe.model_validate(data)
-        plan = resolve(recipe, self.modules, self.prefix)
-        searched = {name for names in self.units.values() for name in names}
-        assert searched & {*plan.int8} == {name for unit in units for name in self.units[unit]}, recipe
-        assert {self.family.layer_of(name) for name in plan.attention} == attention, recipe
-        return recipe
-
-    def _all_layers(self) -> set[int]:
-        layers = {self.family.layer_of(name) for name, i in self.modules.items() if i.kind == "Attention"}
-        return {layer for layer in layers if layer is not None}
-
-    def _linear_rules(self, units: set[Unit]) -> list[Rule]:
-        """Return one INT8 rule for all and FP16 rules for exceptions, or INT8 rules where these are fewer."""
-        int8: dict[str, Any] = {"type": "Linear"} | _int8_formats(self.granularity)
-        if not units:
-            return []
-        chosen, kept = self._patterns(units), self._patterns(set(self.units) - units)
-        if set(self.units) == set(_linear_units(self.family, self.modules)) and 1 + len(kept) <= len(chosen):
-            encoder = self._place(next(iter(self.units.values()))[0]).layers
-            exceptions = [Rule(match=match, type="Linear", precision="fp16") for match in kept]
-            return [Rule(match=f"{encoder}.*", **int8), *exceptions]
-        return [Rule(match=match, **int8) for match in chosen]
-
-    def _patterns(self, units: set[Unit]) -> list[str]:
-        """Return patterns of exactly the linears of these units: kinds of all layers, then single ones."""
-        found, left = [], set(units)
-        for kind in ENCODER_KINDS:
-            of_kind = {unit for unit in self.units if unit[1] == kind}
-            if of_kind and of_kind <= left and len(of_kind) == len(self._all_layers()):
-                for pattern in self._unit_patterns(min(of_kind)):
-                    example = self._place(pattern)
-                    found.append(f"{example.layers}.*[0-9].{example.path}")
-                left -= of_kind
-        for layer in sorted({unit[0] for unit in left}):
-            of_layer = {unit for unit in self.units if unit[0] == layer}
-            if len(of_layer) == len(ENCODER_KINDS) and of_layer <= left:
-                found.append(f"{self._place(self.units[layer, 'output'][0]).layers}.{layer}.*")
-                left -= of_layer
-        return found + [pattern for unit in sorted(left) for pattern in self._unit_patterns(unit)]
-
-    def _unit_patterns(self, unit: Unit) -> list[str]:
-        """Return one pattern for the linears of a unit where it matches no other, else their names."""
-        around = self.units[unit][0].rpartition(".")[0]
-        inside = {n for n, i in self.modules.items() if i.kind == "Linear" and n.startswith(f"{around}.")}
-        if len(inside) > 1 and inside == set(self.units[unit]):
-            return [f"{short_name(around, self.prefix)}.*"]
-        return [short_name(name, self.prefix) for name in self.units[unit]]
-
-    def _place(self, name: str) -> Place:
-        place = self.family.place(short_name(name, self.prefix))
-        assert place is not None, name
-        return place
+        section = self.whole.recipe.calibration.model_dump() | {name: how[name] for name in SECTION}
+        return self.whole.write(
+            {name: self.scales for unit in units for name in self.units[unit]} | self.outside,
+            {self.attention[layer] for layer in attention},
+            Calibration.model_validate(section | {"smoothing": smoothing}),
+            name=named_by(self.whole.recipe.name, "searched"),
+            description=description,
+            qat=None,
+        )
 
     def project(self, plan: Plan, recipe: Recipe) -> Params:
         """Return the parameters whose recipe is nearest to a plan."""
         target = {unit for unit, names in self.units.items() if all(name in plan.int8 for name in names)}
-        inside = {self.family.layer_of(name) for name in plan.attention}
+        inside = {plan.family.layer_of(name) for name in plan.attention}
         order = list(self.units)
 
         def list_wrong(params: Params) -> list[int]:
@@ -216,51 +159,20 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
 
     What the recipe computes in FP32 stays there, and linears outside of the encoder stay as they are.
     """
-    plan = resolve(base, modules, prefix)
-    if plan.residual:
-        raise UserError(
-            f"search moves linears between FP16 and INT8, and the INT8 residuals of recipe {base.name} need "
-            "INT8 linears around them; set residual: fp16 in a copy of the recipe and search that"
-        )
-    units = _linear_units(plan.family, modules)
-    free = {u: tuple(names) for u, names in units.items() if not any(n in plan.fp32 for n in names)}
+    whole = Units(base, modules, prefix)
+    whole.require_no_residual("search", "search")
+    fp32 = {*whole.plan.fp32}
+    free = {unit: names for unit, names in whole.linears.items() if not fp32 & {*names}}
     if not free:
         raise UserError(f"recipe {base.name} leaves nothing to search: every encoder linear is in FP32")
-    attention = {}
     fused = ATTENTION_SIZES if choose_target(base).backend == "cuda" else INT8_HEAD_SIZES
     sizes = fused if base.export.max_length <= INT8_ATTENTION_LENGTH else ()
-    for name, info in modules.items():
-        layer = plan.family.layer_of(name)
-        fits = info.kind == "Attention" and info.head_size in sizes and name not in plan.fp32
-        if fits and layer is not None:
-            attention[layer] = name
-    searched = {name for names in units.values() for name in names}
-    outside = [
-        Rule(match=name, type="Linear", **_int8_formats(scales))
-        for name, scales in plan.int8.items()
-        if name not in searched
-    ]
-    islands = [
-        rule
-        for rule in base.rules
-        if rule.precision == "fp32" and match_modules(rule, modules, plan.family, prefix)
-    ]
-    formats = Counter(plan.int8[name] for name in searched if name in plan.int8)
-    granularity = formats.most_common(1)[0][0] if formats else "channel"
-    return Space(base, modules, prefix, free, attention, granularity, (*outside, *islands))
-
-
-def _linear_units(family: Family, modules: Mapping[str, ModuleInfo]) -> dict[Unit, list[str]]:
-    units: dict[Unit, list[str]] = {}
-    for name, info in modules.items():
-        layer = family.layer_of(name)
-        if info.kind == "Linear" and layer is not None and family.kind(name) in ENCODER_KINDS:
-            units.setdefault((layer, family.kind(name)), []).append(name)
-    return units
-
-
-def _int8_formats(granularity: str) -> dict[str, Any]:
-    return {"weights": f"int8/per-{granularity}", "input": "int8/per-tensor"}
+    attention = {
+        layer: name
+        for layer, name in whole.attention.items()
+        if modules[name].head_size in sizes and name not in fp32
+    }
+    return Space(whole, free, attention)
 
 
 def rank_by_rows(space: Space, rows: list[CandidateRow], source: str) -> tuple[list[Unit], list[int]]:
@@ -356,10 +268,11 @@ class Workspace:
         return DeviceTrials(self.session, 0, self.session.folder / "confirmed.jsonl")
 
     def plan(self, recipe: Recipe) -> Plan:
-        return resolve(recipe, self.space.modules, self.space.prefix)
+        return resolve(recipe, self.space.whole.modules, self.space.whole.prefix)
 
     def int8_share(self, plan: Plan, length: int) -> float:
-        return int8_share(plan, count_multiply_adds(self.session.fp32_model, self.space.modules, length))
+        modules = self.space.whole.modules
+        return int8_share(plan, count_multiply_adds(self.session.fp32_model, modules, length))
 
     def score(self, recipe: Recipe, origin: Origin, kept: Trials | None = None) -> Trial:
         """Return the scores of a recipe on the draw; those that are `kept` in a store are not measured again.

@@ -24,21 +24,21 @@ from qdqbench.eval.selection.sensitivity.results import (
 from qdqbench.eval.selection.trials.calibrations import EMBEDDINGS, LAYERNORMS, Switches
 from qdqbench.eval.selection.trials.results import DRAW, Trial
 from qdqbench.eval.selection.trials.store import RECIPE_FILE, TRIALS, Trials, named_by, write_recipe
+from qdqbench.eval.selection.units import Units
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.models.families.family import ENCODER_KINDS, KINDS, SMOOTHED
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.modules import ModuleInfo, module_table, record_first_inputs, resume_from
 from qdqbench.quantize.pipeline.session import Session
-from qdqbench.quantize.recipe.plan import Plan, Scaling, match_modules, resolve, short_name
+from qdqbench.quantize.recipe.plan import Plan, Scaling, short_name
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.recipe.sections import Calibration, Rule
+from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.report.formats import count_of
 from qdqbench.quantize.tasks.data.encode import sorted_batches
 from qdqbench.quantize.tasks.task import kind_of
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
 from qdqbench.quantize.utils.arrays import Batch, Float32, Int64
-from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import HEAD_SIZES_TEXT, INT8_HEAD_SIZES
 from qdqbench.quantize.utils.progress import reporter
 
@@ -70,10 +70,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choices:
-    recipe: Recipe
-    modules: Mapping[str, ModuleInfo]  # by full name, in model order
-    prefix: str  # name of the base model inside the model
-    base: Plan  # of the recipe as it is
+    units: Units
     plan: Plan  # every linear and every attention that can be fused
     everything: frozenset[str]  # linears and attention modules of "everything in INT8"
     candidates: list[Candidate]
@@ -86,13 +83,9 @@ def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> C
     Everything in INT8 is every linear of the encoder, per channel where the recipe has no INT8 rule for it,
     and the recipe's INT8 attention and other INT8 linears.
     """
-    base = resolve(recipe, modules, prefix)
-    if base.residual:
-        raise UserError(
-            f"sensitivity moves linears between FP16 and INT8, and the INT8 residuals of recipe "
-            f"{recipe.name} need INT8 linears around them; set residual: fp16 in a copy of the recipe and "
-            "measure that"
-        )
+    units = Units(recipe, modules, prefix)
+    units.require_no_residual("sensitivity", "measure")
+    base = units.plan
     section, family = recipe.calibration, base.family
     linears = [name for name, info in modules.items() if info.kind == "Linear"]
     attention = [
@@ -114,7 +107,7 @@ def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> C
     everything = frozenset([*encoder, *base.int8, *base.attention])
     candidates = _candidates(plan, everything, modules, prefix)
     notes = [*_notes(plan, base, modules)]
-    return Choices(recipe, modules, prefix, base, plan, everything, candidates, notes)
+    return Choices(units, plan, everything, candidates, notes)
 
 
 def _candidates(
@@ -210,51 +203,20 @@ def choose_point(curve: list[CurvePoint], max_drop: float) -> tuple[CurvePoint, 
 
 def attention_of(linears: list[str], found: Choices) -> list[str]:
     """Return attention modules that leave INT8 with these linears: they would lose their fusion."""
-    family = found.base.family
-    return [name for name in found.base.attention if family.require_beside(name, "output") in linears]
+    base = found.units.plan
+    return [name for name in base.attention if base.family.require_beside(name, "output") in linears]
 
 
 def make_recipe(point: CurvePoint, found: Choices) -> Recipe:
     """Return the recipe of a point of the curve, which was resolved against the model."""
-    recipe, calibration = found.recipe, found.recipe.calibration
-    int8 = found.everything - {*point.linears, *point.attention}
-    rules = [each for rule in recipe.rules if (each := _not_idle(rule, int8, found))]
-    for name in found.plan.int8:
-        if name in int8 and name not in found.base.int8:
-            own = found.plan.scaling_of(name).smoothing
-            smoothing = own if own != calibration.smoothing else None
-            fields: Any = {"weights": "int8/per-channel", "input": "int8/per-tensor", "smoothing": smoothing}
-            rules.append(Rule(match=short_name(name, found.prefix), **fields))
-    for name in point.linears:
-        precision = "fp32" if name in found.base.fp32 else recipe.precision.compute
-        rules.append(Rule(match=short_name(name, found.prefix), type="Linear", precision=precision))
-    for name in point.attention:
-        rules.append(Rule(match=short_name(name, found.prefix), type="Attention", precision="fp16"))
-    if not found.base.family.splittable(name for name in int8 if name in found.plan.int8):
-        calibration = calibration.model_copy(update={"outlier_channel_splitting": 0})
+    recipe, int8 = found.units.recipe, found.everything - {*point.linears, *point.attention}
     count = count_of(len(point.linears), "linear")
-    chosen = Recipe.model_validate(
-        recipe.model_dump(mode="json")
-        | {
-            "name": named_by(recipe.name, "sensitivity"),
-            "description": f"{recipe.name}, {count} kept out of INT8 by sensitivity.",
-            "rules": [rule.model_dump(mode="json") for rule in rules],
-            "calibration": calibration.model_dump(mode="json"),
-        }
+    return found.units.write(
+        {name: scales for name, scales in found.plan.int8.items() if name in int8},
+        [name for name in found.plan.attention if name in int8],
+        name=named_by(recipe.name, "sensitivity"),
+        description=f"{recipe.name}, {count} kept out of INT8 by sensitivity.",
     )
-    plan = resolve(chosen, found.modules, found.prefix)
-    assert {*plan.int8, *plan.attention} == int8, "not the modules that were measured"
-    return chosen
-
-
-def _not_idle(rule: Rule, int8: frozenset[str], found: Choices) -> Rule | None:
-    """Return the rule without what it says on the calibration of linears that are no longer in INT8."""
-    matched = match_modules(rule, found.modules, found.base.family, found.prefix)
-    if not rule.refines or any(name in int8 for name in matched):
-        return rule
-    if rule.weights is None and rule.precision is None:
-        return None
-    return rule.model_copy(update={"method": None, "weights_method": None, "smoothing": None})
 
 
 @dataclass(frozen=True)

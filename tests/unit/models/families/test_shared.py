@@ -186,9 +186,9 @@ def test_a_search_moves_weights_and_its_int8_share_counts_runs(made: Made) -> No
     # group 0 makes the first two of four runs: an attention output has a twelfth of a layer's linears
     settings = {"smoothing": "none", "method": "max", "weights_method": "max"}
     found = space.assemble({(0, "output")}, set(), settings)
-    plan = resolve(found, space.modules, "albert")  # `assemble` holds the plan to these units
-    every = count_multiply_adds(model, space.modules, 8)
-    counts = {name: count for name, count in every.items() if space.modules[name].kind == "Linear"}
+    plan = resolve(found, space.whole.modules, "albert")  # `assemble` holds the plan to these units
+    every = count_multiply_adds(model, space.whole.modules, 8)
+    counts = {name: count for name, count in every.items() if space.whole.modules[name].kind == "Linear"}
     hidden, inner = model.config.hidden_size, model.config.intermediate_size
     layer = 4 * hidden**2 + 2 * hidden * inner
     assert sum(counts.values()) == RUNS * 8 * layer

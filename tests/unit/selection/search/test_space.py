@@ -71,8 +71,8 @@ def test_every_point_is_a_recipe_with_exactly_its_units(params, random):
         assert (scaling.method, scaling.weights) == (params["method"], params["weights_method"])
         of_norm = BERT.kind(name) in ("qkv", "ffn-in")
         assert str(scaling.smoothing) == (params["smoothing"] if of_norm else "none")
-    assert recipe.gate == space.base.gate
-    assert recipe.engine == space.base.engine
+    assert recipe.gate == space.whole.recipe.gate
+    assert recipe.engine == space.whole.recipe.engine
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_fp32_islands_and_other_linears_stay():
         {"match": "encoder.layer.*", "type": "LayerNorm", "precision": "fp32"},
     ]
     space = space_of(rules=rules)
-    assert space.granularity == "tensor"
+    assert space.scales == "tensor"
     assert (3, "ffn-out") not in space.units
     plan = resolve(space.recipe(PLAIN | {"frame": "all", "keep": 2, "attention_keep": 0}), modules(), "bert")
     assert plan.int8["bert.pooler.dense"] == "channel"

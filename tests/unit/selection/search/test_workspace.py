@@ -33,7 +33,7 @@ def space(tiny_bert):
 
 def logits_of(folder, space, recipe, record=None):
     """Logits of a recipe's fake-quant model, calibrated alone or restored from a record."""
-    plan = resolve(recipe, space.modules, space.prefix)
+    plan = resolve(recipe, space.whole.modules, space.whole.prefix)
     model = load_model(str(folder))
     if record is None:
         ptq.calibrate(model, plan, calibration_batches(), recipe.calibration)
@@ -49,7 +49,7 @@ def everything(tiny_bert, space):
     for attention in (set(), set(space.attention)):
         recipe = space.assemble(set(space.units), attention, HOW)
         model = load_model(str(tiny_bert))
-        plan = resolve(recipe, space.modules, space.prefix)
+        plan = resolve(recipe, space.whole.modules, space.whole.prefix)
         found.append(ptq.calibrate(model, plan, calibration_batches(), recipe.calibration))
     return found
 
@@ -73,7 +73,7 @@ def test_a_part_of_a_shared_calibration_is_the_recipe_s_own(tiny_bert, space, ev
 
 def test_nothing_of_other_linears_is_left(space, everything):
     recipe = space.assemble({(1, "qkv")}, set(), HOW)
-    plan = resolve(recipe, space.modules, space.prefix)
+    plan = resolve(recipe, space.whole.modules, space.whole.prefix)
     found = select_record(plan, *everything)
     assert {name.rpartition(".")[0] for name in found.quantizers} == set(plan.int8)
     assert set(found.smoothing.inputs) == set(plan.int8)
@@ -82,7 +82,7 @@ def test_nothing_of_other_linears_is_left(space, everything):
 def test_keys_tell_apart_what_makes_another_model(space):
     def key(units, attention=(), **how):
         recipe = space.assemble(set(units), set(attention), HOW | how)
-        return plan_key(recipe, resolve(recipe, space.modules, space.prefix))
+        return plan_key(recipe, resolve(recipe, space.whole.modules, space.whole.prefix))
 
     some = [(0, "output"), (1, "ffn-in")]
     assert key(some) == key(some[::-1])
