@@ -102,7 +102,7 @@ def test_every_part_of_a_sharded_checkpoint_is_read(folder):
         ({"auto_map": {"AutoModelForMaskedLM": "org/repo--modeling_mine.Mine"}}, "code of its own"),
     ],
 )
-@pytest.mark.parametrize("read", [lambda name: load_model(name), read_model_config])
+@pytest.mark.parametrize("read", [load_model, read_model_config])
 def test_a_configuration_says_more_than_transformers_reads(folder, added, said, read):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | added))
@@ -120,7 +120,7 @@ def test_code_that_transformers_has_itself_is_its_own(folder):
 
 def test_a_format_of_modelopt_is_told(folder):
     (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "INT8"}}')
-    with pytest.raises(UserError, match="quantized already .hf_quant_config.json."):
+    with pytest.raises(UserError, match=r"quantized already .hf_quant_config.json."):
         load_model(str(folder))
 
 
@@ -153,5 +153,5 @@ def test_a_library_that_a_tokenizer_needs_is_named(folder, monkeypatch):
         raise ModuleNotFoundError("You need to install fugashi to use MecabTokenizer.")
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
-    with pytest.raises(UserError, match="tokenizer .* needs a library that is not installed: .* fugashi"):
+    with pytest.raises(UserError, match=r"tokenizer .* needs a library that is not installed: .* fugashi"):
         load_tokenizer(str(folder))

@@ -28,7 +28,9 @@ def test_what_is_only_to_know_is_no_warning(name: str, tmp_path: Path) -> None:
     report = REPORTS[name]()
     shown = on_terminal(report)
     assert 0 < shown.index("\nwarning: a warning") < shown.index("\nnote: a note")
-    pages = {path.suffix: path.read_text(encoding="utf-8") for path in write_report(report, tmp_path, "report")}
+    pages = {
+        path.suffix: path.read_text(encoding="utf-8") for path in write_report(report, tmp_path, "report")
+    }
     warned = pages[".html"].partition('id="warnings"')[2].partition("</section>")[0]
     assert "a warning" in warned
     assert "a note" not in warned
