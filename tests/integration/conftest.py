@@ -1,25 +1,26 @@
 import shutil
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 
 import pytest
 import yaml
 
-from .tiny import Given, Outcome, call, one_profile, write_data, write_model
+from .cases import CASES
+from .tiny import Given, Outcome, call, one_profile
 
 
 @pytest.fixture(scope="session")
 def given(made_once) -> Callable[[str], Given]:
-    """Model and data of a task by name; made when first asked for."""
+    """Model and data by the name of a task or type; made when first asked for."""
 
-    def make(task: str = "sst2") -> Given:
-        def write(folder):
-            write_data(folder / "data", task)
-            write_model(folder / task, task)
+    def make(name: str = "sst2") -> Given:
+        from .brought import bring, task_of
 
-        folder = made_once(f"given-{task}", write)
-        return Given(folder / task, task, folder / "data")
+        folder = made_once(f"given-{name}", lambda path: bring(name, path))
+        data = next(path for path in (folder / "data", folder / "lines.txt") if path.exists())
+        return Given(folder / "model", task_of(name), data)
 
     return make
 
@@ -99,22 +100,31 @@ def _trained_once(monkeypatch, made_once) -> None:
 @pytest.fixture(autouse=True)
 def _one_profile(request) -> Iterator[None]:
     """One profile, but where shipped recipes are what is tested."""
-    name = request.node.name
-    all_of_them = "-qat" not in name and ("shipped" in name or "embedded_default" in name)
+    case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
+    all_of_them = getattr(case, "every_profile", "embedded_default" in request.node.name)
     with nullcontext() if all_of_them else one_profile():
         yield
 
 
 @pytest.fixture(scope="session")
-def finished_run(given, made_once, tmp_path_factory) -> Path:
-    """A whole run of the default recipe, never to be written to. Each worker has one, which it may lock."""
-    pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
+def whole_run(given, made_once, tmp_path_factory) -> Callable[[str], Path]:
+    """The folder of a case of tests/runs, never to be written to. Each worker has one, which it may lock."""
 
-    def run(folder):
-        with one_profile():
-            given().run("bert-int8-linears", folder)
+    @cache
+    def folder_of(name: str) -> Path:
+        case = CASES[name]
+        with pytest.MonkeyPatch.context() as patch:
+            case.pretend(patch)
+            made = made_once(f"run-{name}", lambda folder: case.run(given(case.brings), folder))
+        return Path(shutil.copytree(made / "run", tmp_path_factory.mktemp("own") / name))
 
-    return shutil.copytree(made_once("finished", run), tmp_path_factory.mktemp("own") / "finished")
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def finished_run(whole_run) -> Path:
+    """A whole run of the default recipe."""
+    return whole_run("bert-int8-linears")
 
 
 @pytest.fixture

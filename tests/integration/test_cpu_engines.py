@@ -1,6 +1,7 @@
 """The whole path with engines for the CPU at hand: built, proven, verified, run."""
 
 import json
+import shutil
 import tempfile
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -26,24 +27,18 @@ from qdqbench.quantize.utils.system.cpu import Cpu
 from ..support import cpus
 from ..support.deployed import answers
 from ..support.interpreted import H200
-from .test_deploy import texts_of
+from .cases import CASES
+from .test_deploy import ROWS, texts_of
 from .tiny import fine, results
 
 pytest.importorskip("openvino", reason="needs openvino: pip install 'qdqbench[openvino]'")
 
 
 @pytest.mark.parametrize("backend", cpus.BACKENDS)
-def test_an_engine_for_the_cpu_is_proven_verified_and_run(backend, sst2, tmp_path, qdqbench):
-    out = tmp_path / "run"
-    fine(qdqbench("run", "int8-linears", *sst2.options, "--backend", backend, "--out", out))
+def test_an_engine_for_the_cpu_is_timed_and_takes_every_length(backend, whole_run, sst2, tmp_path, qdqbench):
+    out = shutil.copytree(whole_run(f"cpu-{backend}"), tmp_path / "run")
     found = results(out)
-    engine = found["engine"]
-    assert (engine["backend"], engine["int8_gemms"], engine["not_int8"]) == (backend, 12, [])
-    assert not engine["ahead_of_time"]
     assert found["gpu_engine"] is None
-    assert found["stages"]["engine"]["status"] == "done"
-    assert found["verification"]["passed"]
-    assert len(found["verification"]["blocks"]) == 4
     assert found["lengths"] is None
     [speed] = found["speed"]
     assert speed["quick"]
@@ -51,13 +46,10 @@ def test_an_engine_for_the_cpu_is_proven_verified_and_run(backend, sst2, tmp_pat
     measured = (out / "bench.json").read_bytes()
     with np.load(out / "logits" / "engine.npz") as before:
         shipped = before["validation.logits"]
-    said = answers(out / "deploy" / f"run_{backend}.py", tmp_path / "blocked", lines=texts_of(out))
-    shares = np.exp(shipped - np.logaddexp.reduce(shipped, axis=1, keepdims=True))[: len(said)]
-    np.testing.assert_allclose([[*each["scores"].values()] for each in said], shares, atol=5e-3)
     if backend == "openvino":
+        shares = np.exp(shipped - np.logaddexp.reduce(shipped, axis=1, keepdims=True))[:ROWS]
         assert_onnxruntime_is_deployed_as_it_was_evaluated(out, tmp_path, shares)
-    again = ("run", "int8-linears", *sst2.options, "--backend", backend, "--out", out)
-    fine(qdqbench(*again, "--shapes", "auto"))
+    fine(qdqbench(*CASES[f"cpu-{backend}"].words(sst2, tmp_path), "--out", out, "--shapes", "auto"))
     assert (out / "bench.json").read_bytes() == measured  # of the same files
     told = results(out)["lengths"]
     assert (told["splits"], told["rows"], told["buckets"]) == (["validation"], len(shipped), [])
@@ -123,16 +115,6 @@ def test_an_engine_that_did_not_load_is_tried_again(sst2, tmp_path, monkeypatch)
             outcomes.write_outcome(tmp_path / file, outcomes.Skipped(skipped=reason))
             assert listed[name].holds(session) == kept
     assert listed["build"].holds(session)
-
-
-def test_int8_attention_on_a_cpu(sst2, tmp_path, qdqbench):
-    out = tmp_path / "run"
-    for backend in ("openvino", "onnxruntime"):
-        options = [*sst2.options, "--backend", backend, "--out", out]
-        fine(qdqbench("run", "int8-attention", *options, "--until", "build"))
-        engine = json.loads((out / "build.json").read_text())
-        assert (engine["backend"], engine["int8_gemms"], engine["not_int8"]) == (backend, 16, [])
-        assert engine["attention_int8"] == 2
 
 
 def test_residuals_that_no_cpu_runs_are_told_first(sst2, tmp_path, qdqbench):

@@ -22,7 +22,6 @@ from qdqbench.quantize.deployment.server.served import open_served
 from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.cuda import file as files
 from qdqbench.quantize.engine.cuda.compile import get_version
-from qdqbench.quantize.engine.cuda.names import list_kernels
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 from qdqbench.quantize.utils.errors import MissingDevice
@@ -30,12 +29,10 @@ from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 
 from ..support.deployed import FORBIDDEN, run_script
 from ..support.families import write_model
-from ..support.interpreted import H200, load_interpreted, use_host
+from ..support.interpreted import H200, load_interpreted, use_hopper, use_host, use_no_nvrtc
 from ..support.long import mark_long
-from ..support.tiny_embedder import MEAN, write_modules
-from . import heads
-from .test_run import NO_ENGINE, edited
-from .tiny import EVAL_ROWS, entries, fine, results, sentences, write_split
+from .test_run import NO_ENGINE
+from .tiny import entries, fine, results
 
 NOT_NEEDED = (*(name for name in FORBIDDEN if name != "torch"), "pydantic", "safetensors", "typer", "psutil")
 PACKS = """
@@ -57,43 +54,14 @@ except QdqError as error:
 """
 
 
-RECIPES = {
-    **dict.fromkeys(("tokens", "qa", "stsb"), "bert-int8-residual"),
-    "rerank": "electra-int8-residual",
-    "embed": "roberta-int8-residual",
-    "sst2": "bert-int8-residual-qat",
-}
-
-
-def shorten(recipe):
-    recipe["calibration"].update(samples=64)
-    if recipe.get("qat"):
-        recipe["qat"].update(max_steps=4)
-
-
 @pytest.fixture
 def without_nvrtc(monkeypatch):
-    def compile_kernels(plan):
-        return {"gemm": "".join(f"\0.text.{name}\0" for name in sorted(list_kernels(plan))).encode()}
-
-    monkeypatch.setattr(files, "compile_kernels", compile_kernels)
-    monkeypatch.setattr(files, "find_products", lambda _: {})
-    monkeypatch.setattr(backend, "load_nvrtc", lambda: None)
+    use_no_nvrtc(monkeypatch)
 
 
 @pytest.fixture
-def hopper(monkeypatch, without_nvrtc):
-    engine = "quantize.engine"
-    for module in (
-        "eval.stages.stages",
-        "eval.verification.bisect",
-        f"{engine}.sidecar",
-        f"{engine}.runtime.runners",
-        "quantize.lint.inspect_target",
-    ):
-        monkeypatch.setattr(f"qdqbench.{module}.find_gpu", lambda: H200)
-    for module in (f"{engine}.runtime.runners", "eval.verification.bisect"):
-        monkeypatch.setattr(f"qdqbench.{module}.load_kernels", load_interpreted)
+def hopper(monkeypatch):
+    use_hopper(monkeypatch)
     return monkeypatch
 
 
@@ -121,27 +89,12 @@ def bench_of(qdqbench, out, monkeypatch):
     return json.loads(done.out)
 
 
-@pytest.mark.parametrize("recipe", mark_long(["int8-linears", "int8-ffn"], ["int8-ffn"]))
-def test_an_engine_is_proven_verified_evaluated_and_timed(recipe, sst2, tmp_path, qdqbench, hopper):
-    out = tmp_path / "run"
-    fine(qdqbench("run", recipe, *sst2.options, "--backend", "cuda", "--out", out))
-    found = results(out)
-    engine = found["engine"]
-    assert (engine["backend"], engine["compute_capability"], engine["not_int8"]) == ("cuda", ["9.0"], [])
-    assert engine["int8_gemms"] == engine["expected_int8_gemms"] > 0
-    assert found["gpu_engine"] is None
-    assert found["verification"]["passed"]
-    assert len(found["verification"]["blocks"]) == 4
-    stages = found["stages"]
-    assert stages["engine"]["status"] == "done"
-    assert stages["engine"]["n"] == EVAL_ROWS
-    assert "GPU memory 1.0 MB" in stages["engine"]["detail"]
-    with (
-        np.load(out / "logits" / "engine.npz") as ours,
-        np.load(out / "logits" / "onnxruntime.npz") as theirs,
-    ):
-        name = "validation.logits"
-        np.testing.assert_allclose(ours[name], theirs[name], atol=0.05 * np.abs(theirs[name]).max())
+@pytest.mark.parametrize("case", mark_long(["cuda", "cuda-ffn"], ["cuda-ffn"]))
+def test_an_engine_is_deployed_inspected_served_and_timed(case, whole_run, tmp_path, qdqbench, hopper):
+    out = shutil.copytree(whole_run(case), tmp_path / "run")
+    engine = results(out)["engine"]
+    assert engine["compute_capability"] == ["9.0"]
+    assert "GPU memory 1.0 MB" in results(out)["stages"]["engine"]["detail"]
     assert (out / "deploy" / "run_cuda.py").is_file()
     engines = (out / "deploy" / "cuda.engine", out / "engine" / "model.int8.engine")
     assert len({path.read_bytes() for path in engines}) == 1
@@ -153,7 +106,7 @@ def test_an_engine_is_proven_verified_evaluated_and_timed(recipe, sst2, tmp_path
     assert "no block is wrong" in told
     assert "every kernel makes what the interpreter makes" in " ".join(told.split())
 
-    if recipe == "int8-ffn":
+    if case == "cuda-ffn":
         refuses_engines_that_cannot_run(out, qdqbench, hopper)
         return
     served = open_served(out, fp32=False)
@@ -248,51 +201,10 @@ def refuses_engines_that_cannot_run(out, qdqbench, monkeypatch, serves=False):
     assert path.read_bytes() == data
 
 
-def options_of(kind, folder, given):
-    """Options of a model and data of a kind of task."""
-    model, data = folder / "model", folder / "data"
-    if kind in ("tokens", "qa"):
-        heads.write_model(model, kind, steps=20)
-        make = heads.tagged if kind == "tokens" else heads.asked
-        for seed, (split, rows) in enumerate({"train": 96, "validation": 32}.items()):
-            heads.write_table(data / f"{split}.jsonl", make(rows, seed))
-    elif kind == "rerank":
-        for seed, split in enumerate(("train", "validation")):
-            query, passage = (sentences(64, seed + first)[0] for first in (20, 10))
-            table = {"query": [query[row - row % 2] for row in range(64)], "passage": passage}
-            write_split(data / f"{split}.parquet", table | {"label": [float(row % 2) for row in range(64)]})
-        write_model(model, "electra", entries(), labels=1)
-    elif kind == "embed":
-        data = data.with_suffix(".txt")
-        data.write_text("\n".join(dict.fromkeys(sentences(150, 5)[0])))
-        write_modules(write_model(model, "xlm-roberta", entries()), MEAN)
-    else:
-        return given(kind).options
-    return ["--model", model, "--task", kind, "--data", data]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("kind", RECIPES)
-def test_every_kind_of_task_runs_with_it(kind, given, tmp_path, qdqbench, hopper):
-    """The other kinds, and a trained model: verified block by block, and answering as ONNX Runtime."""
-    recipe, out = edited(tmp_path / "short.yaml", shorten, RECIPES[kind]), tmp_path / "run"
-    command = ["qat" if kind == "sst2" else "run", recipe, *options_of(kind, tmp_path, given)]
-    done = qdqbench(*command, "--backend", "cuda", "--out", out)
-    assert done.code in (0, 2), done.err  # random weights lose much
-    found = results(out)
-    assert found["engine"]["int8_gemms"] == found["engine"]["expected_int8_gemms"] > 0
-    assert found["verification"]["passed"], found["verification"]
-    assert found["stages"]["engine"]["status"] == "done"
-    assert bool(found.get("training")) == (kind == "sst2")
-    with (
-        np.load(out / "logits" / "engine.npz") as ours,
-        np.load(out / "logits" / "onnxruntime.npz") as theirs,
-    ):
-        for name in theirs.files:
-            off = np.abs(ours[name].astype(np.float64) - theirs[name])
-            assert off.mean() <= 0.02 * np.abs(theirs[name]).max(), name
-    if kind == "stsb":
-        refuses_engines_that_cannot_run(out, qdqbench, hopper, serves=True)
+def test_a_server_refuses_engines_that_cannot_run(whole_run, tmp_path, qdqbench, hopper):
+    out = shutil.copytree(whole_run("cuda-stsb"), tmp_path / "run")
+    refuses_engines_that_cannot_run(out, qdqbench, hopper, serves=True)
 
 
 @pytest.mark.long
@@ -304,13 +216,9 @@ def test_a_graph_that_is_not_covered_is_refused_by_its_node(sst2, tmp_path, qdqb
     assert not [*(tmp_path / "run").rglob("*.engine")]
 
 
-def test_without_a_gpu_the_engine_is_built_and_proven(sst2, tmp_path, qdqbench, without_nvrtc):
-    out = tmp_path / "run"
-    fine(qdqbench("run", "int8-linears", *sst2.options, "--backend", "cuda", "--out", out))
+def test_without_a_gpu_the_engine_is_deployed_and_inspected(whole_run, tmp_path, qdqbench, without_nvrtc):
+    out = shutil.copytree(whole_run("cuda-without-gpu"), tmp_path / "run")
     found = results(out)
-    assert found["engine"]["int8_gemms"] == found["engine"]["expected_int8_gemms"] > 0
-    assert found["engine"]["ahead_of_time"]
-    assert found["stages"]["engine"]["status"] == "skipped"
     assert "no GPU here" in found["skipped"]["verify"]
     for name in ("layers.json", "build.json"):
         (out / name).rename(out / f"{name}.away")

@@ -5,7 +5,6 @@ import pytest
 from qdqbench.quantize.models.families import known
 
 from ..support.unknown import write_unknown
-from .test_families import sentences  # noqa: F401  (a fixture)
 from .test_run import needs_rtx
 from .tiny import fine, refused, results, tokenizer
 
@@ -14,11 +13,11 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.long
 @needs_rtx
-def test_the_path_of_an_unknown_type(sentences, tmp_path, qdqbench, monkeypatch):  # noqa: F811
+def test_the_path_of_an_unknown_type(sst2, tmp_path, qdqbench, monkeypatch):
     """RoFormer: an attention of its own, which rotates q and k."""
     monkeypatch.setattr(known, "_DESCRIBED", {})
     model = write_unknown(tmp_path / "model", "roformer", list(tokenizer().get_vocab()))
-    given = ["--model", model, "--task", "sst2", "--data", sentences, "--out", tmp_path / "run"]
+    given = ["--model", model, "--task", "sst2", "--data", sst2.data, "--out", tmp_path / "run"]
     refused(
         qdqbench("run", *given),
         f"model {model} is a 'roformer'",

@@ -6,10 +6,8 @@ import re
 import sys
 from dataclasses import replace
 
-import numpy as np
 import onnx
 import pytest
-import yaml
 
 from qdqbench.eval.metrics.results import GateIssue
 from qdqbench.eval.runs.gate import issue_sentence
@@ -18,14 +16,12 @@ from qdqbench.eval.stages import stages as engine_stages
 from qdqbench.quantize.engine import backend as engine_backend
 from qdqbench.quantize.pipeline import pipeline
 from qdqbench.quantize.pipeline.data_profiles import engine_profiles
-from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, shipped_recipes
+from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 
-from ..support.long import mark_long
-from ..support.pages import offline
-from .tiny import EVAL_ROWS, HEAD_SIZE, LAYERS, TRAIN_ROWS, fine, listing, results, rows, write_split
+from .cases import edited
+from .tiny import LAYERS, files_of, fine, listing, results
 
-RECIPES = sorted(name for name in shipped_recipes() if name.startswith("bert-"))  # else: test_families
 STAGES = ["baseline", "quantize", "fake_quant", "export", "check", "parity", "onnxruntime"]
 STAGES += ["build", "verify", "engine"]
 needs_rtx = pytest.mark.skipif(
@@ -34,131 +30,6 @@ needs_rtx = pytest.mark.skipif(
 )
 pytestmark = pytest.mark.slow
 NO_ENGINE = "no engine can be built here, so the run will continue without one"
-
-
-def quantized_matmuls(path):
-    """MatMul and Gemm nodes with both inputs out of a DequantizeLinear (through Cast and Transpose)."""
-    graph = onnx.load(path).graph
-    producers = {output: node for node in graph.node for output in node.output}
-
-    def dequantized(tensor):
-        node = producers.get(tensor)
-        while node is not None and node.op_type in ("Cast", "Transpose"):
-            node = producers.get(node.input[0])
-        return node is not None and node.op_type == "DequantizeLinear"
-
-    return [
-        node.name
-        for node in graph.node
-        if node.op_type in ("MatMul", "Gemm") and all(map(dequantized, node.input[:2]))
-    ]
-
-
-def plain_logits(given, split):
-    """Logits of a split by transformers alone: its own attention, one sample at a time, no padding."""
-    import torch
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
-    from transformers.utils import logging
-
-    from .tiny import COLUMNS
-
-    logging.disable_progress_bar()
-    model = AutoModelForSequenceClassification.from_pretrained(given.model, attn_implementation="sdpa").eval()
-    logging.enable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(given.model)
-    table = rows(given.task, EVAL_ROWS, {"validation_mismatched": 200}.get(split, 100))
-    texts = zip(*(table[column] for column in COLUMNS[given.task]), strict=True)
-    with torch.no_grad():
-        made = [model(**tokenizer(*text, return_tensors="pt")).logits[0].numpy() for text in texts]
-    return np.stack(made), np.array(table["label"])
-
-
-def ranks(values):
-    return np.argsort(np.argsort(values))
-
-
-def _with_long(recipes):
-    """QAT goes the whole way in `test_training`, INT8 linears alone in the embedded default.
-
-    Unit tests hold what other recipes of them leave in the files; `-residual-fused` has all of `-attention`
-    and `-residual`.
-    """
-    long = [name for name in recipes if name.endswith(("-qat", "-attention", "-residual"))]
-    long += ["bert-int8-linears", "bert-int8-ffn", "bert-int8-linears-per-tensor"]
-    return mark_long(recipes, long)
-
-
-@needs_rtx
-@pytest.mark.parametrize("recipe", _with_long(RECIPES))
-def test_every_shipped_recipe(recipe, sst2, tmp_path, qdqbench):
-    out, loaded = tmp_path / "run", load_recipe(recipe)
-    fine(qdqbench("run", recipe, *sst2.options, "--out", out))
-    found = Results.model_validate_json((out / "results.json").read_text())
-    logits, labels = plain_logits(sst2, "validation")
-    assert found.stages["fp32"].metrics == {"accuracy": pytest.approx(np.mean(logits.argmax(1) == labels))}
-    assert 0.8 < found.stages["fp32"].metrics["accuracy"] < 1
-    measured = ["fp32", "fake_quant", "onnxruntime"] if loaded.quantizes else ["fp32", "onnxruntime"]
-    for name in measured:
-        assert found.stages[name].status == "done"
-        assert found.stages[name].n == EVAL_ROWS
-        assert found.stages[name].stderr["accuracy"] > 0
-    for name in {*found.stages} - {*measured}:
-        assert found.stages[name].status == "done" or found.stages[name].reason
-    assert found.gate.passed
-    assert found.findings == []
-
-    quantized = quantized_matmuls(out / ("model.int8.onnx" if loaded.quantizes else "model.fp16.onnx"))
-    assert found.engine.backend == "tensorrt_rtx"
-    assert found.engine.int8_gemms == found.engine.expected_int8_gemms == len(quantized)
-    assert found.engine.not_int8 == []
-    assert bool(quantized) == loaded.quantizes
-    attentions = LAYERS * (loaded.attention == "int8")
-    assert found.engine.attention_int8 == found.engine.expected_attention_int8 == attentions
-    assert len(quantized) == len(found.quantized_layers) + 2 * attentions
-    residuals = 2 * LAYERS * (loaded.residual == "int8")
-    assert found.engine.int8_residuals == found.engine.expected_int8_residuals == residuals
-    engine = out / "engine" / found.engine.file
-    assert engine.stat().st_size == found.engine.bytes > 0
-
-    sizes = {row.name: row for row in found.files}
-    assert sizes["model.fp16.onnx"].fp32_ratio < 0.75
-    if loaded.quantizes:
-        # copies of outlier channels double the feed-forward of so small a model
-        assert sizes["model.int8.onnx"].bytes < 1.1 * sizes["model.fp16.onnx"].bytes
-        assert found.parity.passed
-        assert found.parity.padded
-        assert len(found.parity.rows) == len(found.quantized_layers) + 4 * attentions + residuals
-    else:
-        assert "model.int8.onnx" not in sizes
-        assert found.parity is None
-    stages = [name for name in STAGES if loaded.quantizes or name not in ("quantize", "fake_quant", "parity")]
-    trained = ["ptq", "qat"] if loaded.qat else []
-    reused = {name: row.reused for name, row in found.timings.items()}
-    assert reused == dict.fromkeys([*stages, *trained], False)
-    assert all(row.wall_s >= 0 and row.peak_rss_bytes > 0 for row in found.timings.values())
-    assert load_recipe(str(out / "recipe.yaml")) == loaded
-    assert not [name for name in listing(out) if name.endswith(".tmp")]
-
-
-def test_the_quantizers_and_the_report_of_a_run(finished_run):
-    calibrated = json.loads((finished_run / "calibration.json").read_text())
-    assert calibrated["data"]["samples"] == TRAIN_ROWS
-    for state in calibrated["quantizers"].values():
-        amax = np.array(state["amax"])
-        assert np.isfinite(amax).all()
-        assert (amax > 0).all()
-    found = results(finished_run)
-    assert len(found["quantized_layers"]) == 6 * LAYERS
-    assert found["engine"]["expected_int8_gemms"] == 6 * LAYERS
-    assert len(found["quantizers"]) == 2 * 6 * LAYERS
-    assert HEAD_SIZE in (16, 32, 64)
-    page = (finished_run / "report.html").read_text()
-    offline(page)
-    text = (finished_run / "report.md").read_text()
-    found = results(finished_run)
-    for shown in (page, text):
-        assert f"{found['stages']['fp32']['metrics']['accuracy']:.4f}" in shown
-        assert found["stages"]["engine"]["status"] == "done" or "skipped" in shown
 
 
 DEPLOYED = [  # of a run for TensorRT-RTX
@@ -179,29 +50,6 @@ DEPLOYED = [  # of a run for TensorRT-RTX
         *("tokenizer.json", "tokenizer_config.json"),
     )
 ]
-
-
-def files_of(folder):
-    written = ("results.json", "report.md", "report.html", "recipe.yaml", "run.json", "changed.csv")
-    return {n: (folder / n).stat().st_mtime_ns for n in listing(folder) if n not in written}
-
-
-def test_second_run_reuses_every_stage(a_run, sst2, qdqbench):
-    before, numbers = files_of(a_run), results(a_run)
-    fine(qdqbench("run", *sst2.options, "--out", a_run))
-    again = results(a_run)
-    assert [row["reused"] for row in again["timings"].values()] == [True] * len(STAGES)
-    assert files_of(a_run) == before
-    for name in ("stages", "engine", "parity", "quantizers", "gate", "warnings", "files", "findings"):
-        assert again[name] == numbers[name]
-
-
-def edited(path, change, name="bert-int8-linears"):
-    """A shipped recipe with one change, as a file."""
-    recipe = load_recipe(name).model_dump(mode="json")
-    change(recipe)
-    path.write_text(yaml.safe_dump(recipe))
-    return path
 
 
 @needs_rtx
@@ -489,68 +337,6 @@ def test_a_wrong_graph_fails_parity(a_run, sst2, qdqbench):
     assert len(failures) == 1
     assert "encoder.layer.1" in failures[0]
     assert "encoder.layer.0" not in failures[0]
-
-
-# Other tasks and data.
-
-
-@needs_rtx
-@pytest.mark.parametrize(
-    "task", ["mnli", *(pytest.param(task, marks=pytest.mark.long) for task in ("stsb", "mrpc"))]
-)
-def test_other_tasks(task, given, tmp_path, qdqbench):
-    theirs, out = given(task), tmp_path / "run"
-    # models this small have answers on the edge: 0.05 is 4 samples
-    recipe = edited(tmp_path / "lenient.yaml", lambda recipe: recipe["gate"].update(max_drop=0.05))
-    fine(qdqbench("run", recipe, *theirs.options, "--out", out))
-    found = results(out)
-    logits, labels = plain_logits(theirs, "validation")
-    metrics = found["stages"]["fp32"]["metrics"]
-    if task == "stsb":
-        scores = logits[:, 0]
-        assert list(metrics) == ["pearson", "spearman"]
-        assert metrics["pearson"] == pytest.approx(np.corrcoef(scores, labels)[0, 1], abs=1e-5)
-        assert metrics["spearman"] == pytest.approx(np.corrcoef(ranks(scores), ranks(labels))[0, 1], abs=1e-3)
-        assert found["stages"]["onnxruntime"]["vs_fp32"]["disagreements"] is None
-    elif task == "mnli":
-        mismatched, other = plain_logits(theirs, "validation_mismatched")
-        assert metrics == {
-            "accuracy": pytest.approx(np.mean(logits.argmax(1) == labels)),
-            "accuracy_mm": pytest.approx(np.mean(mismatched.argmax(1) == other)),
-        }
-        assert found["data"]["evaluation"] == {
-            "validation_matched": EVAL_ROWS,
-            "validation_mismatched": EVAL_ROWS,
-        }
-        assert found["stages"]["fp32"]["n"] == EVAL_ROWS  # of the split that the first metric is of
-        assert {*found["stages"]["onnxruntime"]["vs_fp32"]["delta_stderr"]} == {*metrics}
-    else:
-        said = logits.argmax(1)
-        both = np.sum((said == 1) & (labels == 1))
-        assert list(metrics) == ["f1", "accuracy"]
-        assert metrics["f1"] == pytest.approx(2 * both / (np.sum(said) + np.sum(labels)))
-        assert metrics["accuracy"] == pytest.approx(np.mean(said == labels))
-    for name, value in metrics.items():
-        assert found["stages"]["onnxruntime"]["metrics"][name] == pytest.approx(value, abs=0.05)
-    assert found["engine"]["int8_gemms"] == found["engine"]["expected_int8_gemms"] == 6 * LAYERS
-
-
-@pytest.mark.parametrize("suffix", [".csv", pytest.param(".json", marks=pytest.mark.long)])
-def test_own_data_by_its_columns(suffix, sst2, tmp_path, qdqbench):
-    for split, count, seed in (("train", TRAIN_ROWS, 0), ("validation", EVAL_ROWS, 100)):
-        table = rows("sst2", count, seed)
-        write_split(tmp_path / f"data/{split}{suffix}", {"words": table["sentence"], "mood": table["label"]})
-    out = tmp_path / "run"
-    data = ["--task", "moods", "--data", tmp_path / "data"]
-    columns = ["--text-column", "words", "--label-column", "mood", "--num-labels", "2"]
-    options = [*data, *columns, "--metric", "matthews", "--out", out, "--until", "report"]
-    done = qdqbench("run", "--model", sst2.model, *options)
-    assert done.code in (0, 2)  # the engine is another test's
-    found = results(out)
-    logits, labels = plain_logits(sst2, "validation")
-    expected = np.corrcoef(logits.argmax(1), labels)[0, 1]  # Matthews is Pearson on two classes
-    assert found["stages"]["fp32"]["metrics"] == {"matthews": pytest.approx(expected)}
-    assert found["task"]["name"] == "moods"
 
 
 def test_limit_warns_in_the_report(a_run, sst2, qdqbench):

@@ -133,6 +133,12 @@ def listing(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in found)
 
 
+def files_of(folder: Path) -> dict[str, int]:
+    """The files that a second call has no reason to write, with their times."""
+    written = ("results.json", "report.md", "report.html", "recipe.yaml", "run.json", "changed.csv")
+    return {n: (folder / n).stat().st_mtime_ns for n in listing(folder) if n not in written}
+
+
 def sentences(rows: int, seed: int) -> tuple[list[str], list[int]]:
     """Texts of 4 to 24 words and the sums of their words' values (never 0)."""
     random = np.random.default_rng(seed)

@@ -6,9 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
+from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, Kernel, Signature
+from qdqbench.quantize.engine.cuda import file as files
 from qdqbench.quantize.engine.cuda.file import list_rows, read_file
 from qdqbench.quantize.engine.cuda.interpret import compute, interpret
+from qdqbench.quantize.engine.cuda.names import list_kernels
 from qdqbench.quantize.engine.cuda.runtime import PACKED
 from qdqbench.quantize.engine.cuda.tokens import Tokens
 from qdqbench.quantize.utils.system.gpu import Gpu
@@ -97,3 +100,30 @@ def use_host(monkeypatch) -> None:
         monkeypatch.setattr(torch.Tensor, name, lambda self: self)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+
+
+def use_no_nvrtc(monkeypatch) -> None:
+    """Let cubins hold the names of kernels alone."""
+
+    def compile_kernels(plan):
+        return {"gemm": "".join(f"\0.text.{name}\0" for name in sorted(list_kernels(plan))).encode()}
+
+    monkeypatch.setattr(files, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(files, "find_products", lambda _: {})
+    monkeypatch.setattr(backend, "load_nvrtc", lambda: None)
+
+
+def use_hopper(monkeypatch) -> None:
+    """Let the interpreter of plans be a GPU that backend cuda finds."""
+    use_no_nvrtc(monkeypatch)
+    engine = "quantize.engine"
+    for module in (
+        "eval.stages.stages",
+        "eval.verification.bisect",
+        f"{engine}.sidecar",
+        f"{engine}.runtime.runners",
+        "quantize.lint.inspect_target",
+    ):
+        monkeypatch.setattr(f"qdqbench.{module}.find_gpu", lambda: H200)
+    for module in (f"{engine}.runtime.runners", "eval.verification.bisect"):
+        monkeypatch.setattr(f"qdqbench.{module}.load_kernels", load_interpreted)

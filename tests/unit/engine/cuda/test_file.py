@@ -74,12 +74,6 @@ def engine(graph_of, without_nvrtc, tmp_path):
     return path
 
 
-def narrow_plan(made_once, recipe):
-    """The plan of the BERT with heads of 16 that other tests have made."""
-    folder = made_once(f"cuda-bert-{recipe}", lambda path: write_case(path, "bert", recipe))
-    return pack(match_graph(onnx.load(folder / "model.onnx")))[0]
-
-
 def test_kernels_of_shipped_recipes_compile_and_are_found(made_once):
     try:
         kernels.load_nvrtc()
