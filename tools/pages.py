@@ -470,7 +470,7 @@ def _cause(kind: Kind) -> str:
 def _fixes(kind: Kind) -> str:
     commands = ("qdqbench ", "trtexec ")
     named = [fill(fix, {"file": "MODEL", "fixed": "FIXED"}) for fix in kind.fixes]
-    named = [re.sub(r"\{\w+\}", "…", text) for text in named]
+    named = [re.sub(r"\{\w+\}", "…", text).replace("TASK", "sst2") for text in named]
     return _cell("; ".join(f"`{text}`" if text.startswith(commands) else text for text in named))
 
 

@@ -76,7 +76,8 @@ def test_pinned_versions_are_within_the_bounds(pyproject: dict[str, Any], pinned
 
 
 def test_the_changelog_dates_this_version_and_has_a_line_for_each_change(pyproject: dict[str, Any]) -> None:
-    head, *changes = (ROOT / "CHANGELOG.md").read_text().partition("\n## ")[2].splitlines()
+    text = (ROOT / "CHANGELOG.md").read_text().partition("\n## Unreleased\n")
+    head, *changes = (text[2] or text[0]).partition("\n## ")[2].splitlines()
     assert re.fullmatch(rf"{re.escape(pyproject['project']['version'])} - 20\d\d-[01]\d-[0-3]\d", head)
     sections = "\n".join(changes).split("\n### ")[1:]
     assert len(sections) > 3
