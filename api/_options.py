@@ -235,7 +235,7 @@ class TrackerOptions(Options):
 
 
 class QatOptions(TrackerOptions, EvaluationOptions):
-    """Options of `qat`."""
+    """Train with quantization, then continue to engine and report; on one GPU or many."""
 
     shapes: Literal["auto"] | None = field(
         "auto: profiles for the data's lengths (default: the recipe's).", default=None
@@ -243,7 +243,7 @@ class QatOptions(TrackerOptions, EvaluationOptions):
 
 
 class RunOptions(QatOptions):
-    """Options of `run`."""
+    """Quantize, export, build, verify and evaluate a model, and write the report."""
 
     until: str | None = field(
         "Last stage, or evaluate for all evaluations; a later run resumes.", default=None
@@ -251,7 +251,7 @@ class RunOptions(QatOptions):
 
 
 class AutoOptions(EvaluationOptions):
-    """Options of `auto`."""
+    """Find a recipe that meets your limits: try shipped ones, calibration, FP16 fallbacks, search, QAT."""
 
     recipe: list[str] | None = field(
         "Recipes to start with (default: int8-linears; for a GPU int8-attention first, and for speed "
@@ -279,17 +279,17 @@ class AutoOptions(EvaluationOptions):
 
 
 class SearchCommandOptions(RecipeOptions, SearchOptions):
-    """Options of `search`."""
+    """Find the recipe for your model, data and machine: accuracy against latency, confirmed on validation."""
 
 
 class SensitivityOptions(RecipeOptions):
-    """Options of `sensitivity`."""
+    """Find the layer that costs the accuracy: each alone in INT8, then all but it; write a recipe."""
 
     samples: int = field("Train rows to measure on.", default=512, ge=2)
 
 
 class CalibrationOptions(EvaluationOptions):
-    """Options of `compare-calibration`."""
+    """Compare calibration methods in one table; write the recipe with the best one."""
 
     method: list[str] | None = field(
         "max, percentile/P, mse or entropy; repeatable (default: all of them).", default=None
@@ -315,16 +315,80 @@ class TrainingOptions(FolderOptions, TaskOptions, Training):
 
 
 class FinetuneOptions(TrackerOptions, TrainingOptions):
-    """Options of `finetune`."""
+    """Fine-tune an encoder: the FP32 baseline of a task, over seeds, on one GPU or many."""
 
     max_length: int = field("Maximum sequence length in tokens.", default=128, ge=8)
     keep_head: bool = field("Start from the model's own classifier.", default=False)
 
 
 class StudyOptions(SetOptions, TrainingOptions):
-    """Options of `study`."""
+    """Measure FP32, PTQ and QAT over seeds: mean and standard deviation of a task, from a base encoder."""
 
+    recipe: list[str] = field("Shipped names or YAML files, with QAT.", json_schema_extra=POSITIONAL)
     seeds: int = field("Number of fine-tunings, each with PTQ and QAT.", default=3, ge=1)
+
+
+class StageOptions(Options):
+    """A run directory."""
+
+    folder: Path = field("Run directory.", json_schema_extra=POSITIONAL)
+
+
+class ReportOptions(StageOptions):
+    """Write results.json, report.md and report.html."""
+
+    fp16: bool = field("Evaluate the FP16 twin too.", default=False)
+
+
+class CompareOptions(FolderOptions):
+    """Compare runs: accuracy on the same samples, changed predictions, speed, size and layers."""
+
+    runs: list[Path] = field("Run directories, two or more.", json_schema_extra=POSITIONAL)
+
+
+class DeployOptions(Options):
+    """Write a finished run for deployment: graphs, engine, tokenizer, card, scripts without qdqbench."""
+
+    run: Path = field("Run directory.", json_schema_extra=POSITIONAL)
+    out: Path | None = field("Folder for copies (default: RUN/deploy).", default=None)
+    fp32: bool = field("FP32 twin as onnx/model.onnx.", default=False)
+
+
+class PushOptions(Options):
+    """Write the deploy folder of a run whose gate passed, and upload it to the Hugging Face Hub."""
+
+    run: Path = field("Run directory.", json_schema_extra=POSITIONAL)
+    repository: str = field("Repository on the Hub, OWNER/NAME.", json_schema_extra=POSITIONAL)
+    private: bool = field("Private repository.", default=False)
+    create_pr: bool = field("Pull request, no commit.", default=False)
+    fp32: bool = field("FP32 twin as onnx/model.onnx.", default=False)
+
+
+class TritonOptions(Options):
+    """Write a run as a model repository of NVIDIA Triton, with files to deploy it."""
+
+    run: Path = field("Run directory.", json_schema_extra=POSITIONAL)
+    out: Path = field("Folder to create.")
+    name: str | None = field("Name of the model in Triton (default: the run's folder).", default=None)
+
+
+class ListOptions(Options):
+    """List the shipped recipes with measured accuracy and speed, and which to start with."""
+
+    model: str | None = field("Folder or hub id; list only what fits it.", default=None)
+
+
+class ShowOptions(Options):
+    """Print a recipe as YAML."""
+
+    resolved: bool = field("Write every default out.", default=False)
+    model: str | None = field("Folder or hub id; its family completes a name.", default=None)
+
+
+class ValidateOptions(Options):
+    """Check recipe files without loading a model."""
+
+    recipe: list[str] = field("Shipped names or YAML files.", json_schema_extra=POSITIONAL)
 
 
 class CheckOptions(Options):
@@ -338,9 +402,27 @@ class CheckOptions(Options):
     )
 
 
-class InspectOptions(Options):
-    """Options of `inspect`."""
+class CheckCommandOptions(CheckOptions):
+    """Check any ONNX file: what will run in INT8, and what an engine would refuse or get wrong."""
 
+    target: Path = field("ONNX file of any origin, or run directory.", json_schema_extra=POSITIONAL)
+    all: bool = field("List every place; equal findings are one row otherwise.", default=False)
+
+
+class DiagnoseOptions(Options):
+    """Find why INT8 is slow, wrong or missing: files of any origin, read together, worst finding first."""
+
+    files: list[Path] = field(
+        "Files of one build: ONNX, log, layers, profile, engine, cache; - is stdin.",
+        json_schema_extra=POSITIONAL,
+    )
+    load_engine: bool = field("Load the engine to read its layers, if you trust it.", default=False)
+
+
+class InspectOptions(Options):
+    """Show the kernel and datatypes of each ONNX layer: INT8 against the recipe, attention, time."""
+
+    target: Path = field("Run directory, .engine file or saved inspector JSON.", json_schema_extra=POSITIONAL)
     onnx: Path | None = field("ONNX file that the engine was built from.", default=None)
     recipe: str | None = field("Recipe to check the engine against (default: the run's).", default=None)
     profile: str | None = field(
@@ -357,7 +439,7 @@ class InspectOptions(Options):
 
 
 class DoctorOptions(Options):
-    """Options of `doctor`."""
+    """Show what this machine can do: libraries, backends, known hazards, and what to install."""
 
     backend: BackendChoice | None = field("Exit with status 3 if this backend cannot run.", default=None)
     offline: bool = field("Do not check whether the hub is reachable.", default=False)
@@ -365,7 +447,7 @@ class DoctorOptions(Options):
 
 
 class NewRecipeOptions(Options):
-    """Options of `recipes new`."""
+    """Write a recipe for a model of any type, and list what was recognized in it and what was not."""
 
     model: str = field("Folder or hub id; its configuration is read, no weights.")
     revision: str | None = field(REVISION, default=None)
@@ -373,14 +455,19 @@ class NewRecipeOptions(Options):
 
 
 class CacheRecipeOptions(NewRecipeOptions):
-    """Options of `recipes from-cache`."""
+    """Write a recipe with the amax of a calibration cache, for the tensors that can be matched."""
 
+    cache: Path = field("Calibration cache of TensorRT 5 to 10.", json_schema_extra=POSITIONAL)
     onnx: Path = field("ONNX file that was calibrated.")
 
 
 class FixCommandOptions(TaskOptions):
-    """Options of `fix`."""
+    """Rewrite what keeps INT8 from working in an ONNX file, and prove it: outputs, check, layer tables.
 
+    Samples come from --inputs, or from --data with --model and --task. By default they are random tokens.
+    """
+
+    onnx_file: Path = field("ONNX file of any origin.", json_schema_extra=POSITIONAL)
     out: Path = field("File to write.")
     compute: Literal["fp16", "keep"] = field(
         "Precision of what is not INT8, if the file is FP32.", default="fp16"
@@ -400,7 +487,7 @@ class FixCommandOptions(TaskOptions):
 
 
 class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
-    """Options of `bench`."""
+    """Measure INT8 against other engines, PyTorch and other quantizers: interleaved, verified, GPU or CPU."""
 
     model: str | None = field(
         "Model folder, or a published size with random weights, such as bert-base.", default=None

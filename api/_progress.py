@@ -218,6 +218,8 @@ class Bars(Display):
         from rich.console import Group
         from rich.text import Text
 
+        if not self.noun and not self.step:
+            return Group()
         lines = (clean(line) for line in (self.details(), self.note) if line)
         return Group(self.bars, *(Text(line, "dim", no_wrap=True, overflow="ellipsis") for line in lines))
 

@@ -1,17 +1,21 @@
 """The command line. Everything heavy is imported inside the commands, so that help is instant."""
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from qdqbench._progress import reset_clock
-from qdqbench.cli import bench, diagnose, doctor, inspect, recipes, run, serve, train, tune
+from qdqbench._progress import displayed, reset_clock
 from qdqbench.cli.examples import epilog
-from qdqbench.cli.terminal import command_line, complain
+from qdqbench.cli.options import take_typed
+from qdqbench.cli.table import COMMANDS, Command
+from qdqbench.cli.terminal import Html, Json, command_line, complain
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
+from qdqbench.quantize.utils.options import Options
 from qdqbench.quantize.utils.system import process
 
 NAME, COMPLETION = "qdqbench", "_QDQBENCH_COMPLETE"
@@ -20,21 +24,33 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(recipes.recipes_app, name="recipes", rich_help_panel="Run")
-STAGES = run.quantize, run.export, run.evaluate
-INSPECT = diagnose.check, inspect.inspect, diagnose.diagnose, diagnose.fix, run.compare, bench.bench
-COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {  # by what they are for, as help shows them
-    "Run": (run.run, tune.auto, *STAGES, run.report, run.build, run.verify),
-    "Inspect": (*INSPECT, run.timings, doctor.doctor),
-    "Tune": (tune.sensitivity, tune.compare_calibration, tune.search),
-    "Train": (run.qat, train.finetune),
-    "Deploy": (serve.deploy, serve.push, serve.serve, serve.export_triton),
-    "Maintainers": (train.study,),
-}
-for panel, commands in COMMANDS.items():
-    for command in commands:
-        name = command.__name__.replace("_", "-")
-        app.command(name, rich_help_panel=panel, epilog=epilog(name))(command)
+
+
+def _typed(row: Command) -> Callable[..., None]:
+    """Return the function of a row as typer takes it: it prints the answer, and raises its error."""
+
+    def run(*, options: Options, json: bool = False, html: Path | None = None, **arguments: Any) -> None:
+        module, _, name = row.function.partition(".")
+        function = getattr(importlib.import_module(f"qdqbench.cli.{module}"), name)
+        with displayed(row.steps is not None, row.steps or ""):
+            answer = function(**arguments, options=options)
+        if answer is not None and process.is_main_process():
+            answer.show(json=json, html=html)
+        if answer is not None and answer.error is not None:
+            raise answer.error
+
+    after = {"json": (Json, False)} if row.json else {}
+    return take_typed(run, row.options, row.arguments, after | ({"html": (Html, None)} if row.html else {}))
+
+
+recipes_app = typer.Typer(no_args_is_help=True, help="List, show, write, validate and document recipes.")
+app.add_typer(recipes_app, name="recipes", rich_help_panel="Run")
+for panel, rows in COMMANDS.items():
+    for name, row in rows.items():
+        group, _, own = name.rpartition(" ")
+        more: dict[str, Any] = {"rich_help_panel": panel} if not group else {}
+        add = (recipes_app if group else app).command(own, epilog=epilog(name), help=row.help, **more)
+        add(_typed(row))
 
 
 def _version(asked: bool) -> None:
@@ -78,10 +94,6 @@ def _invoke() -> None:
 
 COMPUTES_WITH = ("torch", "modelopt", "accelerate", "optuna", "onnxscript")  # of the extra `quantize`
 KEEPS_TORCH_DEFAULTS = ("bench",)  # commands that leave threads and memory as PyTorch does
-RESUMABLE = {  # commands that resume what an interrupted call left
-    *("run", "auto", "quantize", "export", "evaluate", "build", "verify", "qat", "finetune", "study"),
-    *("sensitivity", "compare-calibration", "search"),
-}
 
 
 class _Interrupted(SystemExit):
@@ -129,7 +141,8 @@ def main() -> None:
             complain(str(error))
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        resumes = any(name in RESUMABLE for name in sys.argv[1:2])
+        named = {name: row for rows in COMMANDS.values() for name, row in rows.items()}
+        resumes = any(name in named and named[name].resumes for name in sys.argv[1:2])
         kept, then = ("what is finished is kept, and ", "resumes") if resumes else ("", "starts from scratch")
         if process.is_main_process():
             complain(f"interrupted; {kept}the same command {then}")

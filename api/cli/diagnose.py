@@ -1,89 +1,48 @@
-"""The commands `check`, `diagnose` and `fix`: files of any origin. Everything heavy is imported inside."""
+"""The commands `check`, `diagnose` and `fix`: files of any origin."""
 
 import shutil
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from qdqbench._options import CheckOptions, FixCommandOptions
-from qdqbench._progress import displayed
-from qdqbench.cli.options import command
-from qdqbench.cli.terminal import Html, Json, show_found
+from qdqbench._options import CheckCommandOptions, DiagnoseOptions, FixCommandOptions
+from qdqbench.cli.answer import Answer
+from qdqbench.quantize.lint import diagnose as lint
+from qdqbench.quantize.lint.check import to_json
+from qdqbench.quantize.lint.inspect_target import find_checked_graph
+from qdqbench.quantize.lint.reports import check_report, diagnosis_report, fix_report
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.progress import reporter
 
 
-@command
-def check(
-    target: Annotated[Path, typer.Argument(help="ONNX file of any origin, or run directory.")],
-    *,
-    options: CheckOptions,
-    every: Annotated[
-        bool, typer.Option("--all", help="List every place; equal findings are one row otherwise.")
-    ] = False,
-    json: Json = False,
-    html: Html = None,
-) -> None:
-    """Check any ONNX file: what will run in INT8, and what an engine would refuse or get wrong."""
+def check(options: CheckCommandOptions) -> Answer:
     from qdqbench._models import check as check_onnx
-    from qdqbench.quantize.lint.check import to_json
-    from qdqbench.quantize.lint.inspect_target import find_checked_graph
-    from qdqbench.quantize.lint.reports import check_report
 
-    report = check_onnx(target, options.recipe, allow=options.allow)
-    path = find_checked_graph(target)[0]
-    show_found(to_json(report), json, html, check_report(report, path, every))
-    if report.errors:
-        raise typer.Exit(2)
+    report = check_onnx(options.target, options.recipe, allow=options.allow)
+    path = find_checked_graph(options.target)[0]
+    error = typer.Exit(2) if report.errors else None
+    return Answer(to_json(report), check_report(report, path, options.all), error=error)
 
 
-def diagnose(
-    files: Annotated[
-        list[Path],
-        typer.Argument(help="Files of one build: ONNX, log, layers, profile, engine, cache; - is stdin."),
-    ],
-    load_engine: Annotated[
-        bool, typer.Option("--load-engine", help="Load the engine to read its layers, if you trust it.")
-    ] = False,
-    json: Json = False,
-    html: Html = None,
-) -> None:
-    """Find why INT8 is slow, wrong or missing: files of any origin, read together, worst finding first."""
-    from qdqbench.quantize.lint.diagnose import diagnose as diagnosed
-    from qdqbench.quantize.lint.reports import diagnosis_report
-
-    with displayed(), TemporaryDirectory() as folder:
-        reporter().begin("reading")
+def diagnose(options: DiagnoseOptions) -> Answer:
+    reporter().begin("reading")
+    with TemporaryDirectory() as folder:
         piped = Path(folder, "stdin")
-        if Path("-") in files:
+        if Path("-") in options.files:
             with piped.open("wb") as stream:
                 shutil.copyfileobj(sys.stdin.buffer, stream)
-        given = [piped if path == Path("-") else path for path in files]
-        found = diagnosed(given, load_engine=load_engine)
+        given = [piped if path == Path("-") else path for path in options.files]
+        found = lint.diagnose(given, load_engine=options.load_engine)
     told = found.model_dump(mode="json") | {"errors": len(found.errors)}
-    show_found(told, json, html, diagnosis_report(found))
-    if found.errors:
-        raise typer.Exit(2)
+    return Answer(told, diagnosis_report(found), error=typer.Exit(2) if found.errors else None)
 
 
-@command
-def fix(
-    onnx_file: Annotated[Path, typer.Argument(help="ONNX file of any origin.")],
-    *,
-    options: FixCommandOptions,
-    json: Json = False,
-    html: Html = None,
-) -> None:
-    """Rewrite what keeps INT8 from working in an ONNX file, and prove it: outputs, check, layer tables.
-
-    Samples come from --inputs, or from --data with --model and --task. By default they are random tokens.
-    """
+def fix(options: FixCommandOptions) -> Answer:
     from qdqbench.quantize.lint.fix import FixOptions
     from qdqbench.quantize.lint.fix import fix as fix_file
-    from qdqbench.quantize.lint.reports import fix_report
 
     inputs: Any = options.inputs
     if options.model is not None or options.task is not None:
@@ -102,10 +61,8 @@ def fix(
         max_error=options.max_error,
         engine=not options.no_engine,
     )
-    with displayed():
-        reporter().begin("fixing, and building engines before and after")
-        report = fix_file(onnx_file, options.out, settings)
+    reporter().begin("fixing, and building engines before and after")
+    report = fix_file(options.onnx_file, options.out, settings)
     told = report.model_dump(mode="json") | {"failures": report.failures}
-    show_found(told, json, html, fix_report(report))
-    if report.failures:
-        raise CheckFailed(f"{options.out} is written, and not all is fixed: {'; '.join(report.failures[:4])}")
+    left = f"{options.out} is written, and not all is fixed: {'; '.join(report.failures[:4])}"
+    return Answer(told, fix_report(report), error=CheckFailed(left) if report.failures else None)

@@ -1,7 +1,7 @@
 """Options of the command line: models of `qdqbench._options` as parameters that typer reads."""
 
+import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from qdqbench._options import POSITIONAL
-from qdqbench.quantize.utils.options import take_options
+from qdqbench.quantize.utils.options import Options, parse_options
 
 
 def _complete_recipe(typed: str) -> list[str]:
@@ -24,6 +24,8 @@ RecipeName = Annotated[
         help="Shipped name, with or without the family, or YAML file.", autocompletion=_complete_recipe
     ),
 ]
+REQUIRED: Any = inspect.Parameter.empty
+Parameters = dict[str, tuple[Any, Any]]  # annotation and default by name
 LONG_CHOICES = 16  # characters; wider ones squeeze the help
 
 
@@ -41,11 +43,15 @@ def _strip(annotation: Any) -> Any:
     return annotation
 
 
+def _is_positional(field: FieldInfo) -> bool:
+    return bool(field.json_schema_extra == POSITIONAL)
+
+
 def _annotate(name: str, field: FieldInfo) -> Any:
     """Return the annotation that makes an option of a field; long choices stand in its help, and wrap."""
     shown = _strip(Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation)
     text, more = field.description, dict[str, Any]()
-    if field.json_schema_extra == POSITIONAL:
+    if _is_positional(field):
         return Annotated[shown, typer.Argument(help=text, show_default=False)]
     choices = next((get_args(each) for each in (shown, *get_args(shown)) if get_origin(each) is Literal), ())
     if len("|".join(map(str, choices))) > LONG_CHOICES:
@@ -56,4 +62,25 @@ def _annotate(name: str, field: FieldInfo) -> Any:
     return Annotated[shown, typer.Option(*flags, help=text, **more)]
 
 
-command: Callable[[Callable[..., None]], Callable[..., None]] = partial(take_options, annotate=_annotate)
+def take_typed(
+    call: Callable[..., None], schema: type[Options], before: Parameters, after: Parameters
+) -> Callable[..., None]:
+    """Return `call` with parameters for typer: those `before`, the fields of its `options`, those `after`."""
+    fields = {
+        name: (_annotate(name, info), REQUIRED if info.is_required() else info.default)
+        for name, info in sorted(schema.model_fields.items(), key=lambda item: not _is_positional(item[1]))
+    }
+
+    def typed(**values: Any) -> None:
+        given = {name: values.pop(name) for name in fields if name in values}
+        call(**values, options=parse_options(schema, given, typed=True))
+
+    parameters = before | fields | after
+    typed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # help and typer read it
+        [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            for name, (annotation, default) in parameters.items()
+        ]
+    )
+    typed.__annotations__ = {name: annotation for name, (annotation, _) in parameters.items()}
+    return typed

@@ -1,146 +1,99 @@
-"""The commands `recipes ...`. Everything heavy is imported inside."""
+"""The commands `recipes ...`. What loads models is imported inside."""
 
-import sys
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 
-from qdqbench._options import CacheRecipeOptions, NewRecipeOptions
-from qdqbench.cli.examples import epilog
-from qdqbench.cli.options import RecipeName, command
-from qdqbench.cli.terminal import Json, console, print_json, show, show_json
+from qdqbench._options import (
+    CacheRecipeOptions,
+    ListOptions,
+    NewRecipeOptions,
+    ShowOptions,
+    ValidateOptions,
+)
+from qdqbench.cli.answer import Answer
+from qdqbench.cli.schemas import Recipes, ShownRecipe, ValidRecipes
+from qdqbench.cli.terminal import console
+from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.recipe import schema, shipped
+from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import clean, name_list
+from qdqbench.quantize.utils.options import Options
 
 if TYPE_CHECKING:
     from qdqbench.quantize.lint.cache_import import FromCache
     from qdqbench.quantize.recipe.new import NewRecipe
-    from qdqbench.quantize.recipe.shipped import Shipped
 
 WIDE = 100  # columns of a terminal that shows all of a table
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
-recipes_app = typer.Typer(no_args_is_help=True, help="List, show, write, validate and document recipes.")
 
 
-@recipes_app.command("list", epilog=epilog("recipes list"))
-def recipes_list(
-    model: Annotated[str | None, typer.Option(help="Folder or hub id; list only what fits it.")] = None,
-    json: Json = False,
-) -> None:
-    """List the shipped recipes with measured accuracy and speed, and which to start with."""
-    from qdqbench.cli.schemas import Recipes
-    from qdqbench.quantize.models.families.known import family_of
+def list_recipes(options: ListOptions) -> Answer:
     from qdqbench.quantize.models.load import load_config
-    from qdqbench.quantize.recipe.shipped import list_shipped
 
-    rows = list_shipped(None if model is None else family_of(load_config(model)))
-    if json:
-        figures = (
-            [
-                figure.model_dump(mode="json")
-                | {"mean": figure.mean and figure.mean.model_dump(mode="json")}
-                | {"held_out": figure.held_out and figure.held_out.model_dump(mode="json")}
-                for figure in row.figures
-            ]
-            for row in rows
-        )
-        show_json(
-            Recipes(recipes=[row._asdict() | {"figures": of} for row, of in zip(rows, figures, strict=True)])
-        )
-    else:
-        _print_recipes(rows)
+    rows = shipped.list_shipped(None if options.model is None else family_of(load_config(options.model)))
+    listed = []
+    for row in rows:
+        figures = [
+            figure.model_dump(mode="json")
+            | {"mean": figure.mean and figure.mean.model_dump(mode="json")}
+            | {"held_out": figure.held_out and figure.held_out.model_dump(mode="json")}
+            for figure in row.figures
+        ]
+        listed.append(row._asdict() | {"figures": figures})
+    return Answer(Recipes(recipes=listed), _recipe_table(rows))
 
 
-@recipes_app.command("show", epilog=epilog("recipes show"))
-def recipes_show(
-    recipe: RecipeName,
-    resolved: Annotated[bool, typer.Option("--resolved", help="Write every default out.")] = False,
-    model: Annotated[str | None, typer.Option(help="Folder or hub id; its family completes a name.")] = None,
-    json: Json = False,
-) -> None:
-    """Print a recipe as YAML."""
-    from qdqbench.cli.schemas import ShownRecipe
-    from qdqbench.quantize.recipe.schema import dump_recipe, find_recipe, load_recipe, read_source
-
-    loaded = find_recipe(recipe, model) if model else load_recipe(recipe)
-    source, text = read_source(recipe, loaded)
-    if json:
-        show_json(ShownRecipe(name=loaded.name, source=str(source), recipe=loaded.model_dump(mode="json")))
-    else:
-        sys.stdout.write(dump_recipe(loaded) if resolved else text)
+def show(recipe: str, options: ShowOptions) -> Answer:
+    loaded = schema.find_recipe(recipe, options.model) if options.model else schema.load_recipe(recipe)
+    source, text = schema.read_source(recipe, loaded)
+    found = ShownRecipe(name=loaded.name, source=str(source), recipe=loaded.model_dump(mode="json"))
+    return Answer(found, schema.dump_recipe(loaded) if options.resolved else text)
 
 
-@recipes_app.command("validate", epilog=epilog("recipes validate"))
-def recipes_validate(
-    recipe: Annotated[list[str], typer.Argument(help="Shipped names or YAML files.")], json: Json = False
-) -> None:
-    """Check recipe files without loading a model."""
-    from qdqbench.cli.schemas import ValidRecipes
-    from qdqbench.quantize.recipe.schema import load_recipe
-
-    for name in recipe:
-        load_recipe(name)
-        if not json:
-            console().print(f"{name}: valid", soft_wrap=True)
-    if json:
-        show_json(ValidRecipes(valid=recipe))
+def validate(options: ValidateOptions) -> Answer:
+    for name in options.recipe:
+        schema.load_recipe(name)
+    return Answer(ValidRecipes(valid=options.recipe), None, [f"{name}: valid" for name in options.recipe])
 
 
-@recipes_app.command("new", epilog=epilog("recipes new"))
-@command
-def recipes_new(*, options: NewRecipeOptions, json: Json = False) -> None:
-    """Write a recipe for a model of any type, and list what was recognized in it and what was not."""
+def new(options: NewRecipeOptions) -> Answer:
     from qdqbench.quantize.recipe.new import new_recipe, render_new
 
-    _write_new(new_recipe(options.model, options.revision), options, json, render_new)
+    made = new_recipe(options.model, options.revision)
+    return _write_new(made, options, render_new(made))
 
 
-@recipes_app.command("from-cache", epilog=epilog("recipes from-cache"))
-@command
-def recipes_from_cache(
-    cache: Annotated[Path, typer.Argument(help="Calibration cache of TensorRT 5 to 10.", show_default=False)],
-    *,
-    options: CacheRecipeOptions,
-    json: Json = False,
-) -> None:
-    """Write a recipe with the amax of a calibration cache, for the tensors that can be matched."""
+def from_cache(options: CacheRecipeOptions) -> Answer:
     from qdqbench.quantize.lint.cache_import import recipe_from_cache
 
-    made = recipe_from_cache(cache, options.model, options.onnx, revision=options.revision)
-    _write_new(made, options, json, _cache_lines)
+    made = recipe_from_cache(options.cache, options.model, options.onnx, revision=options.revision)
+    return _write_new(made, options, _cache_lines(made))
 
 
-@recipes_app.command("schema", epilog=epilog("recipes schema"))
-def recipes_schema() -> None:
-    """Print the JSON Schema of a recipe: editors complete and check YAML with it."""
-    from qdqbench.quantize.recipe.schema import Recipe
-
-    print_json({"$schema": SCHEMA_DIALECT, **Recipe.model_json_schema()})
+def print_schema(options: Options) -> Answer:
+    found = {"$schema": SCHEMA_DIALECT, **schema.Recipe.model_json_schema()}
+    return Answer(found, json.dumps(found, indent=2) + "\n")
 
 
-def _write_new(
-    made: "NewRecipe | FromCache", options: NewRecipeOptions, json: bool, render: Callable[[Any], Any]
-) -> None:
-    from qdqbench.quantize.utils import files
-
+def _write_new(made: "NewRecipe | FromCache", options: NewRecipeOptions, shown: Any) -> Answer:
     path = options.out or Path(f"{made.recipe}.yaml")
     if path.exists():
         raise UserError(f"{path} is there already; give another --out")
     files.write_text(path, made.text)
     told = f"wrote {path}; run it with `qdqbench run {path} --model {options.model} --task ...`"
-    show(made, json, render, told)
+    return Answer(made, shown, [told])
 
 
-def _print_recipes(rows: "Sequence[Shipped]") -> None:
-    from rich.table import Table
-
-    from qdqbench.quantize.recipe import shipped
-
-    to, table = console(), Table(box=None, padding=(0, 1, 0, 0))
-    titles = ("recipe", "on", *shipped.TITLES)
-    narrow = to.width < WIDE
+def _recipe_table(rows: Sequence[shipped.Shipped]) -> Group:
+    table, titles = Table(box=None, padding=(0, 1, 0, 0)), ("recipe", "on", *shipped.TITLES)
+    narrow, lines = console().width < WIDE, list[str]()
     hidden = {"held out"} if narrow else set[str]()
     for title in (each for each in titles if each not in hidden):
         table.add_column(title, no_wrap=True)
@@ -151,25 +104,19 @@ def _print_recipes(rows: "Sequence[Shipped]") -> None:
             cells = (cell.replace(shipped.NOT_MEASURED, "") for cell in found)
             named = zip(titles, ("" if number else row.recipe, on, *cells), strict=True)
             table.add_row(*(cell for title, cell in named if title not in hidden))
-    to.print(table)
     if left := [f"{row.recipe}{' *' if row.start_on else ''}" for row in rows if not row.figures]:
-        to.print(f"\nNot measured: {', '.join(left)}.")
+        lines.append(f"\nNot measured: {', '.join(left)}.")
     measured = [figure for row in rows for figure in row.figures]
     choice = f"* {shipped.describe_choice(shipped.choose_start())}"
-    for line in (choice, *shipped.describe_conditions(measured)):
-        to.print(f"\n{line}")
-    to.print()
+    lines += [f"\n{line}" for line in (choice, *shipped.describe_conditions(measured))]
     about: dict[str, str] = {}
     for row in rows:
         about.setdefault(row.name, row.description)
-    for name, text in about.items():
-        to.print(f"[bold]{name}[/bold]: {text}")
+    described = (Text.assemble((name, "bold"), f": {text}") for name, text in about.items())
+    return Group(table, *lines, "", *described)
 
 
-def _cache_lines(made: "FromCache") -> Any:
-    from rich.console import Group
-    from rich.text import Text
-
+def _cache_lines(made: "FromCache") -> Group:
     total = len(made.given) + len(made.calibrated)
     lines = [
         f"TensorRT {made.version}, {made.calibrator}: amax of {len(made.given)} of {total} INT8 linears, "

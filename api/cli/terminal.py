@@ -1,22 +1,15 @@
 """What all commands share. Heavy libraries are imported inside."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from qdqbench.quantize.utils.names import clean, hide_credentials
 
-if TYPE_CHECKING:
-    from pydantic import BaseModel
-
-    from qdqbench.quantize.report.document import Report
-
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Html = Annotated[Path | None, typer.Option("--html", help="Write a page of the findings to this file.")]
-RunFolder = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
 
 
 def plain(text: str) -> str:
@@ -39,40 +32,6 @@ def console() -> Any:
 
 def say(text: str) -> None:
     console().print(text, soft_wrap=True)
-
-
-def show_json(found: "BaseModel") -> None:
-    sys.stdout.write(found.model_dump_json(indent=2) + "\n")
-
-
-def show(found: "BaseModel", json: bool, summary: Callable[[Any], Any], *lines: str) -> None:
-    if json:
-        show_json(found)
-        return
-    console().print(summary(found))
-    for line in lines:
-        say(plain(line))
-
-
-def show_report(found: "BaseModel", json: bool, report: Callable[[Any], Any], *lines: str) -> None:
-    from qdqbench.quantize.report.render import render_screen
-
-    show(found, json, lambda each: render_screen(report(each)), *lines)
-
-
-def show_found(found: "BaseModel | dict[str, Any]", json: bool, html: Path | None, report: "Report") -> None:
-    """Print what a command found as JSON or for a terminal, and write its page where one is asked for."""
-    from dataclasses import replace
-
-    from qdqbench.quantize.report.render import render_html, render_screen
-    from qdqbench.quantize.utils.files import write_text
-
-    if html is not None:
-        write_text(html, render_html(replace(report, page=replace(report.page, command=command_line()))))
-    if json:
-        print_json(found if isinstance(found, dict) else found.model_dump(mode="json"))
-    else:
-        console().print(render_screen(report))
 
 
 def complain(sentence: str) -> None:

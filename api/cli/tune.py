@@ -1,53 +1,45 @@
-"""The commands that choose what becomes INT8, and how. Everything heavy is imported inside."""
+"""The commands that choose what becomes INT8, and how."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from qdqbench._auto import start_auto
 from qdqbench._options import AutoOptions, CalibrationOptions, SearchCommandOptions, SensitivityOptions
-from qdqbench._progress import displayed
-from qdqbench.cli.options import RecipeName, command
-from qdqbench.cli.terminal import Json, show_report
+from qdqbench.cli.answer import Answer
+from qdqbench.eval.runs.gate import issue_sentence
+from qdqbench.eval.selection import calibration_comparison as compared
+from qdqbench.eval.selection.auto.report import auto_report, unmet_lines
+from qdqbench.eval.selection.search.confirm import finish_search
+from qdqbench.eval.selection.search.report import describe_choice, search_report
+from qdqbench.eval.selection.search.results import SEARCH_FILE, read_search
+from qdqbench.eval.selection.search.worker import open_worker
+from qdqbench.eval.selection.sensitivity.measure import Measurement
+from qdqbench.eval.selection.sensitivity.report import choice_text, sensitivity_report
+from qdqbench.eval.selection.sensitivity.results import read_sensitivity
+from qdqbench.eval.selection.trials.results import write_result
+from qdqbench.eval.selection.trials.store import RECIPE_FILE
+from qdqbench.eval.stages import stages
+from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder
+from qdqbench.quantize.pipeline.session import RunConfig, Session
+from qdqbench.quantize.report.document import Report
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.progress import reporter
-
-if TYPE_CHECKING:
-    from qdqbench.quantize.pipeline.session import RunConfig
-    from qdqbench.quantize.report.document import Report
 
 WORK = "work"
 EMBEDDED_MODEL = Path("embedded", "model", "config.json")
 
 
-@command
-def auto(*, options: AutoOptions, json: Json = False) -> None:
-    """Find a recipe that meets your limits: try shipped ones, calibration, FP16 fallbacks, search, QAT."""
-    from qdqbench._auto import start_auto
-    from qdqbench.eval.selection.auto.report import auto_report, unmet_lines
-
-    with displayed():
-        result, folder = start_auto(options)
-    show_report(result, json, auto_report, f"report: {folder / 'auto.html'}")
-    if not result.choice.passed:
-        raise CheckFailed(f"no recipe holds: {'; '.join(unmet_lines(result))}")
+def auto(options: AutoOptions) -> Answer:
+    result, folder = start_auto(options)
+    failure = CheckFailed(f"no recipe holds: {'; '.join(unmet_lines(result))}")
+    lines = [f"report: {folder / 'auto.html'}"]
+    return Answer(result, auto_report(result), lines, None if result.choice.passed else failure)
 
 
-@command
-def search(recipe: RecipeName = DEFAULT_RECIPE, *, options: SearchCommandOptions, json: Json = False) -> None:
-    """Find the recipe for your model, data and machine: accuracy against latency, confirmed on validation."""
-    from qdqbench.eval.runs.gate import issue_sentence
-    from qdqbench.eval.selection.search.confirm import finish_search
-    from qdqbench.eval.selection.search.report import describe_choice, search_report
-    from qdqbench.eval.selection.search.results import SEARCH_FILE, read_search
-    from qdqbench.eval.selection.search.worker import open_worker
-    from qdqbench.eval.selection.sensitivity.results import read_sensitivity
-    from qdqbench.eval.stages import stages
-    from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder
-    from qdqbench.quantize.pipeline.session import Session
-
+def search(recipe: str, options: SearchCommandOptions) -> Answer:
     config = options.config(options.find_recipe(recipe).ptq)
     folder, study = run_folder("search", config, options.out), options.study_name
     study = study or f"{config.recipe.name}-{config.task.name}"
@@ -63,7 +55,6 @@ def search(recipe: RecipeName = DEFAULT_RECIPE, *, options: SearchCommandOptions
     session = Session(config, folder / WORK)
     identity, ready = identity_of("search", session), session.require_inputs
     with (
-        displayed(),
         owned_folder(folder, identity, overwrite=options.overwrite, ready=ready),
         ExitStack() as stack,
     ):
@@ -75,63 +66,44 @@ def search(recipe: RecipeName = DEFAULT_RECIPE, *, options: SearchCommandOptions
         worker = open_worker(session, options, stack)
         worker.run()
         found = finish_search(worker, folder)
-    show_report(found, json, search_report, f"report: {folder / 'search.html'}")
+    error = None
     if not found.outcome.passed:
         failed = [issue_sentence(issue) for issue in found.outcome.issues if issue.state == "failed"]
-        raise CheckFailed(f"the gate does not hold: {'; '.join(failed) or describe_choice(found)}")
+        error = CheckFailed(f"the gate does not hold: {'; '.join(failed) or describe_choice(found)}")
+    return Answer(found, search_report(found), [f"report: {folder / 'search.html'}"], error)
 
 
-@command
-def sensitivity(
-    recipe: RecipeName = DEFAULT_RECIPE, *, options: SensitivityOptions, json: Json = False
-) -> None:
-    """Find the layer that costs the accuracy: each alone in INT8, then all but it; write a recipe."""
-    from qdqbench.eval.selection.sensitivity.measure import Measurement
-    from qdqbench.eval.selection.sensitivity.report import choice_text, sensitivity_report
-
+def sensitivity(recipe: str, options: SensitivityOptions) -> Answer:
     config = options.config(options.find_recipe(recipe).ptq)
-    found, written = _measure("sensitivity", config, options, Measurement, sensitivity_report)
-    show_report(found, json, sensitivity_report, *written)
-    if not found.choice.reached:
-        raise CheckFailed(choice_text(found))
+    answer = _measure("sensitivity", config, options, Measurement, sensitivity_report)
+    if not answer.found.choice.reached:
+        answer.error = CheckFailed(choice_text(answer.found))
+    return answer
 
 
-@command
-def compare_calibration(
-    recipe: RecipeName = DEFAULT_RECIPE, *, options: CalibrationOptions, json: Json = False
-) -> None:
-    """Compare calibration methods in one table; write the recipe with the best one."""
-    from qdqbench.eval.selection import calibration_comparison as compared
-
+def compare_calibration(recipe: str, options: CalibrationOptions) -> Answer:
     config = options.config(options.find_recipe(recipe).ptq)
     named, smooths = options.method or (), options.smoothing or ()
     # a wrong name fails before anything is loaded
     compared.list_sections(config.recipe.calibration, named, smooths)
     compared.require_quantized(config.recipe)
     measured = partial(compared.CalibrationMeasurement, methods=named, smooths=smooths)
-    found, written = _measure("methods", config, options, measured, compared.calibration_report)
-    show_report(found, json, compared.calibration_report, *written)
+    return _measure("methods", config, options, measured, compared.calibration_report)
 
 
 def _measure(
     kind: str,
-    config: "RunConfig",
+    config: RunConfig,
     options: SensitivityOptions | CalibrationOptions,
     measured: Any,
-    report: "Callable[[Any], Report]",
-) -> tuple[Any, list[str]]:
-    """Return what `measured`, made of a session, finds, and where its recipe and report are."""
-    from qdqbench.eval.selection.trials.results import write_result
-    from qdqbench.eval.selection.trials.store import RECIPE_FILE
-    from qdqbench.eval.stages import stages
-    from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder, run_folder
-    from qdqbench.quantize.pipeline.session import Session
-
+    report: Callable[[Any], Report],
+) -> Answer:
+    """Return what `measured`, made of a session, finds."""
     folder = run_folder(kind, config, options.out)
     session = Session(config, folder)
     identity = identity_of(kind, session)
     ready = partial(session.require_inputs, evaluates=kind == "methods")
-    with displayed(), owned_folder(folder, identity, overwrite=options.overwrite, ready=ready):
+    with owned_folder(folder, identity, overwrite=options.overwrite, ready=ready):
         if config.model is None:
             reporter().begin("training the embedded default")
             stages.embedded(session)
@@ -139,5 +111,6 @@ def _measure(
         if measurement.trials.store.resume_note:
             reporter().log(measurement.trials.store.resume_note)
         found = measurement.run()
-        write_result(found, report(found), folder)
-    return found, [f"recipe: {folder / RECIPE_FILE}", f"report: {folder / f'{kind}.html'}"]
+        shown = report(found)
+        write_result(found, shown, folder)
+    return Answer(found, shown, [f"recipe: {folder / RECIPE_FILE}", f"report: {folder / f'{kind}.html'}"])

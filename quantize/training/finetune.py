@@ -94,13 +94,6 @@ def finetune(request: FinetuneRequest, accelerator: Accelerator) -> Finetuning:
     return result
 
 
-def require_all(failed: list[str], path: Path) -> None:
-    if failed:
-        raise CheckFailed(
-            f"not trained to the end: {', '.join(failed)}; {path} has the reasons, and the others"
-        )
-
-
 def _load_base(request: FinetuneRequest, settings: Training) -> PreTrainedModel:
     """Load an encoder with a classifier for the task; the classifier is new unless `keep_head`."""
     task = request.task

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import BeforeValidator, ValidationError, ValidationInfo, field_validator
-from pydantic.fields import FieldInfo
 
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.schema import Frozen
@@ -73,14 +72,8 @@ def parse_options(schema: type[Schema], values: dict[str, Any], *, typed: bool =
         raise UserError("; ".join(sentences)) from error
 
 
-def take_options(
-    function: Callable[..., Result], annotate: Callable[[str, FieldInfo], Any] | None = None
-) -> Callable[..., Result]:
-    """Return a function with a keyword argument for each field of its parameter of a type `Options`.
-
-    Args:
-        annotate: annotation of such an argument; None: its type, with its help in the docstring.
-    """
+def take_options(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Return a function with a keyword argument for each field of its parameter of a type `Options`."""
     hints = get_type_hints(function, include_extras=True)
     own = inspect.signature(function).parameters
     name = next(each for each in own if isinstance(hints[each], type) and issubclass(hints[each], Options))
@@ -95,7 +88,7 @@ def take_options(
                 key,
                 parameter.kind,
                 default=parameter.empty if info.is_required() else info.default,
-                annotation=annotate(key, info) if annotate else info.annotation,
+                annotation=info.annotation,
             )
             for key, info in schema.model_fields.items()
         ]
@@ -112,11 +105,10 @@ def take_options(
             raise TypeError(f"{function.__name__}(): {error}") from None
         given = {key: values.pop(key) for key in schema.model_fields if key in values}
         with invoked_as(f"qdqbench.{function.__name__}"):
-            return function(**values, **{name: parse_options(schema, given, typed=annotate is not None)})
+            return function(**values, **{name: parse_options(schema, given)})
 
-    call.__signature__ = signature  # type: ignore[attr-defined]  # help and typer read it
+    call.__signature__ = signature  # type: ignore[attr-defined]  # help reads it
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    if annotate is None:
-        lines = (f"    {key}: {info.description}" for key, info in schema.model_fields.items())
-        call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Options:", *lines])
+    lines = (f"    {key}: {info.description}" for key, info in schema.model_fields.items())
+    call.__doc__ = "\n".join([inspect.cleandoc(function.__doc__ or ""), "", "Options:", *lines])
     return call

@@ -255,7 +255,7 @@ def test_importing_a_module_imports_no_heavy_library_needlessly() -> None:
     names += ("models.load",)
     code = (
         f"import sys\nfor n in {names!r}: __import__('qdqbench.quantize.' + n)\n"
-        "import qdqbench.cli.run\nprint(*sys.modules)"
+        "import qdqbench.cli.app\nprint(*sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()).isdisjoint(

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 import numpy as np
 import onnx
 import pytest
-import typer
 import yaml
 from tools.tables import markdown, read_records
 from typer.testing import CliRunner
 
 from qdqbench import _bench as api_bench
-from qdqbench.cli import bench as cli_bench
+from qdqbench.cli.app import app
 from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench import target as bench_target
 from qdqbench.eval.bench.results import BenchTarget, read_bench, row_of
@@ -60,9 +59,6 @@ def measured(tiny_bert, tmp_path_factory):
 
 
 def invoke(*arguments):
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.callback()(lambda: None)  # so that `bench` stays a word of the command line
-    app.command("bench")(cli_bench.bench)
     return CliRunner().invoke(app, list(map(str, arguments)))
 
 

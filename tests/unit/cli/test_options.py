@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import qdqbench
 from qdqbench._options import AutoOptions, RunOptions, TaskOptions
-from qdqbench.cli.options import command
+from qdqbench.cli.options import take_typed
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.options import Duration, Options, parse_options, take_options
@@ -26,20 +26,25 @@ class Point(Options):
     wait: Duration = Field(default="30m", validate_default=True, description="Time, such as 90s.")
 
 
-def move(word: Annotated[str, typer.Argument()] = "none", *, point: Point, flag: bool = False) -> None:
+def move(*, word: str = "none", options: Point, flag: bool = False) -> None:
     """Move it."""
-    calls.append((word, point, flag))
+    calls.append((word, options, flag))
+
+
+def typed():
+    word = {"word": (Annotated[str, typer.Argument()], "none")}
+    return take_typed(move, Point, word, {"flag": (bool, False)})
 
 
 def invoke(*arguments):
     app = typer.Typer()
-    app.command()(command(move))
+    app.command(help="Move it.")(typed())
     calls.clear()
     return CliRunner().invoke(app, list(arguments))
 
 
 def test_fields_become_options_in_their_place():
-    assert [*inspect.signature(command(move)).parameters] == ["word", "x", "names", "fast", "wait", "flag"]
+    assert [*inspect.signature(typed()).parameters] == ["word", "x", "names", "fast", "wait", "flag"]
     assert invoke("w", "--x", "3", "--names", "1", "--names", "2", "--wait", "90s").exit_code == 0
     assert calls == [("w", Point(x=3, names=[1, 2], wait=90), False)]
     assert invoke("--fast").exit_code == 0

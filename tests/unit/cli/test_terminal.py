@@ -1,6 +1,7 @@
 """What a command says when it stops."""
 
 from qdqbench.cli import terminal
+from qdqbench.cli.answer import Answer
 from qdqbench.quantize.utils.schema import Strict
 
 SENTENCE = "no recipe is called 'int-8'; `qdqbench recipes list --model my-model` lists those that there are"
@@ -27,5 +28,5 @@ def test_an_error_is_one_line_of_a_log(monkeypatch, capsys):
 def test_a_terminal_obeys_no_foreign_text(capsys):
     terminal.complain("a\x1b]0;pwned\x07\x1b[2Jx")
     assert capsys.readouterr().err == "qdqbench: a?]0;pwned??[2Jx\n"
-    terminal.show(Strict(), False, lambda _: "summary", "page: c[/red]\x1b[2J")
+    Answer(Strict(), "summary\n", ["page: c[/red]\x1b[2J"]).show(json=False)
     assert capsys.readouterr().out == "summary\npage: c[/red]?[2J\n"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from pydantic import BaseModel
 
-from qdqbench.cli.run import print_results
+from qdqbench.cli.run import answer
 from qdqbench.eval.bench.report import bench_of, bench_report
 from qdqbench.eval.bench.results import Bench, BenchRow, write_bench
 from qdqbench.eval.metrics.results import GateIssue
@@ -66,11 +66,8 @@ def _run(changes: dict[str, Any], folder: Path) -> Outcome:
     gate = judge_speed(gate.model_copy(update={"min_speedup": changes.pop("min_speedup", None)}), speed)
     results = runs.sample(**({"gate": gate, "speed": speed} | changes))
     write_results(folder, results)
-    try:
-        print_results(results, folder, json=True)
-        status = 0
-    except CheckFailed as error:
-        status = error.exit_code
+    error = answer(results, folder).error
+    status = error.exit_code if isinstance(error, CheckFailed) else 0
     return Outcome(run_report(results), results, status, len(too_slow(folder)))
 
 
