@@ -140,7 +140,7 @@ def test_a_format_of_modelopt_is_told(folder):
 def test_a_folder_of_something_else_is_named_with_the_next_step(tmp_path, files, said):
     for file in files:
         (tmp_path / file).write_text("{}")
-    with pytest.raises(UserError, match=f"{said}.*;"):
+    with pytest.raises(UserError, match=rf"{said}.*;"):
         load_model(str(tmp_path))
 
 
