@@ -2,14 +2,9 @@
 
     python tools/load_serve.py RUN [--seconds 20] [--workers 1] [--texts FILE] [--out load.json]
     python tools/load_serve.py --fake
-    python tools/load_serve.py --soak 60
 
 With `--fake` the engine is one whose times are known: 40 ms a batch and 4 ms a row. Ends by itself after some
 six times `--seconds`; exit status 1 where something does not hold.
-
-With `--soak` three servers of two workers each (single texts, pairs, question answering; requests of one to
-four of them, short and long, to both models) hold so many minutes at 70% of their capacity, and a sixth of
-that at 300%, while workers are killed at random. Their engine takes 200 ms a batch and 20 ms a row.
 
 Latency at 70% load is of requests that come at even times, as load generators with a constant rate send them,
 and also of a Poisson process, whose bursts queue before any server. 100% is the rate at which the server
@@ -29,7 +24,6 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -37,14 +31,9 @@ import psutil
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from integration.tiny import FILLERS, WORDS
 from support.http_client import Client
 
 PER_BATCH, PER_ROW = 0.040, 0.004  # s, of the fake engine
-SOAKED = {"predict": 24, "predict pairs": 24, "qa": 10}  # tasks, and the clients that make 100% load
-SOAK_ENGINE = {"per_batch": 0.2, "per_row": 0.02}
-SAMPLE_S, BLOCK_S, WARM_UP_S = 5, 300, 600  # between looks at the memory; of their means; before the first
-MOST_GROWTH = 5.0  # MB an hour, beyond which memory is not flat
 KILLS = 4
 IDLE_S = 5.0  # that a connection is kept for the next request
 CLOSE = 0.1  # probabilities of the same text in batches of other shapes; those of the fake engine are exact
@@ -70,12 +59,6 @@ class Seen:
     wrong: int = 0  # an answer of another text
     without_retry: int = 0  # 503 without Retry-After
 
-    def add(self, other):
-        self.seconds += other.seconds
-        self.statuses += other.statuses
-        for name in ("again", "lost", "wrong", "without_retry"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
     def quantile(self, share):
         ordered = sorted(self.seconds)
         return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
@@ -100,7 +83,7 @@ class Load:
 
     def __init__(self, port, texts, path="/v1/predict"):
         self.port, self.path, self.expected = port, path, None
-        self.texts = texts  # or requests
+        self.texts = texts
         self._free = []
 
     async def one(self, seen, place):
@@ -130,15 +113,14 @@ class Load:
             return await client.post(self.path, request)
 
     def request(self, place):
-        text = self.texts[place]
-        return {"texts": [text]} if isinstance(text, str) else text
+        return {"texts": [self.texts[place]]}
 
     def right(self, place, answers):
         if self.expected is None:
             return True
         known = self.expected[place]
-        if isinstance(self.texts[place], dict) or len(answers) != len(known):
-            return answers == known
+        if len(answers) != len(known):
+            return False
         (known,), (answer,) = known, answers
         if "scores" in known:
             return all(abs(known["scores"][name] - share) < CLOSE for name, share in answer["scores"].items())
@@ -297,17 +279,12 @@ def table(found):
     return "\n".join(lines)
 
 
-def start(arguments, order=None):
+def start(arguments):
     """The server's process and its port."""
     root = Path(__file__).resolve().parents[1]
-    if arguments.fake or order:
-        settings = {
-            "port": 0,
-            "no_fp32": not order,
-            "queue": 64,
-            "workers": 2 if order else arguments.workers,
-        }
-        settings["order"] = order or {"per_batch": PER_BATCH, "per_row": PER_ROW}
+    if arguments.fake:
+        order = {"per_batch": PER_BATCH, "per_row": PER_ROW}
+        settings = {"port": 0, "no_fp32": True, "queue": 64, "workers": arguments.workers, "order": order}
         command = [sys.executable, "-m", "tests.support.fake_served", json.dumps(settings)]
     else:
         command = [sys.executable, "-m", "qdqbench", "serve", arguments.run, "--port", "0", "--no-fp32"]
@@ -327,147 +304,6 @@ def numbers(count, seed=0):
     return [str(draw.randrange(10 ** draw.randint(1, 7))) for _ in range(count)]
 
 
-def mixed(endpoint, count, seed=0):
-    """Requests of one to four texts, pairs or questions of 3 to 60 words, one of five to the FP32 model."""
-    draw = random.Random(f"{endpoint} {seed}")
-    words = (*WORDS, *FILLERS)
-
-    def text(most=60):
-        return " ".join(draw.choice(words) for _ in range(draw.randint(3, most)))
-
-    kinds = {
-        "predict": ("texts", text),
-        "predict pairs": ("pairs", lambda: [text(30), text(30)]),
-        "qa": ("questions", lambda: {"question": text(8), "context": text(150)}),
-    }
-    name, one = kinds[endpoint]
-    return [
-        {name: [one() for _ in range(draw.randint(1, 4))], "model": draw.choice(["engine"] * 4 + ["fp32"])}
-        for _ in range(count)
-    ]
-
-
-async def soak(servers, minutes, seed):
-    """All phases of a soak; `servers` has the process and port of each task."""
-    loads = {
-        name: Load(port, mixed(name, 200, seed), "/v1/" + name.split()[0])
-        for name, (_, port) in servers.items()
-    }
-    spared = {process.pid: workers_of(process.pid)[0] for process, _ in servers.values()}
-
-    async def phase(name, run):
-        began, before = time.perf_counter(), len(kills)
-        seen = dict(zip(loads, await asyncio.gather(*map(run, loads)), strict=True))
-        rows = {task: part.told(duration) for task, (part, duration) in seen.items()}
-        total = Seen()
-        for part, _ in seen.values():
-            total.add(part)
-        rows["all"] = total.told(max(duration for _, duration in seen.values()))
-        about = {"killed": len(kills) - before, "from_s": round(began - start, 1), "tasks": rows}
-        found[name] = about
-        return {task: part.statuses[200] / duration for task, (part, duration) in seen.items()}
-
-    found, kills, memory, start = {}, [], [], time.perf_counter()
-    await asyncio.gather(*(load.learn() for load in loads.values()))
-    rates = await phase("capacity", lambda task: loads[task].closed(min(60, 6 * minutes), SOAKED[task]))
-    begun = asyncio.create_task(watch(spared, memory)), asyncio.create_task(kill(spared, kills, seed))
-
-    def at(share, seconds):
-        return lambda task: loads[task].at_rate(seconds, share * rates[task], poisson=True, seed=seed)
-
-    await phase("soak_70", at(0.7, 60 * minutes))
-    found["memory"] = remember(memory, 60 * minutes)
-    overload = len(memory)
-    await phase("overload_300", at(3.0, 10 * minutes))
-    found["memory"] |= {"most_mb": most(memory), "overload_300_most_mb": most(memory[overload:])}
-    for task in begun:
-        assert not task.done(), task.exception()
-        task.cancel()
-    return found
-
-
-async def watch(spared, memory):
-    """Append MB of the processes that live throughout, and of all."""
-    while True:
-        kept = sum(psutil.Process(pid).memory_info().rss for pair in spared.items() for pid in pair)
-        total = kept
-        for server, worker in spared.items():
-            for other in psutil.Process(server).children(recursive=True):
-                with contextlib.suppress(psutil.Error):  # it has just ended
-                    total += other.memory_info().rss if other.pid != worker else 0
-        memory.append((time.perf_counter(), kept / 1e6, total / 1e6))
-        await asyncio.sleep(SAMPLE_S)
-
-
-async def kill(spared, kills, seed):
-    """Kill a worker of a random server at random times, but never the first."""
-    draw = random.Random(seed)
-    while True:
-        await asyncio.sleep(draw.uniform(20, 100))
-        server, first = draw.choice([*spared.items()])
-        if others := [pid for pid in workers_of(server) if pid != first]:
-            os.kill(draw.choice(others), signal.SIGKILL)
-            kills.append(time.perf_counter())
-
-
-def most(memory):
-    """The most MB of the processes that live throughout, and of all."""
-    return [round(max(row[place] for row in memory), 1) for place in (1, 2)]
-
-
-def remember(memory, seconds):
-    """What memory did after the warm-up: the slope of means of five minutes, with its 95% interval."""
-    import numpy as np
-    from scipy import stats
-
-    rows = np.array(memory)
-    rows = rows[rows[:, 0] - rows[0, 0] >= min(WARM_UP_S, seconds / 6)]
-    block = min(BLOCK_S, seconds / 12)
-    blocks = ((rows[:, 0] - rows[0, 0]) // block).astype(int)
-    # the last is not whole
-    means = np.array([rows[blocks == each].mean(0) for each in np.unique(blocks)[:-1]])
-    told = {"samples": len(rows), "blocks": len(means), "block_s": block}
-    for place, name in ((1, "kept"), (2, "all")):
-        fit = stats.linregress(means[:, 0] / 3600, means[:, place])
-        half = stats.t.ppf(0.975, len(means) - 2) * fit.stderr
-        told[name] = {
-            "means_mb": means[:, place].round(2).tolist(),
-            "most_mb": float(rows[:, place].max().round(1)),
-            "slope_mb_per_h": round(float(fit.slope), 3),
-            "ci95": [round(float(fit.slope + side * half), 3) for side in (-1, 1)],
-        }
-    return told
-
-
-def soak_verdict(found):
-    """What does not hold, in words."""
-    wrong = []
-    for name in ("capacity", "soak_70", "overload_300"):
-        wrong += part_faults(name, found[name]["tasks"]["all"])
-    if not found["memory"]["kept"]["ci95"][1] <= MOST_GROWTH:  # a NaN fails too
-        wrong.append(f"memory may grow: {found['memory']['kept']}")
-    if not found["soak_70"]["killed"]:
-        wrong.append("no worker was killed")
-    if not found["overload_300"]["tasks"]["all"]["statuses"].get("503"):
-        wrong.append("the queue was never full under overload")
-    if any(found["ended"]):
-        wrong.append(f"ended with {found['ended']}")
-    return wrong
-
-
-def soak_table(found):
-    """The figures of a soak as docs/how-to/serve.md has them."""
-    lines = ["| load | task | requests | answered | 503 | p50 ms | p99 ms | asked again | lost or wrong |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
-    for name, told in {"soak_70": "70%", "overload_300": "300%"}.items():
-        for task, part in found[name]["tasks"].items():
-            statuses = (part["statuses"].get(status, 0) for status in ("200", "503"))
-            cells = [told, task, part["requests"], *statuses, part["p50_ms"], part["p99_ms"]]
-            cells += [part["asked_again"], part["lost"] + part["wrong"]]
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -479,12 +315,8 @@ def main():
     parser.add_argument("--texts", type=Path, help="one a line; at most 200 are used")
     parser.add_argument("--batch", type=int, default=32, help="clients that make 100%% load")
     parser.add_argument("--max-wait-ms", type=float, default=2.0, help="of the server of a run")
-    parser.add_argument("--soak", type=float, metavar="MINUTES", help="minutes at 70%%")
-    parser.add_argument("--seed", type=int, default=0, help="of a soak")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    if arguments.soak:
-        return soaked(arguments)
     texts = numbers(200)
     if arguments.texts:
         texts = [line for line in arguments.texts.read_text(encoding="utf-8").splitlines() if line][:200]
@@ -497,22 +329,6 @@ def main():
     run = "fake" if arguments.fake else Path(arguments.run).name
     about = {"workers": arguments.workers, "max_wait_ms": arguments.max_wait_ms, "run": run}
     return tell(found, about, verdict(found), arguments.out)
-
-
-def soaked(arguments):
-    """Start the servers of a soak, and tell what it found."""
-    servers = {}
-    try:
-        for name in SOAKED:
-            servers[name] = start(arguments, SOAK_ENGINE | {"endpoint": name})
-        found = asyncio.run(soak(servers, arguments.soak, arguments.seed))
-    finally:
-        for process, _ in servers.values():
-            process.terminate()
-    found["ended"] = [process.wait(60) for process, _ in servers.values()]
-    versions = {name: metadata.version(name) for name in ("uvicorn", "starlette", "fastapi", "transformers")}
-    about = {"workers": 2, "engine": SOAK_ENGINE, "seed": arguments.seed, "versions": versions}
-    return tell(found, about, soak_verdict(found), arguments.out)
 
 
 def tell(found, about, wrong, out):

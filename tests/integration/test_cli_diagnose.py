@@ -6,8 +6,9 @@ from io import TextIOWrapper
 import numpy as np
 import onnx
 import pytest
+import torch
 from onnxruntime.quantization import quantize_dynamic
-from tools.foreign import export_fp32
+from transformers import AutoModelForSequenceClassification
 
 from ..support.build_logs import missing_scale, trtexec
 from ..support.foreign_layer import float_layer, samples, write_dynamic, write_static
@@ -121,6 +122,15 @@ def test_factored_weights_of_fix(tmp_path, qdqbench):
     scalars = [tensor for tensor in onnx.load(out).graph.initializer if "scalar" in tensor.name]
     assert scalars
     assert not any(tensor.dims for tensor in scalars)
+
+
+def export_fp32(model, out):
+    """As most exports are made: transformers' eager attention, mask of -3.4e38, dynamic batch and length."""
+    loaded = AutoModelForSequenceClassification.from_pretrained(model, attn_implementation="eager").float()
+    ids, names = torch.ones(2, 16, dtype=torch.long), ["input_ids", "attention_mask", "token_type_ids"]
+    axes = {name: {0: "batch", 1: "length"} for name in names} | {"logits": {0: "batch"}}
+    written = {"input_names": names, "output_names": ["logits"], "dynamic_axes": axes, "opset_version": 17}
+    torch.onnx.export(loaded.eval(), (ids, ids, ids), str(out), dynamo=False, **written)
 
 
 @pytest.mark.filterwarnings("ignore")

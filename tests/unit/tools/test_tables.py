@@ -10,7 +10,7 @@ import pytest
 from tools import tables
 from tools.tables import BEGIN, END, differences, figures_of, insert, markdown, read_records, run_of
 
-from qdqbench.eval.bench.results import headline_of, over_fastest, row_of, write_bench
+from qdqbench.eval.bench.results import headline_of, row_of, write_bench
 from qdqbench.eval.runs.results import write_results
 from qdqbench.quantize.recipe.schema import adapt_recipe, load_recipe
 from qdqbench.quantize.tasks.types.embedding import PAIRS
@@ -104,15 +104,6 @@ def test_what_a_run_was_given_is_told_and_is_no_change():
     assert differences(run.recipe) == []
 
 
-def test_an_engine_before_training_is_that_of_the_recipe():
-    recipe = load_recipe("bert-int8-residual-qat")
-    assert differences(recipe.model_dump(mode="json")) == []
-    assert differences(recipe.ptq.model_dump(mode="json")) == []
-    other = {"name": "bert-int8-residual-qat", "rules": 3}
-    assert differences(other) == ["it is of another version of qdqbench"]
-    assert differences({"name": "mine"}) == []
-
-
 def test_real_lengths_are_in_sequences_per_second(tmp_path):
     bench = sample_bench()
     cell = bench.configs[-1]
@@ -129,21 +120,6 @@ def test_real_lengths_are_in_sequences_per_second(tmp_path):
     assert f"| {fastest.sequences_per_s:,.0f} (" in line
     assert f"{cell.headline.value:.2f}x" in line
     assert "those of the data (shapes: auto)" in made
-
-
-def test_kernels_stand_beside_tensorrt_over_the_fastest_fp16():
-    bench = tables.READERS["bench.json"](MEASURED.parent / "measured-cuda/base-unpadded-h100/bench.json")
-    title, _, _, *rows = filter(None, tables.kernel_tables([bench]).splitlines())
-    assert title == "## One NVIDIA H100 80GB HBM3"
-    for cell, row in zip(bench.configs, rows, strict=True):
-        best = over_fastest(bench.systems, cell, "int8-cuda")
-        for system in (best.baseline, "int8-cuda", "int8"):
-            assert f"| {row_of(cell, system).median_ms:.4g}" in row
-        assert f"| {best.value:.2f}x [" in row
-        assert (", FP16 engine" in row) == (best.baseline != tables.UNPADDED)
-    assert [", FP16 engine" in row for row in rows] == [True, False, False, False]
-    rest = [each for each in bench.systems if each.name != "int8-cuda"]
-    assert not tables.kernel_tables([bench.model_copy(update={"systems": rest})])
 
 
 def test_the_order_of_the_files_does_not_matter():
@@ -174,66 +150,6 @@ def test_no_path_of_the_machine_gets_into_the_tables():
     made = markdown([run])
     assert "/home" not in made
     assert "minilm-l6-sst2" in made
-
-
-def test_what_a_reader_must_know_stands_beside_the_figures():
-    made = markdown(read_records([GOLDEN]))
-    for needle in (
-        "bert-base (random weights)",
-        "NVIDIA H200",
-        "TensorRT-RTX 1.4.0.76",
-        "not officially supported",
-        "torch 2.11.0",
-        "36/36",
-        "INT8 proven in 72 of 72 GEMMs",
-        "1755 to 1755 MHz",
-        "± 1.03",
-        "slower ✗",
-        "Partial data: evaluated on 64 rows.",
-        "no engine",
-    ):
-        assert needle in made, needle
-
-
-def test_every_row_has_the_width_of_its_table():
-    widths = []
-    for line in markdown(read_records([GOLDEN])).splitlines():
-        if not line.startswith("|"):
-            widths = []
-            continue
-        widths.append(line.count("|") - line.count(r"\|"))
-        assert widths[-1] == widths[0]
-
-
-def test_the_mean_is_over_recipes_that_have_every_task():
-    _, *runs = golden()
-    section = markdown(runs).partition(": mean over")[2].partition("###")[0]
-    assert "`int8-linears`" in section
-    assert "`fp16`" not in section  # only one task
-    assert ": mean over" not in markdown(runs[:1])
-
-
-def test_a_stage_that_ran_on_some_tasks_has_no_mean():
-    _, _, *both = golden()
-
-    def row():
-        return markdown(both).partition(": mean over")[2].partition("`int8-linears`")[2].partition("\n")[0]
-
-    assert "not measured" not in row()
-    del both[1]["stages"]["onnxruntime"]
-    assert row().count("not measured") == 1
-
-
-def test_each_model_has_a_mean_of_its_own_without_the_check_of_noise():
-    _, _, *both = golden()
-    others = copy.deepcopy(both)
-    for run in others:
-        run["model"]["name"] = f"another-{run.task.name}-seed-1"
-    noise = copy.deepcopy(both[0])
-    noise["task"]["name"], noise["model"]["name"] = "wnli", "another-wnli"
-    made = "\n".join(tables.mean_tables([*both, *others, noise], tables.Notes()))
-    titles = [line for line in made.splitlines() if line.startswith("###")]
-    assert titles == ["### minilm-l6: mean over SST-2, STS-B", "### another: mean over SST-2, STS-B"]
 
 
 def test_no_mean_is_taken_over_results_of_different_settings():
@@ -302,24 +218,6 @@ def test_attention_and_gate_are_shown():
     assert "| ✗ |" in made
 
 
-def test_throughput_and_interrupted_benches():
-    made = markdown([sample_bench(complete=False)])
-    assert "interrupted" in made
-    assert "Sequences per second" in made
-
-
-def test_memory_of_engines_by_shape():
-    bench, *_ = golden()
-    assert "Memory on the GPU" not in markdown([bench])
-    for cell in bench.configs:
-        for row in cell.rows:
-            if row.system in ("int8", "fp16"):
-                row.engine_bytes, row.activation_bytes = 181_000_000, 252_000_000
-    made = markdown([bench])
-    assert "Memory on the GPU, engine + one context:\n\n| shape | INT8 engine | FP16 engine |\n" in made
-    assert made.count("| 181 MB + 252 MB | 181 MB + 252 MB |") == len(bench.configs)
-
-
 def test_searches_show_what_was_chosen_and_what_would_have_been_better():
     searches = of("search")
     assert len(searches) == 3
@@ -344,44 +242,6 @@ def test_searches_show_what_was_chosen_and_what_would_have_been_better():
     assert f"{search.confirmed[3].name} failed: out of memory" in made
 
 
-def test_runs_on_a_cpu_name_backend_and_cpu():
-    runs = of("run", ROOT / "docs" / "measured-cpu")
-    made = markdown(runs)
-    assert "`bert-int8-linears`, OpenVINO" in made
-    assert "†" not in made
-    about = next(run.environment for run in runs if run.engine.backend == "openvino")
-    assert f"CPU {about.cpu}, {about.cores} cores, OpenVINO 2026" in made
-
-
-def test_embeddings_are_listed_with_what_they_keep():
-    runs = of("run", ROOT / "docs" / "measured-embeddings")
-    made = markdown(runs)
-    kept = runs[0].stages.engine.vs_fp32.agreement["values"]["neighbors"]
-    assert made.count(", last stage: ") == len(runs) == 2
-    assert f"neighbors kept {kept:.4f} ±" in made
-
-
-def test_tables_show_ptq_beside_qat():
-    plain = sample_run(recipe={"name": "plain"})
-    made = markdown([run_of(run) for run in (plain, qat_run(recipe={"name": "trained"}))])
-    scored, _, held_out = made.partition("### Distance from FP32")
-    header, _, first, second = [line for line in scored.splitlines() if line.startswith("|")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (header, first, second)]
-    rows = {row[0]: dict(zip(cells[0], row, strict=True)) for row in cells[1:]}
-    assert cells[0][2:9] == [
-        "FP32", "PTQ fake-quant", "fake-quant", "ONNX Runtime", "engine", "difference", "QAT minus PTQ",
-    ]  # fmt: skip
-    assert rows["`plain`"]["PTQ fake-quant"] == "no QAT"
-    assert rows["`plain`"]["QAT minus PTQ"] == ""
-    assert rows["`trained`"]["PTQ fake-quant"] == "87.98 ± 1.03"
-    assert rows["`trained`"]["fake-quant"] == "89.45 ± 1.03"
-    assert rows["`trained`"]["QAT minus PTQ"] == "+1.47 ± 0.42"
-    assert "| `trained` | minilm-l6-sst2 | 414 of 460 | 0.06367 → 0.01612 (-75%) |  |" in held_out
-    plain_alone = markdown([run_of(plain)])
-    assert "PTQ" not in plain_alone
-    assert "Distance" not in plain_alone
-
-
 def test_another_learning_rate_is_named_and_no_duplicate(tmp_path):
     for rate in (1.0, 0.5):
         recipe = shipped("bert-int8-residual-qat")
@@ -393,58 +253,6 @@ def test_another_learning_rate_is_named_and_no_duplicate(tmp_path):
     assert made.count("| `bert-int8-residual-qat` |") == 2  # its accuracy, and its held-out rows
     other = f"`bert-int8-residual-qat`, learning rate {recipe['qat']['learning_rate']:g} †"
     assert made.count(f"| {other} |") == 2
-
-
-def test_the_mean_over_tasks_has_ptq_too():
-    model = sample_run().model | {"name": "minilm-l6"}
-    runs = [
-        run_of(make(recipe={"name": name}, task={"name": task, "metrics": ["accuracy"]}, model=model))
-        for name, make in (("plain", sample_run), ("trained", qat_run))
-        for task in ("sst2", "qnli")
-    ]
-    section = markdown(runs).partition(": mean over")[2]
-    assert "| recipe | FP32 | PTQ fake-quant | fake-quant |" in section
-    assert "| `plain` | 89.68 | no QAT | 89.79 |" in section
-    assert "| `trained` | 89.68 | 87.98 | 89.45 |" in section
-
-
-def test_accuracy_over_seeds_and_speed_stand_in_one_row():
-    bench, _, run, _ = golden()
-    first, second = copy.deepcopy(run), copy.deepcopy(run)
-    for each, name, delta in ((first, "m", -0.01), (second, "m-seed-1", 0.02)):
-        each["model"]["name"], each["recipe"] = name, bench.recipe
-        each.stages.engine.vs_fp32["delta"]["accuracy"] = delta
-    bench.target.name, bench.settings.dataset = "m", "sst2"
-    lengths, fixed = copy.deepcopy(bench.configs[0]), copy.deepcopy(bench.configs[0])
-    lengths.kind, lengths.length = "dataset", None
-    fixed.batch, fixed.length = tables.JOINT
-    for row in lengths.speedups:
-        row.value *= 2
-    bench.configs = [lengths, fixed]
-    assert (bench.systems[0].name, bench.systems[0].backend.split()[0]) == ("int8", run.engine.backend)
-    another = bench.model_copy(update={"recipe": bench.recipe | {"name": "of another bench"}})
-    _, made = tables.joint_tables([first, second], [another, bench], tables.Notes())
-    header, _, row = ([cell.strip() for cell in line.strip("|").split("|")] for line in made.splitlines())
-    cells = dict(zip(header, row, strict=True))
-    error = 100 * run.stages.engine.vs_fp32.delta_stderr["accuracy"]
-    assert cells["difference"] == f"+0.50 ± {error:.2f}"
-    assert (cells["model"], cells["sd"], cells["seeds"]) == ("m", "2.12", "2")
-    slowest = min(
-        each.value for each in fixed.speedups if (each.system, "fp" in each.baseline) == ("int8", True)
-    )
-    assert f"{slowest:.2f}x [" in cells["128 x 128"]
-    assert f"{2 * slowest:.2f}x [" in cells["task's lengths"]
-    second.stages["engine"] = type(second.stages.engine)(
-        status="skipped", n=0, metrics={}, stderr={}, vs_fp32=None
-    )
-    bench.configs = [lengths]
-    (_, made) = tables.joint_tables([first, second], [bench], tables.Notes())
-    assert "| not measured |" in made
-    assert "| one seed | 1 |" in made
-    elsewhere = bench.model_copy(update={"environment": bench.environment | {"gpu": "another"}})
-    assert tables.joint_tables([first], [elsewhere], tables.Notes()) == []
-    bench.systems[0].backend = "another"
-    assert tables.joint_tables([first], [bench], tables.Notes()) == []
 
 
 # Figures of `recipes list`
