@@ -11,7 +11,7 @@ SPEED_STATES: dict[SpeedVerdict, State] = {"faster": "", "slower": "bad", "incon
 
 
 class Scored(Protocol):
-    """What has metrics with their errors: a stage, or a training."""
+    """A stage or a training, which has metrics with their errors."""
 
     metrics: dict[str, float]
     stderr: dict[str, float]

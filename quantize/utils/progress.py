@@ -30,7 +30,7 @@ class Reporter:
 
 
 class Prefixed(Reporter):
-    """What another command does as a step of this one: its steps have a name before them."""
+    """A command that runs as a step of this one: its steps have a name before them."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class Prefixed(Reporter):
 
 
 class Within(Reporter):
-    """What another command does inside a step: its steps are phases of that."""
+    """A command that runs inside a step: its steps are phases of that."""
 
     def begin(self, step: str, done: float = 0, of: float = 0, *, reused: bool = False) -> None:
         super().advance(phase=step)
