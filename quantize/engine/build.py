@@ -75,10 +75,8 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     """
     chosen = choose_backend(backend)
     model = read_model(onnx_path)
-    gemms, residuals = _gemms(model), list_int8_norms(model)
-    _check_names(onnx_path, gemms, expected_gemms)
-    on_cpu = chosen.name in CPU_BACKENDS
-    if on_cpu:
+    _check_names(onnx_path, _gemms(model), expected_gemms)
+    if chosen.name in CPU_BACKENDS:
         built = _build_for_cpu(onnx_path, chosen, profiles, compute)
         name_products(built.layers, model)
     elif chosen.name == "cuda":
@@ -94,50 +92,28 @@ def build(  # noqa: PLR0913  all but the two files are keywords
             timing_cache=timing_cache,
             progress=progress,
         )
-    version, capabilities = built.version, built.compute_capability
-    hazards = [text for each in capabilities for text in find_hazards(built.backend, version, each)]
-    for text in hazards + built.notes:
+    hazards = (
+        text for each in built.compute_capability for text in find_hazards(built.backend, built.version, each)
+    )
+    for text in (*hazards, *built.notes):
         note(text)
     if strict and not built.layers:
         raise UserError(
-            f"{built.backend} {version} shows no layer table for {onnx_path}, so nothing proves what "
+            f"{built.backend} {built.version} shows no layer table for {onnx_path}, so nothing proves what "
             "runs in INT8; use a version that qdqbench supports"
         )
-    proof = tables.measure_coverage(built.layers, expected_gemms, gemms)
-    lost = tables.float_residuals(built.layers, residuals)
-    one, copies = tables.select_profile(built.layers)
-    result = EngineResult(
-        backend=built.backend,
-        version=version,
-        compute_capability=capabilities,
-        ahead_of_time=built.ahead_of_time,
-        file=engine_path.name,
-        bytes=len(built.data),
-        int8_gemms=len(proof.int8_gemms),
-        expected_int8_gemms=len(set(expected_gemms)),
-        not_int8=proof.not_int8,
-        attention_fused=proof.attention_fused,
-        # a CPU runtime may run the two products of an attention in kernels of their own
-        attention_int8=proof.attention_int8 + (proof.int8_products // 2 if on_cpu else 0),
-        expected_attention_int8=expected_attention,
-        int8_residuals=len(residuals) - len(lost),
-        expected_int8_residuals=len(residuals),
-        not_int8_residuals=lost,
-        profiles=copies,
-        kernels=len(one),
-        layers=built.layers,
-    )
-    # the sidecar comes last, because it vouches for the engine
+    result = _prove(built, model, engine_path.name, expected_gemms, expected_attention)
     files.write_bytes(engine_path, built.data)
     layers = {"layers": [row.model_dump() for row in built.layers]}
     files.write_json(layers_path or engine_path.with_name("layers.json"), layers)
+    # the sidecar comes last, because it vouches for the engine
     gpu = chosen.gpu if has_profiles(chosen.name) else None
-    cpu = find_cpu() if on_cpu else None
+    cpu = find_cpu() if chosen.name in CPU_BACKENDS else None
     sidecar = Sidecar(
         qdqbench=metadata.version("qdqbench"),
         backend=built.backend,
-        version=version,
-        compute_capability=capabilities,
+        version=built.version,
+        compute_capability=built.compute_capability,
         ahead_of_time=built.ahead_of_time,
         gpu=gpu.name if gpu else None,
         driver=gpu.driver if gpu else None,
@@ -153,6 +129,38 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     )
     files.write_json(sidecar_path(engine_path), sidecar.model_dump())
     return result
+
+
+def _prove(
+    built: BuiltEngine, model: onnx.ModelProto, file: str, expected_gemms: Collection[str], attentions: int
+) -> EngineResult:
+    """Compare the layer table with what must be in INT8."""
+    residuals = list_int8_norms(model)
+    proof = tables.measure_coverage(built.layers, expected_gemms, _gemms(model))
+    lost = tables.float_residuals(built.layers, residuals)
+    one, copies = tables.select_profile(built.layers)
+    # a CPU runtime may run the two products of an attention in kernels of their own
+    in_products = proof.int8_products // 2 if built.backend in CPU_BACKENDS else 0
+    return EngineResult(
+        backend=built.backend,
+        version=built.version,
+        compute_capability=built.compute_capability,
+        ahead_of_time=built.ahead_of_time,
+        file=file,
+        bytes=len(built.data),
+        int8_gemms=len(proof.int8_gemms),
+        expected_int8_gemms=len(set(expected_gemms)),
+        not_int8=proof.not_int8,
+        attention_fused=proof.attention_fused,
+        attention_int8=proof.attention_int8 + in_products,
+        expected_attention_int8=attentions,
+        int8_residuals=len(residuals) - len(lost),
+        expected_int8_residuals=len(residuals),
+        not_int8_residuals=lost,
+        profiles=copies,
+        kernels=len(one),
+        layers=built.layers,
+    )
 
 
 def _build_for_cpu(

@@ -12,7 +12,7 @@ from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.lint.findings import WORST_FIRST, Effect, Finding, read_kinds
 from qdqbench.quantize.lint.inspection import ALONE, Inspection, count_alone, find_faults
 from qdqbench.quantize.lint.logs import LogFile, Shape
-from qdqbench.quantize.lint.sources import KINDS, OWN, TOKENS, Evidence, OnnxFile, read_sources
+from qdqbench.quantize.lint.sources import OWN, READERS, TOKENS, Evidence, OnnxFile, read_sources
 from qdqbench.quantize.report.figures import coverage
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH
@@ -71,7 +71,7 @@ def diagnose(paths: Sequence[Path], *, load_engine: bool = False) -> Diagnosis:
         order += f" (FLOPs of the graph at {TOKENS} tokens: give a profile to rank by measured time)"
     return Diagnosis(
         files=[
-            SourceRow(name=path.name, kind=KINDS[kind][0], what=_describe_file(evidence, kind))
+            SourceRow(name=path.name, kind=READERS[kind][0], what=_describe_file(evidence, kind))
             for kind, path in evidence.paths.items()
         ],
         findings=findings,

@@ -162,7 +162,7 @@ _JSON_KINDS = (  # the first key that is found in the start of the file decides
     ("profile", re.compile(r'"(?:averageMs|medianMs|ms)"\s*:')),
     ("outputs", re.compile(r'"values"\s*:')),
 )
-KINDS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "onnx": ("ONNX file", read_onnx),
     "log": ("build log", read_log),
     "layers": ("layer table", read_table),
@@ -301,7 +301,7 @@ class Evidence:
 def read_sources(paths: list[Path]) -> Evidence:
     evidence = Evidence()
     for path in paths:
-        title, reader = KINDS[kind := recognise(path)]
+        title, reader = READERS[kind := recognise(path)]
         if kind in evidence.paths:
             raise UserError(
                 f"{evidence.paths[kind]} and {path} are both a {title}; the files of one call are read "

@@ -32,7 +32,7 @@ LONGEST_COMMAND = 200  # characters of the holder's command in an error
 RUNS = Path("runs")
 LONGEST_NAME = 64  # characters of a model in the name of a folder
 PLAIN = re.compile(r"model|checkpoint.*|seed-\d+")  # last parts of a path that name no model
-KINDS = {  # what a folder holds, in words, and the file of one that is finished
+CONTENTS = {  # what a folder holds, in words, and the file of one that is finished
     "run": ("run", "results.json"),
     "sensitivity": ("sensitivity run", "sensitivity.json"),
     "methods": ("table of methods", "methods.json"),
@@ -49,7 +49,7 @@ class RunIdentity(Strict):
     """The run that a folder belongs to; `MARK` in it."""
 
     schema_version: Literal[1] = 1
-    kind: str  # of `KINDS`
+    kind: str  # of `CONTENTS`
     recipe: str | None = None  # its name; None: there are several, or none
     model: str | None = None  # absolute path, or hub id with @REVISION; None: the embedded default
     model_sha256: str | None = None
@@ -205,7 +205,7 @@ def locked_for_reading(folder: Path) -> AbstractContextManager[None]:
 
 
 def _require_owner(folder: Path, identity: RunIdentity, overwrite: bool) -> RunIdentity | None:
-    kind = KINDS[identity.kind][0]
+    kind = CONTENTS[identity.kind][0]
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file; give --out a folder")
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
@@ -238,7 +238,7 @@ def _read_owner(folder: Path) -> RunIdentity | None:
 
 
 def _describe(folder: Path, owner: RunIdentity) -> str:
-    kind, result = KINDS[owner.kind]
+    kind, result = CONTENTS[owner.kind]
     return f"a{' finished' if (folder / result).is_file() else 'n unfinished'} {kind} of {owner.describe()}"
 
 

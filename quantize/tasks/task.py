@@ -19,17 +19,17 @@ DEFAULT_TEXT = "text"  # column of a task of one's own, as most sets of the hub 
 class Task(TaskFields):
     @property
     def kind(self) -> TaskKind:
-        return KINDS[self.type] if self.type else task_kind(self.num_labels)
+        return TASK_KINDS[self.type] if self.type else task_kind(self.num_labels)
 
 
-KINDS = {
+TASK_KINDS = {
     kind.name: kind for kind in (CLASSIFICATION, REGRESSION, TOKENS, QUESTIONS, RERANKING, PAIRS, TEXTS_ALONE)
 }
 
 
 def kind_of(architecture: str) -> TaskKind | None:
     """Return the kind of task that a class of transformers is for; of a regressor, too, classification."""
-    return next((kind for kind in KINDS.values() if architecture.endswith(kind.architecture)), None)
+    return next((kind for kind in TASK_KINDS.values() if architecture.endswith(kind.architecture)), None)
 
 
 def task_kind(num_labels: int, problem_type: str | None = None) -> TaskKind:

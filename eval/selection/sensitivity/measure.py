@@ -27,7 +27,7 @@ from qdqbench.eval.selection.trials.store import RECIPE_FILE, TRIALS, Trials, na
 from qdqbench.eval.selection.units import Units
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
-from qdqbench.quantize.models.families.family import ENCODER_KINDS, KINDS, SMOOTHED
+from qdqbench.quantize.models.families.family import ENCODER_KINDS, LINEAR_KINDS, SMOOTHED
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.modules import ModuleInfo, module_table, record_first_inputs, resume_from
 from qdqbench.quantize.pipeline.session import Session
@@ -126,7 +126,7 @@ def _candidates(
         place = family.place(short_name(inside[0], prefix))
         assert place is not None, inside
         found.append(Candidate(f"{place.layers}.{layer}", "block", "block", layer, inside, layer))
-    kinds = {kind: tuple(name for name in plan.int8 if family.kind(name) == kind) for kind in KINDS}
+    kinds = {kind: tuple(name for name in plan.int8 if family.kind(name) == kind) for kind in LINEAR_KINDS}
     for kind, names in (kinds | {"attention": plan.attention}).items():
         start = None if kind in (*ENCODER_KINDS, "attention") else len(layers)
         if names:

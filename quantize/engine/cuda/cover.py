@@ -48,7 +48,7 @@ class Cover:
         self.index, self.graph, self.opset = GraphIndex(model), model.graph, opset_of(model)
         names = [name for node in model.graph.node for name in node.output]
         self.order = {name: number for number, name in enumerate(names)}
-        self.owner, self.owners = SHARED, dict[str, str]()  # of nodes, by their first outputs
+        self.owner, self.node_owner = SHARED, dict[str, str]()  # of nodes, by their first outputs
         self.shaped: dict[str, str] = {}  # tensors whose shape is read, and a node that reads it
         self._sizes_of: dict[str, list[Any]] = {}
         if not OLDEST <= self.opset <= onnx.defs.onnx_opset_version() or len(self.order) < len(names):
@@ -87,7 +87,7 @@ class Cover:
                 del given[key]
         if given != attributes:
             refuse(f"its attributes are {given}, expected {attributes}", node)
-        if self.owners.setdefault(node.output[0], self.owner) != self.owner and not shared:
+        if self.node_owner.setdefault(node.output[0], self.owner) != self.owner and not shared:
             refuse("two kernels would need it", node)
         return node
 
@@ -95,7 +95,7 @@ class Cover:
         """Return a constant, and cover the nodes that it comes from; None: computed."""
         value = self.index.constant(name)
         while value is not None and (node := self.index.producers.get(name)) is not None:
-            self.owners[node.output[0]] = SHARED
+            self.node_owner[node.output[0]] = SHARED
             name = node.input[0] if node.input else ""
         return value
 
@@ -157,5 +157,5 @@ class Cover:
                 return [_ELEMENTWISE[node.op_type](*each) for each in zip(*spread, strict=False)]
         refuse("it computes no shape that is known here", node)
 
-    def left(self) -> Iterable[str]:
-        return [name_node(node) for node in self.graph.node if node.output[0] not in self.owners]
+    def list_unmatched(self) -> Iterable[str]:
+        return [name_node(node) for node in self.graph.node if node.output[0] not in self.node_owner]

@@ -48,7 +48,7 @@ class Match:
 
 
 @dataclass
-class _Wanted:
+class _RequestedForms:
     """Forms in which kernels read a tensor: FP16, and codes by factors and scale, with their names."""
 
     half: bool = False
@@ -56,7 +56,7 @@ class _Wanted:
     multipliers: dict[str, Array] = field(default_factory=dict)
 
 
-class _Read(NamedTuple):
+class _Operand(NamedTuple):
     """A tensor that a kernel reads: the graph's, or codes of it and their scale."""
 
     name: str
@@ -85,11 +85,11 @@ def match_graph(model: onnx.ModelProto) -> Match:
 class _Matcher(Cover):
     def __init__(self, model: onnx.ModelProto) -> None:
         super().__init__(model)
-        self.wanted: dict[str, _Wanted] = {}
+        self.wanted: dict[str, _RequestedForms] = {}
         self.made: set[str] = set()  # tensors [batch, length, ...]
         self.tensors: dict[str, plan.Tensor] = {}
         self.constants: dict[str, Array] = {}
-        self.operations: list[tuple[str, Operation]] = []  # with their owners, the last one first
+        self.operations: list[tuple[str, Operation]] = []  # with their node_owner, the last one first
 
     def match(self) -> Match:
         outputs = [value.name for value in self.graph.output]
@@ -100,7 +100,7 @@ class _Matcher(Cover):
             self.owner = max(self.wanted, key=lambda name: self.order.get(name, -1))
             self.made.add(self.owner)
             self._produce(self.owner, self.wanted.pop(self.owner))
-        if left := [*(self.shaped[name] for name in self.shaped.keys() - self.made), *self.left()]:
+        if left := [*(self.shaped[name] for name in self.shaped.keys() - self.made), *self.list_unmatched()]:
             refuse("no pattern of an encoder holds them", *left)
         names = Counter(operation.name for _, operation in self.operations)
         if twice := [name for name, count in names.items() if count > 1]:
@@ -117,11 +117,11 @@ class _Matcher(Cover):
         for owner, operation in reversed(self.operations):
             alone = isinstance(operation, plan.Quantize)
             owned |= {owner + _CODES} if alone else {owner} if owner in apart else {owner, owner + _CODES}
-            nodes = (node for node in self.graph.node if self.owners[node.output[0]] in owned)
+            nodes = (node for node in self.graph.node if self.node_owner[node.output[0]] in owned)
             yield replace(operation, nodes=tuple(node.name or node.output[0] for node in nodes))
             owned = set()
 
-    def _produce(self, source: str, wanted: _Wanted) -> None:
+    def _produce(self, source: str, wanted: _RequestedForms) -> None:
         kind = self.kind(source)
         if source in self.given:
             self._output(source, wanted, self.given[source][-1].dim_value, source, one=False)
@@ -136,11 +136,11 @@ class _Matcher(Cover):
 
     # tensors between kernels
 
-    def _half(self, name: str) -> _Read:
-        self.wanted.setdefault(name, _Wanted()).half = True
-        return _Read(name, name)
+    def _half(self, name: str) -> _Operand:
+        self.wanted.setdefault(name, _RequestedForms()).half = True
+        return _Operand(name, name)
 
-    def _codes(self, name: str, *moves: Callable[[str], str]) -> _Read:
+    def _codes(self, name: str, *moves: Callable[[str], str]) -> _Operand:
         """Return the codes that a DequantizeLinear reads; `moves` lead from their Q to the tensor before."""
         dq = self.take(name, "DequantizeLinear", free=("axis",), shared=True)
         covered = [q := self.take(dq.input[0], "QuantizeLinear", free=("axis",), shared=True)]
@@ -159,11 +159,11 @@ class _Matcher(Cover):
                 refuse("it has bounds", clip)
             source = clip.input[0]
         for node in covered:  # by the kernel that writes the tensor
-            self.owners[node.output[0]] = source + _CODES
-        wanted = self.wanted.setdefault(source, _Wanted())
+            self.node_owner[node.output[0]] = source + _CODES
+        wanted = self.wanted.setdefault(source, _RequestedForms())
         codes = wanted.codes.setdefault((factors.tobytes(), scale), dq.input[0])
         wanted.multipliers[codes] = factors.astype(np.float64) / scale
-        return _Read(codes, source, scale)
+        return _Operand(codes, source, scale)
 
     def _is_constant(self, name: str) -> bool:
         return self.index.constant(name) is not None
@@ -177,7 +177,7 @@ class _Matcher(Cover):
         scales = {float(self.constant(node, 1)) for node in nodes}
         return scales.pop() if len(scales) == 1 else refuse("their scales differ", *nodes)
 
-    def _write(self, source: str, wanted: _Wanted, width: int) -> dict[str, Any]:
+    def _write(self, source: str, wanted: _RequestedForms, width: int) -> dict[str, Any]:
         """Return the forms that kernels write of a tensor, as fields of its operation."""
         for (_, scale), name in wanted.codes.items():
             self.constants[f"{name}.multiplier"] = multiplier = wanted.multipliers[name]
@@ -189,7 +189,7 @@ class _Matcher(Cover):
             self.tensors[source] = plan.Tensor(kind="fp16", width=width)
         return {"half": source if wanted.half else None, "codes": tuple(wanted.codes.values())}
 
-    def _output(self, source: str, wanted: _Wanted, width: int, name: str, one: bool = True) -> str:
+    def _output(self, source: str, wanted: _RequestedForms, width: int, name: str, one: bool = True) -> str:
         """Return the one tensor that a kernel writes; codes next to FP16, or of a sum, get their own."""
         if one and not wanted.half and len(wanted.codes) == 1:
             return str(self._write(source, wanted, width)["codes"][0])
@@ -203,7 +203,7 @@ class _Matcher(Cover):
 
     # embeddings and norms
 
-    def _norm(self, source: str, wanted: _Wanted) -> None:
+    def _norm(self, source: str, wanted: _RequestedForms) -> None:
         node = self.take(source, "LayerNormalization", free=("epsilon",))
         parts = self.index.producers[node.input[0]].input if self.kind(node.input[0]) == "Add" else ()
         embeds = any(self.kind(part) == "Gather" for part in parts)
@@ -315,7 +315,7 @@ class _Matcher(Cover):
             len(codes) if codes is not None and codes.ndim else refuse("expected a weight", turned or matmul)
         )
 
-    def _linear(self, source: str, wanted: _Wanted) -> None:
+    def _linear(self, source: str, wanted: _RequestedForms) -> None:
         name, activation, residual = source, None, None
         if self.kind(name) in ("Gelu", "Mul"):
             activation, name = self._gelu(name)
@@ -397,7 +397,7 @@ class _Matcher(Cover):
 
     # attention
 
-    def _attention(self, source: str, wanted: _Wanted) -> None:
+    def _attention(self, source: str, wanted: _RequestedForms) -> None:
         joined = self.take(source, "Reshape")
         product = self.take(self.take(joined.input[0], "Transpose", perm=_SPLIT).input[0], "MatMul")
         weights, value = product.input
@@ -441,7 +441,7 @@ class _Matcher(Cover):
         form |= {"probability_multiplier": 1 / factor if int8 else None}
         self._add(plan.Attention(name=name, **views, **form))  # type: ignore[arg-type]
 
-    def _heads(self, name: str, int8: bool, shapes: list[Any], perm: list[int]) -> _Read:
+    def _heads(self, name: str, int8: bool, shapes: list[Any], perm: list[int]) -> _Operand:
         """Return the linear's output that a Transpose and a Reshape split into heads, or codes of it."""
 
         def turn(tensor: str) -> str:

@@ -20,7 +20,7 @@ Norm = Literal["attention", "ffn", "attention input", "ffn input"]
 
 # What sensitivity and search move between precisions: q, k and v go together.
 ENCODER_KINDS = ("qkv", "output", "ffn-in", "ffn-out")
-KINDS = (*ENCODER_KINDS, "pooler", "classifier")
+LINEAR_KINDS = (*ENCODER_KINDS, "pooler", "classifier")
 QKV: tuple[Role, ...] = ("query", "key", "value", "query, key, value")
 # over tokens, any family; from the transform on, of masked language models
 HEADS: dict[str, Role] = {

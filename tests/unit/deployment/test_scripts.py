@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from qdqbench.quantize.deployment.write import ANSWERS, describe_texts, render
-from qdqbench.quantize.tasks.task import KINDS
+from qdqbench.quantize.tasks.task import TASK_KINDS
 from qdqbench.quantize.utils.system.cpu import INT8_DOT
 
 from ...support import fake_gpu
@@ -40,7 +40,7 @@ TOLD = {
 
 def scripts(kind: str, gpu: bool = True, engines: bool = True) -> dict[str, str]:
     """Every script of a kind of task."""
-    context = describe_texts(KINDS[kind], KINDS[kind].text_columns[0])
+    context = describe_texts(TASK_KINDS[kind], TASK_KINDS[kind].text_columns[0])
     context |= {
         "gpu": gpu,
         "engines": engines,
@@ -64,7 +64,7 @@ def effective(source: str) -> int:
 
 
 def test_every_kind_of_task_has_an_answer():
-    assert {*ANSWERS} == {*KINDS}
+    assert {*ANSWERS} == {*TASK_KINDS}
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -80,7 +80,7 @@ def test_scripts_are_small_and_lint_clean(kind, tmp_path):
         assert ("def fitted" in made["model.py"]) == gpu
         assert ("def read_engine" in made["model.py"]) == engines
         for name, source in made.items():
-            assert effective(source) <= MOST_LINES.get(name, 75 + 15 * KINDS[kind].windows), name
+            assert effective(source) <= MOST_LINES.get(name, 75 + 15 * TASK_KINDS[kind].windows), name
             assert "qdqbench" not in source
             (tmp_path / name).write_text(source)
         command = [Path(sys.executable).parent / "ruff", "--isolated"]
@@ -110,7 +110,7 @@ def deployed(request, tmp_path, monkeypatch):
     for name, source in scripts(request.param).items():
         (tmp_path / name.replace("tensorrt", "tensorrt_rtx")).write_text(source)
     about = TOLD
-    if KINDS[request.param].windows:
+    if TASK_KINDS[request.param].windows:
         outputs = dict.fromkeys(("start_logits", "end_logits"), "float32")
         about = TOLD | {"outputs": outputs, "stride": 10, "truncation": "only_second"}
     (tmp_path / "model.json").write_text(json.dumps(about))

@@ -8,7 +8,7 @@ from qdqbench.eval.metrics.results import Comparison
 from qdqbench.eval.selection.sensitivity import measure as sensitivity
 from qdqbench.eval.selection.sensitivity.measure import attention_of, choose_point, make_recipe
 from qdqbench.eval.selection.sensitivity.results import CurvePoint
-from qdqbench.quantize.models.families.family import KINDS
+from qdqbench.quantize.models.families.family import LINEAR_KINDS
 from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import Recipe
@@ -45,7 +45,7 @@ def test_candidates_of_the_default_recipe() -> None:
     assert len(by_group["linear"]) == 6 * LAYERS + 2
     assert by_group["attention"] == [f"encoder.layer.{n}.attention.self" for n in range(LAYERS)]
     assert by_group["block"] == [f"encoder.layer.{n}" for n in range(LAYERS)]
-    assert by_group["kind"] == [*KINDS, "attention", "LayerNorm input", "embeddings"]
+    assert by_group["kind"] == [*LINEAR_KINDS, "attention", "LayerNorm input", "embeddings"]
     assert found.everything == {
         name for name, about in modules().items() if about.kind == "Linear" and "encoder" in name
     }
