@@ -118,7 +118,7 @@ def _nncf_runs(here: systems.Preparation[CpuWork], _: systems.System) -> CpuRuns
         import nncf
 
         rows = list(_calibration_rows(here.target))
-        model = cpu_runtimes.read_openvino_model(here.target.graphs["fp32"].read_bytes())
+        model = cpu_runtimes.load_openvino().Core().read_model(here.target.graphs["fp32"].read_bytes())
         with _silent():
             models["nncf"] = nncf.quantize(
                 model,

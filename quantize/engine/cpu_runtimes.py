@@ -330,10 +330,6 @@ class _OpenVinoModel(CompiledModel):
         return executed
 
 
-def read_openvino_model(data: bytes) -> Any:
-    return load_openvino().Core().read_model(data)
-
-
 def write_openvino_ir(graph: Path, target: Path) -> None:
     """Write a graph as an .xml and its .bin, as OpenVINO keeps it; equal graphs give equal files."""
     ov = load_openvino()

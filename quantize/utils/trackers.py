@@ -67,10 +67,6 @@ def open_tracker(name: TrackerName | None, folder: Path, config: Mapping[str, An
             stack.close()
 
 
-def _open_none(folder: Path, config: Mapping[str, Any], stack: ExitStack) -> Log:
-    return lambda values, step: None
-
-
 def _open_tensorboard(folder: Path, config: Mapping[str, Any], stack: ExitStack) -> Log:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -103,7 +99,7 @@ def _open_mlflow(folder: Path, config: Mapping[str, Any], stack: ExitStack) -> L
 
 
 _OPEN: dict[TrackerName | None, Callable[[Path, Mapping[str, Any], ExitStack], Log]] = {
-    None: _open_none,
+    None: lambda folder, config, stack: lambda values, step: None,
     "tensorboard": _open_tensorboard,
     "wandb": _open_wandb,
     "mlflow": _open_mlflow,

@@ -1,7 +1,7 @@
 """A graph that is read pattern by pattern: each node is covered by one kernel, with all its attributes."""
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
@@ -156,6 +156,3 @@ class Cover:
                 spread = (each if isinstance(each, list) else [each] * most for each in operands)
                 return [_ELEMENTWISE[node.op_type](*each) for each in zip(*spread, strict=False)]
         refuse("it computes no shape that is known here", node)
-
-    def list_unmatched(self) -> Iterable[str]:
-        return [name_node(node) for node in self.graph.node if node.output[0] not in self.node_owner]

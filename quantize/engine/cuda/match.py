@@ -100,8 +100,10 @@ class _Matcher(Cover):
             self.owner = max(self.wanted, key=lambda name: self.order.get(name, -1))
             self.made.add(self.owner)
             self._produce(self.owner, self.wanted.pop(self.owner))
-        if left := [*(self.shaped[name] for name in self.shaped.keys() - self.made), *self.list_unmatched()]:
-            refuse("no pattern of an encoder holds them", *left)
+        unmatched = [node for node in self.graph.node if node.output[0] not in self.node_owner]
+        if unmatched or self.shaped.keys() - self.made:
+            shaped = (self.shaped[name] for name in self.shaped.keys() - self.made)
+            refuse("no pattern of an encoder holds them", *shaped, *unmatched)
         names = Counter(operation.name for _, operation in self.operations)
         if twice := [name for name, count in names.items() if count > 1]:
             raise UserError(f"backend cuda needs node names that tell kernels apart, not {name_list(twice)}")
@@ -149,7 +151,9 @@ class _Matcher(Cover):
         for move in moves:
             source = move(source)
         factors: Array = np.ones((), np.float32)
-        if self.kind(source) == "Mul" and any(map(self._is_constant, self.index.producers[source].input)):
+        if self.kind(source) == "Mul" and any(
+            self.index.constant(name) is not None for name in self.index.producers[source].input
+        ):
             # smoothing
             covered.append(mul := self.take(source, "Mul", shared=True))
             source, factors = self.operands(mul, 0, 1)
@@ -164,9 +168,6 @@ class _Matcher(Cover):
         codes = wanted.codes.setdefault((factors.tobytes(), scale), dq.input[0])
         wanted.multipliers[codes] = factors.astype(np.float64) / scale
         return _Operand(codes, source, scale)
-
-    def _is_constant(self, name: str) -> bool:
-        return self.index.constant(name) is not None
 
     def _scale(self, *nodes: onnx.NodeProto) -> float:
         """Return the scale that a Q and its DQ share."""
