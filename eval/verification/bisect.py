@@ -35,6 +35,7 @@ from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.graph.index import MATMULS, SAME_VALUES, GraphIndex, module_of, tensor_values
 from qdqbench.quantize.graph.read import read_model
+from qdqbench.quantize.lint.view import CheckGraph
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.inputs import MASK, select_inputs
 from qdqbench.quantize.pipeline import graphs, outcomes
@@ -126,20 +127,12 @@ def _mask(evidence: Deviation) -> tuple[str, str] | None:
 
 def _partial_attention(evidence: Deviation) -> tuple[str, str] | None:
     """Find q, k and v quantized without the softmax, and a tensor that is not ahead of the scores."""
-    index, module = evidence.index, module_of(evidence.node.name)
-    for softmax in (node for node in index.graph.node if node.op_type == "Softmax"):
-        attention = module_of(softmax.name)
-        if evidence.family.layer_of(module) != evidence.family.layer_of(attention):
-            continue
-        sides = [
-            [_dequantizer(index, name) is not None for name in node.input]
-            for node in index.graph.node
-            if node.op_type == "MatMul" and module_of(node.name) == attention
-        ]
-        whole = any(all(side) for side in sides)
-        half = any(any(side) and not all(side) for side in sides)
-        after = module == attention or evidence.family.behind_attention(module)
-        if whole and half and after:
+    family, module = evidence.family, module_of(evidence.node.name)
+    for attention in CheckGraph(evidence.index.model).attentions:
+        own = module_of(attention.softmax.name)
+        same = family.layer_of(module) == family.layer_of(own)
+        quantized = {part for part, operand in attention.operands.items() if operand.dq is not None}
+        if same and quantized == {"q", "k", "v"} and (module == own or family.behind_attention(module)):
             return (
                 "attention is quantized in part: Q/DQ on q, k and v without Q/DQ on the softmax output",
                 "quantize all of it with `attention: int8`, or nothing with `attention: fp16`",

@@ -10,6 +10,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.graph.index import (
+    QDQ,
     GraphIndex,
     attribute,
     module_of,
@@ -22,7 +23,6 @@ from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.limits import FP16_MAX
 
 LOWEST = np.finfo(np.float32).min
-QDQ = ("QuantizeLinear", "DequantizeLinear")
 _SUFFIX: dict[int, str] = {TensorProto.FLOAT: "fp32", TensorProto.FLOAT16: "fp16"}
 
 

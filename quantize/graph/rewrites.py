@@ -13,6 +13,7 @@ from qdqbench.quantize.graph.index import (
     FOLDED,
     GraphIndex,
     attribute,
+    permutation_of,
     prune,
     rename_tensors,
     replace_nodes,
@@ -179,7 +180,7 @@ def _branch(index: GraphIndex, matmul: onnx.NodeProto) -> _Branch | None:
     if node is None or not moves or any(move.op_type != "Transpose" for move in moves):
         return None
     size = (_constant_sizes(index, node, -1) or [0])[-1]
-    perms = {move.output[0]: tuple(axis for item in move.attribute for axis in item.ints) for move in moves}
+    perms = {move.output[0]: permutation_of(move) or () for move in moves}
     if any(len(perm) != len(_HEADS_AXES) for perm in perms.values()) or size < 1 or width % size:
         return None
     heads = {name: tuple(_HEADS_AXES[axis] for axis in perm) for name, perm in perms.items()}
@@ -325,13 +326,20 @@ def _walk(index: GraphIndex, start: str, out: tuple[int, ...]) -> _Region:
         computed.update(node.output)
         readers = index.consumers.get(node.output[0], [])
         sizes = _constant_sizes(index, readers[0]) if [n.op_type for n in readers] == ["Reshape"] else None
-        if node.op_type == "Transpose" and _perm(node) == out and sizes is not None and len(sizes) == 1:
+        if (
+            node.op_type == "Transpose"
+            and permutation_of(node) == out
+            and sizes is not None
+            and len(sizes) == 1
+        ):
             region.out.append(node)  # to [batch, length, hidden]
             region.tensors.add(readers[0].output[0])
         elif region.tensors.isdisjoint(node.input):
             continue
         elif node.op_type == "Reshape":
-            moved = all(move.op_type == "Transpose" and len(_perm(move)) in (4, 5) for move in readers)
+            moved = all(
+                move.op_type == "Transpose" and len(permutation_of(move) or ()) in (4, 5) for move in readers
+            )
             if readers and moved and _constant_sizes(index, node) is not None:
                 region.into.append(node)  # to [batch, length, (3,) heads, size]
                 region.inside.append(node)
@@ -355,7 +363,7 @@ def _by_token(index: GraphIndex, node: onnx.NodeProto, tensors: set[str], comput
 def _turn_heads(model: onnx.ModelProto, index: GraphIndex, region: _Region) -> None:
     """Reshape to and from heads in the other order; shapes take batch and length from their input."""
     for move in [move for reshape in region.into for move in index.consumers[reshape.output[0]]]:
-        _set(move, "perm", [{0: 1, 1: 0}.get(axis, axis) for axis in _perm(move)])
+        _set(move, "perm", [{0: 1, 1: 0}.get(axis, axis) for axis in permutation_of(move) or ()])
     for move in region.out:
         _set(move, "perm", list(_OUT_TURNED))
     merging = [index.consumers[move.output[0]][0] for move in region.out]
@@ -365,10 +373,6 @@ def _turn_heads(model: onnx.ModelProto, index: GraphIndex, region: _Region) -> N
             shape = np.array([0, 0, *(_constant_sizes(index, reshape) or [])], np.int64)
             reshape.input[1] = f"{reshape.output[0]}/shape"
             store_constants(model, {reshape.input[1]: shape})
-
-
-def _perm(move: onnx.NodeProto) -> tuple[int, ...]:
-    return next((tuple(item.ints) for item in move.attribute if item.name == "perm"), ())
 
 
 def _set(node: onnx.NodeProto, name: str, value: int | list[int]) -> None:

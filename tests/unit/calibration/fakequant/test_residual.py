@@ -20,8 +20,7 @@ from qdqbench.quantize.engine.layers import float_residuals
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.graph import export
-from qdqbench.quantize.graph.index import GraphIndex, list_int8_norms, prune
-from qdqbench.quantize.graph.precision import QDQ
+from qdqbench.quantize.graph.index import QDQ, GraphIndex, list_int8_norms, prune
 from qdqbench.quantize.lint.check import check_model
 from qdqbench.quantize.lint.inspection import inspect_layers, read_graph
 from qdqbench.quantize.models.load import load_model
