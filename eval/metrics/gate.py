@@ -9,19 +9,17 @@ from qdqbench.quantize.tasks.metrics import NOISE
 RULE_OF_THREE = 3  # samples that may differ where none did (Hanley and Lippman-Hand 1983), at 95 %
 MOST_SAMPLES = 10**9  # that are asked for: a drop at `max_drop` itself takes any number
 
-Judgement = Literal["holds", "holds within noise", "fails"]
-
 
 def limit(stderr: float, max_drop: float) -> float:
     """Return the largest drop that does not fail: `max_drop` and two of its paired standard errors."""
     return max_drop + NOISE * stderr
 
 
-def judge(drop: float, stderr: float, max_drop: float) -> Judgement:
-    """Judge a drop, the reference's metric minus the model's: above `max_drop` beyond noise it fails."""
+def judge(drop: float, stderr: float, max_drop: float) -> Literal["failed", "within_noise"] | None:
+    """Judge a drop, the reference's metric minus the model's; None: it is not above `max_drop`."""
     if drop <= max_drop:
-        return "holds"
-    return "holds within noise" if drop <= limit(stderr, max_drop) else "fails"
+        return None
+    return "within_noise" if drop <= limit(stderr, max_drop) else "failed"
 
 
 def samples_to_tell(drop: float, stderr: float, max_drop: float, n: int, *, counted: bool) -> int | None:
@@ -47,9 +45,11 @@ def drop_issue(comparison: Comparison, max_drop: float, **where: Any) -> GateIss
     return GateIssue(**{"code": "accuracy", "state": "failed", "limit": max_drop, **score, **where})
 
 
-def slow_issue(speedup: Speedup | None, min_speedup: float) -> GateIssue:
-    """Return a speed-up below `min_speedup` as an issue; None: it could not be measured."""
+def slow_issues(speedup: Speedup | None, min_speedup: float | None) -> list[GateIssue]:
+    """Return a speed-up below `min_speedup`, or one that could not be measured (None), as an issue."""
+    if min_speedup is None or (speedup is not None and speedup.value >= min_speedup):
+        return []
     issue = GateIssue(code="min_speedup", state="failed", limit=min_speedup)
     if speedup is not None:
         issue.value, issue.config, issue.baseline = speedup.value, speedup.config, speedup.baseline
-    return issue
+    return [issue]

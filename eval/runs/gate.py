@@ -8,7 +8,7 @@ import numpy as np
 
 from qdqbench.eval.bench.report import stale_files
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, headline_of, read_bench, row_of
-from qdqbench.eval.metrics.gate import drop_issue, judge, samples_to_tell, slow_issue
+from qdqbench.eval.metrics.gate import drop_issue, judge, samples_to_tell, slow_issues
 from qdqbench.eval.metrics.logits import read_logits
 from qdqbench.eval.metrics.results import Gate, GateCode, GateIssue, IssueState, Speedup, StageResult
 from qdqbench.eval.runs.results import EngineSize, Results
@@ -73,7 +73,7 @@ def judge_speed(gate: Gate, speed: list[Speedup]) -> Gate:
     issues = [issue for issue in gate.issues if issue.code != "min_speedup"]
     if (least := gate.min_speedup) is not None:
         judged = [row for row in speed if not row.quick]
-        issues += [slow_issue(row, least) for row in judged if row.value < least]
+        issues += [issue for row in judged for issue in slow_issues(row, least)]
         if not judged:
             issues.append(GateIssue(code="min_speedup", state="not_evaluated", limit=least))
     passed = not any(issue.state == "failed" for issue in issues)
@@ -92,10 +92,8 @@ def _judge_drops(session: Session, results: Results) -> Iterator[GateIssue]:
             error, counted = versus.delta_stderr[metric], versus.disagreements is not None
             judged = judge(-delta, error, most)
             needed = samples_to_tell(-delta, error, most, versus.n, counted=counted)
-            states: list[IssueState] = []
-            if judged != "holds":
-                states.append("failed" if judged == "fails" else "within_noise")
-            if judged != "fails" and needed is not None and name == last:
+            states: list[IssueState] = [judged] if judged else []
+            if judged != "failed" and needed is not None and name == last:
                 states.append("inconclusive")  # of what is deployed; others answered the same samples
             where = {"stage": name, "metric": metric, "value": -delta, "stderr": error, "needed": needed}
             yield from (drop_issue(versus, most, state=state, **where) for state in states)

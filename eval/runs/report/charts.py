@@ -178,7 +178,7 @@ def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> 
 def drop_fails(row: StageResult, metric: str, max_drop: float) -> bool:
     if (versus := row.vs_fp32) is None or metric not in versus.delta:
         return False
-    return judge(-versus.delta[metric], versus.delta_stderr.get(metric, 0.0), max_drop) == "fails"
+    return judge(-versus.delta[metric], versus.delta_stderr.get(metric, 0.0), max_drop) == "failed"
 
 
 def ranges_svg(results: Results, measure: str) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from qdqbench.eval.bench.measure import ReadyGraph, alone, measure_speedup, open_engine
 from qdqbench.eval.metrics.compare import compare
-from qdqbench.eval.metrics.gate import drop_issue, slow_issue
+from qdqbench.eval.metrics.gate import drop_issue, slow_issues
 from qdqbench.eval.metrics.logits import Logits, read_logits
 from qdqbench.eval.metrics.results import Comparison, Gate, GateIssue, Speedup
 from qdqbench.eval.runs.report.verdict import last_measured
@@ -100,9 +100,7 @@ def list_unmet(
     """Return what keeps a run's recipe from holding; `drops` are those of its last measured stage."""
     # a drop of a stage before the last one counts where the last one has none
     issues = drops + [each for each in gate.failures if each.code != "accuracy" or not drops]
-    if min_speedup is not None and (speedup is None or speedup.value < min_speedup):
-        issues.append(slow_issue(speedup, min_speedup))
-    return issues
+    return issues + slow_issues(speedup, min_speedup)
 
 
 @dataclass(frozen=True)

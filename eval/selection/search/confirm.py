@@ -6,7 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 from qdqbench.eval.bench.measure import build_and_prove, write_engine_graph
-from qdqbench.eval.metrics.gate import drop_issue, judge, slow_issue
+from qdqbench.eval.metrics.gate import drop_issue, judge, slow_issues
 from qdqbench.eval.metrics.results import GateIssue, Speedup
 from qdqbench.eval.metrics.runners import predict
 from qdqbench.eval.selection.search.report import search_report
@@ -157,14 +157,10 @@ def judge_confirmed(row: ConfirmedRecipe, gate: GateSettings, metric: str) -> li
     issues = []
     for stage, splits in (("fake_quant", row.scores), ("engine", row.engine)):
         for split, score in splits.items():
-            judged = judge(score.drop, score.drop_stderr, gate.max_drop)
-            if judged != "holds":
-                state = "failed" if judged == "fails" else "within_noise"
+            if (state := judge(score.drop, score.drop_stderr, gate.max_drop)) is not None:
                 where = {"stage": stage, "split": split, "metric": metric, "state": state}
                 issues.append(drop_issue(score, gate.max_drop, **where))
-    if gate.min_speedup is not None and (row.speedup is None or row.speedup.value < gate.min_speedup):
-        issues.append(slow_issue(row.speedup, gate.min_speedup))
-    return issues
+    return issues + slow_issues(row.speedup, gate.min_speedup)
 
 
 def _warn(worker: Worker, found: Search) -> Iterable[str]:

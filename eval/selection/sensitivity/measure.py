@@ -190,8 +190,8 @@ def point_holds(point: CurvePoint, full: Comparison, max_drop: float) -> bool:
     """Return whether a point is good enough; without a kept linear, a drop that may be noise is."""
     own = point.comparison
     if point.kept == 0:
-        return gate.judge(own.drop, own.drop_stderr, 0.0) != "fails"
-    holds = gate.judge(own.drop, own.drop_stderr, max_drop) != "fails"
+        return gate.judge(own.drop, own.drop_stderr, 0.0) != "failed"
+    holds = gate.judge(own.drop, own.drop_stderr, max_drop) != "failed"
     return holds and own.distance <= SHARE * full.distance
 
 

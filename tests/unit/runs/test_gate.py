@@ -52,16 +52,16 @@ def test_what_a_search_confirms_a_run_does_not_fail() -> None:
 
 
 def test_noise_of_a_drop_counts_from_max_drop() -> None:
-    assert judge(0.01, 0.0, 0.01) == "holds"
-    assert judge(0.0299, 0.01, 0.01) == "holds within noise"  # beyond noise from 0, but not from max_drop
-    assert judge(0.0301, 0.01, 0.01) == "fails"
-    assert judge(0.0101, 0.0, 0.01) == "fails"
-    assert judge(-0.5, 0.1, 0.0) == "holds"
+    assert judge(0.01, 0.0, 0.01) is None
+    assert judge(0.0299, 0.01, 0.01) == "within_noise"  # beyond noise from 0, but not from max_drop
+    assert judge(0.0301, 0.01, 0.01) == "failed"
+    assert judge(0.0101, 0.0, 0.01) == "failed"
+    assert judge(-0.5, 0.1, 0.0) is None
 
 
 @given(drop=st.floats(-0.2, 0.2), error=st.floats(0, 0.05), max_drop=st.sampled_from([0.0, 0.003, 0.01, 0.1]))
 def test_every_command_judges_alike(drop: float, error: float, max_drop: float) -> None:
-    expected = judge(drop, error, max_drop) != "fails"
+    expected = judge(drop, error, max_drop) != "failed"
     versus = comparison(accuracy=(drop, error))
     assert run_gate("sst2", max_drop, fake_quant=versus).passed == expected
     assert ("failed" not in confirmation(max_drop, fake_quant=versus)) == expected
@@ -117,7 +117,7 @@ def test_as_many_samples_as_it_asks_for_can_tell(drop: float, error: float, max_
     assert needed is None or needed > n
     # at the edge itself rounding decides, and nothing asks for more than that many samples
     at_the_edge = 2 * shrunk == pytest.approx(drop - max_drop, abs=1e-8) or needed == MOST_SAMPLES
-    assert at_the_edge or judge(drop, shrunk, max_drop) != "holds within noise"
+    assert at_the_edge or judge(drop, shrunk, max_drop) != "within_noise"
 
 
 @pytest.mark.parametrize(("drop", "error"), [(0.002, 0.006), (0.0115, 0.0113)])
