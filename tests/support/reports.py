@@ -17,6 +17,7 @@ from qdqbench.eval.selection.calibration_comparison import calibration_report
 from qdqbench.eval.selection.search.report import search_report
 from qdqbench.eval.selection.search.results import Search, Source
 from qdqbench.eval.selection.sensitivity.report import sensitivity_report
+from qdqbench.eval.verification.results import Verification
 from qdqbench.quantize.calibration.record import SoftmaxRow
 from qdqbench.quantize.pipeline.pipeline import Timing
 from qdqbench.quantize.report.document import Report
@@ -78,9 +79,19 @@ def unclear_run() -> Results:
     drop = GateIssue(code="accuracy", state="within_noise", stage="engine", metric="accuracy", **numbers)
     gate = Gate(passed=True, max_drop=0.01, issues=[drop, drop.model_copy(update={"state": "inconclusive"})])
     quick = speedup(1.31, 1.2, 1.4).model_copy(update={"quick": True})
-    return sample(
-        2, gate=gate, speed=[quick], notes=["mine.csv has semicolons between its fields"], warnings=[]
-    )
+    uncut = verification(blocks=[], blocks_not_checked="the layers do not end with a LayerNorm")
+    notes = ["mine.csv has semicolons between its fields"]
+    return sample(2, gate=gate, speed=[quick], notes=notes, warnings=[], verification=uncut)
+
+
+def wrong_engine() -> Verification:
+    """An engine with NaN in a block and in its answers."""
+    right = verification().model_dump()
+    lost = {"error": None, "position_error": None, "systematic_error": None, "nonfinite": 3}
+    blocks = [*right["blocks"][:1], right["blocks"][1] | lost | {"nonfinite_shapes": [[12, 20]]}]
+    nothing = dict.fromkeys(("drop", "disagreements", "mean_abs_logit_diff", "ks_statistic", "ks_p"))
+    answers = right["predictions"] | nothing | {"nonfinite": 9}
+    return verification(blocks=blocks, predictions=answers, passed=False)
 
 
 def share_search() -> Search:
@@ -126,7 +137,7 @@ REPORTS: dict[str, Callable[[], Report]] = {
     "run": lambda: run_report(timed_run(), sample_bench(), Path("runs/a")),
     "run-alone": lambda: run_report(sample()),
     "run-qat": lambda: run_report(qat_run(layers=2)),
-    "run-failed": lambda: run_report(failed()),
+    "run-failed": lambda: run_report(failed().model_copy(update={"verification": wrong_engine()})),
     "run-planned": lambda: run_report(without_engine()),
     "run-two-splits": lambda: run_report(mnli()),
     "run-regression": lambda: run_report(regression()),

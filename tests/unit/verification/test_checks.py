@@ -39,9 +39,7 @@ from qdqbench.quantize.tasks.types.tokens import Tagged
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.gpu import Gpu
 
-from ...support.pages import Page
 from ...support.records import engine_result
-from ...support.runs import sample, written
 from ...support.tiny_bert import exported, padded_batch, quantized
 
 SST2, STSB = get_task("sst2"), get_task("stsb")
@@ -568,40 +566,6 @@ def test_the_stage_writes_what_was_found_and_a_nan_engine_is_not_evaluated(
     assert not Verification.model_validate_json(record.read_text()).passed
     (skipped,) = stages.engine_stage(session)
     assert "NaN" in json.loads(skipped.read_text())["skipped"]
-
-
-@pytest.mark.parametrize("right", [True, False])
-def test_the_report_shows_it(right: bool, tmp_path: Path) -> None:
-    reference, plain, mask = hidden()
-    found = verification()
-    if not right:
-        found = verification(
-            blocks=[check(reference * np.nan, reference, plain, mask)],
-            predictions=answers(logits() * np.nan),
-            passed=False,
-        )
-    markdown, html = written(sample(verification=found), tmp_path)
-    page = Page(html)
-    assert not page.open
-    for text in (markdown, page.text):
-        assert "Engine outputs" in text
-        assert "layer.0" in text
-        assert ("not a number" in text) != right
-        assert ("have NaN or infinite logits" in text) != right
-    assert ("## Engine outputs ✗" in markdown) != right
-    assert ("1 / 1" if right else "0 / 1") in page.text
-
-
-def test_the_report_says_why_blocks_were_not_checked(tmp_path: Path) -> None:
-    found = verification(blocks=[], blocks_not_checked="the layers do not end with a LayerNorm")
-    markdown, html = written(sample(verification=found), tmp_path)
-    page = Page(html)
-    assert not page.open
-    for text in (markdown, " ".join(page.text.split())):
-        assert "The blocks were not checked" in text
-        assert "The engine's blocks are not verified, only its answers: the layers do not end" in text
-    assert "All hold." not in markdown[markdown.index("## Engine outputs") :]
-    assert "0 / 0" not in page.text
 
 
 def test_logits_near_zero_are_no_fault_of_the_head() -> None:
