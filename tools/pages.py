@@ -38,7 +38,7 @@ from qdqbench.quantize.lint.findings import Kind, fill, read_kinds
 from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe import shipped
 from qdqbench.quantize.recipe.schema import Recipe, family_free_recipes
-from qdqbench.quantize.tasks.task import KINDS, KNOWN
+from qdqbench.quantize.tasks.task import KNOWN, TASK_KINDS
 from qdqbench.quantize.training.results import Finetuning
 from qdqbench.quantize.utils import errors
 
@@ -228,7 +228,7 @@ def supported_page() -> str:
             kind.model_class,
             ", ".join(dict.fromkeys((*kind.default_metrics, *kind.metrics))),
         ]
-        for kind in KINDS.values()
+        for kind in TASK_KINDS.values()
     ]
     lines += table(["kind of task", "`--task`", "model class", "metrics, the default ones first"], rows)
     lines += ["", "## Measured", "", shipped.describe_choice(shipped.choose_start())]

@@ -12,7 +12,7 @@ from qdqbench.quantize.lint.findings import read_kinds
 from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe.schema import Recipe, shipped_recipes
 from qdqbench.quantize.recipe.shipped import list_shipped
-from qdqbench.quantize.tasks.task import KINDS
+from qdqbench.quantize.tasks.task import TASK_KINDS
 
 
 @pytest.mark.parametrize("name", pages.PAGES)
@@ -89,7 +89,7 @@ def test_every_model_type_and_recipe_is_named():
     rows = {
         line.split("`")[1]: line.split("|")[2:-1] for line in recipes.splitlines() if line.startswith("| `")
     }
-    assert all(f"| {kind} |" in text for kind in KINDS)
+    assert all(f"| {kind} |" in text for kind in TASK_KINDS)
     marked = {
         f"{family.name}-{recipe}"
         for recipe, marks in rows.items()
@@ -103,7 +103,7 @@ def test_the_readme_names_every_model_type_and_kind_of_task():
     types = ", ".join(f"`{name}`" for family in FAMILIES for name in family.model_types)
     text = " ".join((pages.ROOT / "README.md").read_text().split())
     assert f"- Model types: {types}." in text
-    assert f"- Kinds of tasks: {', '.join(KINDS)}." in text
+    assert f"- Kinds of tasks: {', '.join(TASK_KINDS)}." in text
 
 
 def test_pages_that_are_not_are_an_exit_status_and_are_written(tmp_path, monkeypatch, capsys):
