@@ -83,13 +83,6 @@ def write_head(folder: Path, head: str, model_type: str = "bert") -> None:
 
 def write_wide(folder: Path, recipe: str, head_size: int) -> None:
     """Export a BERT with heads of a size that kernels take, and 48 more channels than a tile has."""
-    from unittest import mock
-
-    sizes = families.SIZES["bert"] | {
-        "hidden_size": 2 * head_size,
-        "intermediate_size": 2 * head_size + 48,
-        "max_position_embeddings": 512,
-    }
-    with mock.patch.dict(families.SIZES, bert=sizes):
-        model = prepare_model(families.new_model("bert"))
+    width = {"hidden_size": 2 * head_size, "intermediate_size": 2 * head_size + 48}
+    model = prepare_model(families.new_model("bert", **width, max_position_embeddings=512))
     save(export(model, load_recipe(recipe)), folder / "model.onnx", recipe)

@@ -9,7 +9,7 @@ from typing import Any
 
 from qdqbench.quantize.utils.system.quiet import quiet
 
-from .tiny_bert import VOCABULARY
+from .tiny_bert import VOCABULARY, widen
 
 LAYERS, HIDDEN, HEADS, INTERMEDIATE, POSITIONS = 2, 32, 2, 64, 128
 _NARROW = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
@@ -38,20 +38,15 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def new_model(model_type: str, *, labels: int = 2, entries: int = len(VOCABULARY), seed: int = 0) -> Any:
-    """A classifier whose random weights are wide enough that every layer matters to the logits."""
-    import torch
+def new_model(
+    model_type: str, *, labels: int = 2, entries: int = len(VOCABULARY), seed: int = 0, **changes: Any
+) -> Any:
+    """A classifier with wide random weights; `changes` are fields of its configuration."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    config = AutoConfig.for_model(model_type, vocab_size=entries, num_labels=labels, **SIZES[model_type])
-    model = AutoModelForSequenceClassification.from_config(config).eval()
-    norms = {id(each.weight) for each in model.modules() if isinstance(each, torch.nn.LayerNorm)}
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for value in model.parameters():
-            noise = torch.randn(value.shape, generator=generator)
-            value.copy_(1 + 0.1 * noise if id(value) in norms else 0.2 * noise)
-    return model
+    sizes = {"vocab_size": entries, "num_labels": labels, **SIZES[model_type], **changes}
+    config = AutoConfig.for_model(model_type, **sizes)
+    return widen(AutoModelForSequenceClassification.from_config(config).eval(), seed)
 
 
 def new_tokenizer(pad_id: int, vocabulary: Sequence[str] = VOCABULARY) -> Any:

@@ -62,8 +62,6 @@ class Quantized(NamedTuple):
 
 
 def new_bert(*, heads: int = HEADS, labels: int = 3) -> Any:
-    """Random weights wide enough that every layer matters to the logits, biases included."""
-    import torch
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
@@ -75,12 +73,19 @@ def new_bert(*, heads: int = HEADS, labels: int = 3) -> Any:
         max_position_embeddings=128,
         num_labels=labels,
     )
-    generator = torch.Generator().manual_seed(0)
-    model = BertForSequenceClassification(config)
+    return widen(BertForSequenceClassification(config))
+
+
+def widen(model: Any, seed: int = 0) -> Any:
+    """The model with random weights wide enough that every layer matters to the logits, biases included."""
+    import torch
+
+    norms = {id(each.weight) for each in model.modules() if isinstance(each, torch.nn.LayerNorm)}
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, value in model.named_parameters():
+        for value in model.parameters():
             noise = torch.randn(value.shape, generator=generator)
-            value.copy_(1 + 0.1 * noise if name.endswith("LayerNorm.weight") else 0.2 * noise)
+            value.copy_(1 + 0.1 * noise if id(value) in norms else 0.2 * noise)
     return model
 
 

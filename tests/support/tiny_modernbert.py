@@ -1,7 +1,6 @@
 """ModernBERT with and without biases, deeper than that of `families`, and in INT8."""
 
 from typing import Any
-from unittest import mock
 
 from qdqbench.quantize.models.load import prepare_model
 
@@ -14,9 +13,7 @@ WINDOW = SIZES["modernbert"]["local_attention"] // 2  # tokens to each side, of 
 def new_modernbert(*, biases: bool = False, pooling: str = "mean") -> Any:
     """Random weights; layers 0 and 3 attend to every token."""
     fields = {"norm_bias": biases, "attention_bias": biases, "mlp_bias": biases}
-    changes = {"num_hidden_layers": 4, "classifier_pooling": pooling, **fields}
-    with mock.patch.dict(SIZES, modernbert=SIZES["modernbert"] | changes):
-        return new_model("modernbert", labels=3)
+    return new_model("modernbert", labels=3, num_hidden_layers=4, classifier_pooling=pooling, **fields)
 
 
 def quantized(model: Any, *, attention: bool = False, **calibration: Any) -> Quantized:

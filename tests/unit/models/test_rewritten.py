@@ -14,38 +14,23 @@ from qdqbench.quantize.models.load import load_model, prepare_model, use_attenti
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.quiet import quiet
 
-from ...support.tiny_bert import VOCABULARY, padded_batch, plan_of, recipe_with, run_onnx
+from ...support import families
+from ...support.tiny_bert import padded_batch, plan_of, recipe_with, run_onnx
 
-SIZES: dict[str, Any] = {
-    "vocab_size": len(VOCABULARY), "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "intermediate_size": 64, "max_position_embeddings": 130, "num_labels": 3,
-}  # fmt: skip
-V3: dict[str, Any] = {
-    "relative_attention": True, "position_buckets": 16, "norm_rel_ebd": "layer_norm", "share_att_key": True,
-    "pos_att_type": "p2c|c2p", "position_biased_input": False,
-}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mpnet": ("mpnet", {}),
-    "deberta-v3": ("deberta-v2", V3),
-    "every distance": ("deberta-v2", V3 | {"position_buckets": -1, "norm_rel_ebd": "none"}),
-    "c2p": ("deberta-v2", V3 | {"pos_att_type": "c2p", "position_biased_input": True}),
-    "p2c": ("deberta-v2", V3 | {"pos_att_type": "p2c", "embedding_size": 16}),
+    "deberta-v3": ("deberta-v2", {}),
+    "every distance": ("deberta-v2", {"position_buckets": -1, "norm_rel_ebd": "none"}),
+    "c2p": ("deberta-v2", {"pos_att_type": "c2p", "position_biased_input": True}),
+    "p2c": ("deberta-v2", {"pos_att_type": "p2c", "embedding_size": 16}),
 }
 every_model = pytest.mark.parametrize("name", list(MODELS))
 
 
 def new_model(name: str, **changes: Any) -> Any:
-    import torch
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
     model_type, given = MODELS[name]
-    config = AutoConfig.for_model(model_type, **SIZES, **(given | changes))
-    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for key, value in model.named_parameters():
-            noise = torch.randn(value.shape, generator=generator)
-            value.copy_(1 + 0.1 * noise if key.endswith("LayerNorm.weight") else 0.3 * noise)
+    model = families.new_model(model_type, labels=3, **(given | changes))
+    model.set_attn_implementation("eager")
     return model
 
 
