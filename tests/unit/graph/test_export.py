@@ -238,6 +238,7 @@ class TestUnjoined:
         model, plan, _ = tiny.quantized(tiny_bert)
         session = SimpleNamespace(
             recipe=load_recipe("bert-int8-linears"),
+            target=SimpleNamespace(backend="tensorrt_rtx", proves_for_gpu=False),
             config=SimpleNamespace(task=GLUE["mnli"]),
             plan=plan,
             fp32_model=load_model(str(tiny_bert)),

@@ -25,7 +25,7 @@ from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.system import gpu
 
 from ...support.tiny_bert import HIDDEN, LAYERS, exported, padded_batch, tensor
-from ...support.tiny_layer import store
+from ...support.tiny_layer import give, store
 
 MODULE = "bert.encoder.layer.1"
 BLOCK, PLACE = "layer.1", "/bert/encoder/layer.1"
@@ -109,32 +109,20 @@ def test_the_first_of_two_bad_blocks_is_searched_and_the_other_named(tiny_bert: 
     assert any("layer.1" in note for note in result.notes)
 
 
-def insert(graph: onnx.ModelProto, after: str, *operators: tuple[str, dict[str, Any], list[Any]]) -> None:
-    """Let the readers of a node's output read it through other nodes; outputs of the graph keep the name."""
-    nodes = list(graph.graph.node)
-    place = next((i for i, node in enumerate(nodes) if node.name == after), None)
-    if place is None:
-        return
-    name = nodes[place].output[0]
-    nodes[place].output[0] = current = f"{name}/raw"
-    fresh = []
-    for number, (operator, attributes, extra) in enumerate(operators):
-        made = name if number == len(operators) - 1 else f"{name}/{number}"
-        constants = []
-        for position, value in enumerate(extra):
-            constant = f"{made}/constant{position}"
-            graph.graph.initializer.append(onnx.numpy_helper.from_array(value, constant))
-            constants.append(constant)
-        fresh.append(helper.make_node(operator, [current, *constants], [made], name=made, **attributes))
-        current = made
-    del graph.graph.node[:]
-    graph.graph.node.extend([*nodes[: place + 1], *fresh, *nodes[place + 1 :]])
+def multiply(graph: onnx.ModelProto, after: str, factors: Any) -> None:
+    """Let the readers of a node's output, where it is there, read it times factors; it keeps its name."""
+    place = next((i for i, node in enumerate(graph.graph.node) if node.name == after), None)
+    if place is not None:
+        name = graph.graph.node[place].output[0]
+        graph.graph.node[place].output[0] = f"{name}/raw"
+        inputs = [f"{name}/raw", give(graph, f"{name}/factors", factors, factors.dtype)]
+        graph.graph.node.insert(place + 1, helper.make_node("Mul", inputs, [name], name=name))
 
 
 def overflow(after: str, size: int) -> Edit:
     """Channels of a tensor over the range of FP16, as a raw INT32 accumulator would be."""
     factors = np.where(np.arange(size) % 2, 1, np.inf).astype(np.float16)
-    return lambda graph: insert(graph, after, ("Mul", {}, [factors]))
+    return lambda graph: multiply(graph, after, factors)
 
 
 def half_scales(graph: onnx.ModelProto) -> onnx.ModelProto:
@@ -188,7 +176,7 @@ def test_partly_quantized_attention(tiny_bert: Path, tmp_path: Path) -> None:
                 node.input[position] = name.split("p_bmm_quantizer")[0] + "Softmax_output_0"
     context = linear("attention/self/MatMul_1")
     noise = np.random.default_rng(0).normal(1, 0.9, 16).astype(np.float16)
-    result = found(tiny_bert, lambda g: insert(g, context, ("Mul", {}, [noise])), graph, tmp_path)
+    result = found(tiny_bert, lambda g: multiply(g, context, noise), graph, tmp_path)
     assert result.node == context
     assert "attention is quantized in part" in result.cause
 

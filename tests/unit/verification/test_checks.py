@@ -40,6 +40,7 @@ from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.gpu import Gpu
 
 from ...support.records import engine_result
+from ...support.runs import verification
 from ...support.tiny_bert import exported, padded_batch, quantized
 
 SST2, STSB = get_task("sst2"), get_task("stsb")
@@ -384,23 +385,6 @@ def test_the_same_samples_in_three_settings() -> None:
     assert engine.widest([Profile((1, 8), (2, 8), (2, 8)), PROFILE]) == PROFILE
 
 
-def verification(**changes: Any) -> Verification:
-    reference, plain, mask = hidden()
-    fields = {
-        "reference": "fake_quant",
-        "seed": 0,
-        "blocks": [check(reference, reference, plain, mask)],
-        "stitched_int8_gemms": 12,
-        "shapes": [check_shape(logits(4), logits(4), (4, 16), "padded")],
-        "padding": check_padding(np.stack([logits(8)] * 3), COST),
-        "predictions": answers(logits(noise=0.2, seed=1)),
-        "warnings": [],
-        "failures": [],
-        "passed": True,
-    }
-    return Verification.model_validate(fields | changes)
-
-
 def test_every_fault_is_a_sentence_that_names_the_place_and_the_next_step() -> None:
     assert verification_failures(verification(), RUN) == []
     reference, plain, mask = hidden()
@@ -500,6 +484,8 @@ def session(
         config=SimpleNamespace(task=task, seed=0, batch_size=8),
         notes=[],
         recipe=load_recipe("bert-int8-linears"),
+        target=SimpleNamespace(backend="tensorrt"),
+        warnings=[],
         plan=made.plan,
         fp32_model=fp32,
         fp32_shifted=lambda: nullcontext(fp32),
