@@ -113,7 +113,7 @@ def start_run(recipe: str | Path | Recipe, options: QatOptions) -> tuple[Results
         tracking(options.report_to, folder, known) as tracked,
     ):
         if trains:
-            train_on_all(session, partial(run_stages, session))
+            train_on_all(session, partial(run_stages, session, leads=True))
             if not is_main_process():
                 raise SystemExit(0)
         results = run_until(session, until)

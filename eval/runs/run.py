@@ -86,8 +86,11 @@ def run_until(session: Session, until: str | None = None, *, quick_bench: bool =
     return results
 
 
-def run_stages(session: Session, until: str | None) -> dict[str, Timing]:
-    """Run up to a stage as `run_until` does, without results; return the cost of its stages."""
+def run_stages(session: Session, until: str | None, *, leads: bool = False) -> dict[str, Timing]:
+    """Run up to a stage as `run_until` does, without results; return the cost of its stages.
+
+    `leads` says that the whole run follows.
+    """
     needed = planned(session, until)
     names = [stage.name for stage in needed]
     # another run may have been here since this one was opened
@@ -98,11 +101,11 @@ def run_stages(session: Session, until: str | None) -> dict[str, Timing]:
         reporter().log(said)
     if said := cannot_hold(session.recipe):
         reporter().log(said, alarm=True)
-    before_build = _before_build(session, names)
+    before_build = _before_build(session, [each.name for each in planned(session, None)] if leads else names)
 
     def announce(name: str, reused: bool) -> None:
-        if name in before_build and not reused:
-            before_build.clear()
+        if name in before_build and not reused and not session.sought_builder:
+            session.sought_builder = True
             if missing := find_missing_builder(session.target.backend):
                 text = f"no engine can be built here, so the run will continue without one: {missing}"
                 reporter().log(text)

@@ -94,6 +94,7 @@ class Session:
     warnings: list[str] = field(default_factory=list)  # what a reader of the report must know
     accelerator: "Accelerator | None" = None  # of several processes; None: made when it is needed
     before_training: Callable[[], None] = lambda: None  # the other processes wait for this
+    sought_builder: bool = False  # what is missing to build an engine was told
 
     @property
     def recipe(self) -> Recipe:
