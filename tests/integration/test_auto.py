@@ -113,25 +113,6 @@ def test_the_first_recipe_that_holds_is_deployed_and_repeated(sst2, tmp_path, qd
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before
 
 
-def test_bad_input_is_told_before_anything_is_written(sst2, tmp_path, qdqbench):
-    out = tmp_path / OUT
-    for words, said in (
-        (["--budget", "soon"], "--budget soon: no duration"),
-        (["--max-drop", "2"], "less than or equal to 1"),
-        (["--min-speedup", "0"], "should be greater than 0"),
-        (["fp16"], "puts nothing into INT8"),
-        (["int8-linears", "int8-linears"], "two steps would be called"),
-    ):
-        done = qdqbench(*options(sst2, out, *words))
-        assert done.code == 1, words
-        assert said in done.err
-        assert done.err.count("\n") == 1
-        assert not out.exists()
-    (tmp_path / "mine.txt").write_text("mine")
-    assert qdqbench(*options(sst2, tmp_path)).code == 1
-    assert listing(tmp_path) == ["mine.txt"]
-
-
 @pytest.mark.long
 def test_a_killed_command_resumes(sst2, tmp_path, qdqbench):
     """The step that was killed is taken again, those before are not."""

@@ -18,7 +18,7 @@ from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.system.quiet import quiet
 
-from .tiny import MAIN, Outcome, call_alone, environment, listing
+from .tiny import MAIN, Outcome, call_alone, environment
 
 pytestmark = pytest.mark.slow
 TRIALS = 7
@@ -166,32 +166,6 @@ def test_a_budget_of_time_ends_it_with_a_report(given, files, tmp_path, qdqbench
     assert done.code == (0 if found.outcome.passed else 2), done.err
     assert len(found.trials) == 1
     assert f"1 of {TRIALS} trials fitted into 0.001 s; the same command resumes" in found.warnings
-
-
-def test_other_files_in_the_folder_are_left_alone(given, files, tmp_path, qdqbench):
-    (tmp_path / "mine.txt").write_text("mine")
-    done = qdqbench(*options(given, files, tmp_path))
-    assert done.code == 1
-    assert listing(tmp_path) == ["mine.txt"]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        ("fast.yaml", [], 3, "gate.min_speedup of recipe mine needs a measured latency"),
-        ("bert-int8-linears", [], 1, "calibration.samples"),  # 512 of 256 rows
-        ("mine.yaml", ["--sensitivity", "nowhere.json"], 1, "nowhere.json"),  # before a study is made
-    ],
-)
-def test_what_cannot_be_searched_is_told(given, files, tmp_path, qdqbench, case):
-    (recipe, more, code, told), out = case, tmp_path / "out"
-    words = options(given, files, out, *more)
-    words[1] = str(files / recipe) if recipe.endswith(".yaml") else recipe
-    done = qdqbench(*words)
-    assert done.code == code
-    assert told in done.err
-    assert "unexpected" not in done.err
-    assert not more or not out.exists()
 
 
 @pytest.mark.long

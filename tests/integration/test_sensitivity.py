@@ -10,7 +10,7 @@ from qdqbench.eval.selection.trials.store import Trials
 from qdqbench.quantize.recipe.schema import load_recipe
 
 from ..support.pages import offline
-from .tiny import LAYERS, Given, fine, listing, refused
+from .tiny import LAYERS, Given, fine, listing
 
 FILES = [
     *("recipe.yaml", "sensitivity.html", "sensitivity.json", "sensitivity.md"),
@@ -134,22 +134,6 @@ def test_draw_is_beside_calibration_and_validation_is_not_read(qdqbench, sst2, r
     split = load_split(get_task("sst2"), str(data), "train", limit=256, seed=0)
     drawn = draw_samples(Session(given.config(path), out), 64)[0].dataset
     assert drawn["sentence"][:] == split.dataset["sentence"][226:]
-
-
-CASES = [({"samples": 256}, "0 are left"), ({"split": "validation"}, "the judge of task 'sst2'")]
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_no_data_to_measure_on(qdqbench, sst2, recipe, tmp_path, case):
-    (calibration, said), out = case, tmp_path / "out"
-    refused(qdqbench("sensitivity", recipe(**calibration), *sst2.options, "--out", out), said)
-    assert not out.exists()
-
-
-def test_folder_of_something_else(qdqbench, sst2, recipe, tmp_path):
-    refused(qdqbench("sensitivity", recipe(), *sst2.options, "--out", tmp_path), "holds other files")
-    done = qdqbench("sensitivity", recipe(), *sst2.options, "--out", recipe())
-    assert (done.code, "is a file" in done.err) == (1, True)
 
 
 @pytest.mark.long

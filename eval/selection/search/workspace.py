@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -220,7 +220,6 @@ def int8_share(plan: Plan, counts: Mapping[str, int]) -> float:
     return sum(counts.get(name, 0) for name in (*plan.int8, *plan.attention)) / sum(counts.values())
 
 
-MOST_RECORDS = 3  # calibrations in memory
 LEAST_SAMPLES = 32  # below it a drop means nothing
 Measure = Callable[[Recipe, Plan], Speedup | None]  # None where the INT8 share is compared
 
@@ -255,7 +254,6 @@ class Workspace:
     space: Space
     samples: int
     identity: str = ""  # of model, data and code: calibrations of others are not reused
-    _records: dict[str, CalibrationRecord] = field(default_factory=dict)
     _last: "tuple[tuple[str, bool], PreTrainedModel] | None" = None  # scored, then exported
 
     @cached_property
@@ -348,20 +346,14 @@ class Workspace:
 
     def _record(self, recipe: Recipe, plan: Plan) -> CalibrationRecord:
         key = hash_of([plan_key(recipe, plan), self.identity])[:24]
-        if key in self._records:
-            return self._records[key]
         path = self.session.folder / "calibrations" / f"{key}.json"
         if path.is_file():
-            record = read_record(path)
-        else:
-            report_phase("calibrating")
-            session = self._session_of(recipe)
-            model = placed(session.new_int8_model())
-            record = ptq.calibrate(model, plan, session.calibration_batches(), recipe.calibration)
-            write_record(path, record)
-        while len(self._records) >= MOST_RECORDS:
-            self._records.pop(next(iter(self._records)))  # they are on disk
-        self._records[key] = record
+            return read_record(path)
+        report_phase("calibrating")
+        session = self._session_of(recipe)
+        model = placed(session.new_int8_model())
+        record = ptq.calibrate(model, plan, session.calibration_batches(), recipe.calibration)
+        write_record(path, record)
         return record
 
     def _session_of(self, recipe: Recipe) -> Session:
