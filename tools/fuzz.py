@@ -2,11 +2,10 @@
 
     python -m tools.fuzz [--minutes 5] [--seed N] [TARGET ...]
 
-A target is a reader of foreign files, an endpoint of `serve`, which reads the bytes of a connection, or
-`hypothesis`: the property tests with random draws. Rounds go over all targets, 20 s each, with a new seed.
-What breaks a reader is shortened, printed with its seed and appended to `tests/golden/broken_files.json`,
-which the tests replay. What breaks a property is printed: add it as an `@example`. The last lines sum up
-cases, CPU seconds and faults; the exit status is 1 where there is a fault.
+A target is a reader of foreign files, or an endpoint of `serve`, which reads the bytes of a connection.
+Rounds go over all targets, 20 s each, with a new seed. What breaks a reader is shortened, printed with its
+seed and appended to `tests/golden/broken_files.json`, which the tests replay. The last lines sum up cases,
+CPU seconds and faults; the exit status is 1 where there is a fault.
 """
 
 import argparse
@@ -19,7 +18,6 @@ import random
 import re
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -471,41 +469,22 @@ def keep(name: str, fault: str, data: bytes) -> None:
     FOUND.write_text(json.dumps([*known, row], indent=1) + "\n")
 
 
-def properties(seed: int, seconds: float, tally: Tally) -> None:
-    """Run the property tests once with random draws, for so many seconds at most."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-m", "hypothesis and not long"]
-    command += [f"--hypothesis-seed={seed}", "tests/unit"]
-    environment = os.environ | {"HYPOTHESIS_PROFILE": "search"}
-    where: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "text": True}
-    try:
-        done = subprocess.run(command, timeout=seconds, check=False, **where)
-    except subprocess.TimeoutExpired:
-        print(f"hypothesis, seed {seed}: NOT FINISHED in {seconds:.0f} s; give more --minutes", flush=True)
-        return
-    tally.cases += 1
-    if done.returncode:
-        tally.faults[f"hypothesis, seed {seed}"] = done.stdout[-4000:]
-        print(f"hypothesis, seed {seed}\n{done.stdout[-4000:]}", flush=True)
-
-
 def main() -> None:
     """Go over the targets in rounds until the time is over."""
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("targets", nargs="*", choices=[*TARGETS, "hypothesis", []], default=[])
+    options.add_argument("targets", nargs="*", choices=[*TARGETS, []], default=[])
     options.add_argument("--minutes", type=float, default=5.0)
     options.add_argument("--seed", type=int, default=int(time.time()))
     given = options.parse_args()
-    names = given.targets or [*TARGETS, "hypothesis"]
+    names = given.targets or [*TARGETS]
     until, tallies, seed = time.monotonic() + 60 * given.minutes, defaultdict[str, Tally](Tally), given.seed
     print(f"seed {seed}", flush=True)
     while time.monotonic() < until:
         for name in names:
             left, before = until - time.monotonic(), cpu_seconds()
-            if left > 0 and name == "hypothesis":
-                properties(seed, left, tallies[name])
-            elif left > 0:
+            if left > 0:
                 search(name, seed, min(left, ROUND_S, 60 * given.minutes / len(names)), tallies[name])
             tallies[name].cpu += cpu_seconds() - before
         seed += 1

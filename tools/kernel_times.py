@@ -67,14 +67,8 @@ def table(times: dict[str, list[float]], graph: float) -> str:
     whole = sum(map(sum, times.values()))
     lines = ["| kernel | launches | us, median | ms | share |", "|---|---|---|---|---|"]
     for name, each in sorted(times.items(), key=lambda pair: -sum(pair[1])):
-        cells = (
-            name,
-            len(each),
-            f"{median(each):.1f}",
-            f"{sum(each) / 1000:.3f}",
-            f"{sum(each) / whole:.0%}",
-        )
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+        taken = f"{median(each):.1f} | {sum(each) / 1000:.3f} | {sum(each) / whole:.0%}"
+        lines.append(f"| {name} | {len(each)} | {taken} |")
     launches = sum(map(len, times.values()))
     lines += [
         f"| all, each alone | {launches} | | {whole / 1000:.3f} | 100% |",

@@ -260,25 +260,6 @@ def verdict(found):
     return wrong
 
 
-def table(found):
-    """The figures as docs/how-to/serve.md has them."""
-    lines = ["| load | p50 ms | p99 ms | p99 / p50 | answered | 503 | lost, twice or mixed up |"]
-    lines.append("|---|---|---|---|---|---|---|")
-    names = {
-        "capacity": "100%",
-        "even_70": "70%, even times",
-        "poisson_70": "70%, Poisson",
-        "overload_300": "300%",
-        "killed": "50%, workers killed",
-    }
-    for name, told in names.items():
-        part = found[name]
-        statuses = (part["statuses"].get(status, 0) for status in ("200", "503"))
-        cells = [told, part["p50_ms"], part["p99_ms"], f"{part['p99_ms'] / part['p50_ms']:.2f}"]
-        lines.append("| " + " | ".join(map(str, [*cells, *statuses, part["lost"] + part["wrong"]])) + " |")
-    return "\n".join(lines)
-
-
 def start(arguments):
     """The server's process and its port."""
     root = Path(__file__).resolve().parents[1]

@@ -7,7 +7,6 @@ The run is one of `docs/measured-cpu`, whose results file is whole, with the ben
 Needs Chromium and playwright (the extra `dev`).
 """
 
-import argparse
 import shutil
 import tempfile
 from pathlib import Path
@@ -51,12 +50,8 @@ def take(page: Path, out: Path) -> list[Path]:
 
 def main() -> None:
     """Write both pictures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures")
-    out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        for path in take(write_page(Path(folder)), out):
+        for path in take(write_page(Path(folder)), ROOT / "docs" / "pictures"):
             print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 

@@ -19,16 +19,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import yaml
 from datasets import Dataset
 
 from qdqbench.quantize.models.load import load_tokenizer
-from qdqbench.quantize.recipe.schema import load_recipe
 
 SUMMARY_FILE = "summary.json"  # what tables.py keeps of a results file
 
@@ -67,7 +65,6 @@ SQUAD_ROWS, SQUAD_TOKENS = 1024, (30, 384)  # of a row, least and most
 SQUAD_MEDIAN, SQUAD_SPREAD = 167.4, 0.42  # tokens of a row; of their logarithm
 LATE, GRACE_S = -1, 20.0
 PREPARE = 0.5  # of the limit, at most, before anything is timed
-UNSPLIT = "bert-int8-attention-unsplit"
 
 
 @dataclass(frozen=True)
@@ -154,7 +151,7 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
                 "bert-base",
                 attention,
                 *grid(1, 8, 32, 128),
-                *also(residual, fused, "bert-int8-linears", ffn, str(work / f"{UNSPLIT}.yaml")),
+                *also(residual, fused, "bert-int8-linears", ffn),
                 *lean,
             )
         ],
@@ -216,15 +213,6 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
     return found
 
 
-def write_unsplit(path: Path) -> Path:
-    """The recipe `bert-int8-attention` without splitting of outlier channels."""
-    recipe = load_recipe("bert-int8-attention").model_dump(mode="json")
-    recipe["name"], recipe["calibration"]["outlier_channel_splitting"] = UNSPLIT, 0
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(recipe), encoding="utf-8")
-    return path
-
-
 def prepare(steps: list[Step], work: Path, until: float) -> None:
     """Export, build and compile for all benches side by side: each is timed alone afterwards."""
     benches = [step for step in steps if step.file == "bench.json"]
@@ -275,17 +263,11 @@ def measure(steps: list[Step], work: Path, out: Path, until: float) -> Iterator[
             yield f"{step.name}: left out after {spent}, {why}"
 
 
-def find_idle(only: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the words of --only that no name begins with."""
-    return [word for word in only if word and not any(name.startswith(word) for name in names)]
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure the chunks that are named; returns 1 if anything was left out."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("chunks", nargs="*")
     parser.add_argument("--list", action="store_true", help="what the chunks measure")
-    parser.add_argument("--only", nargs="+", default=[""], help="steps whose name begins so, to share GPUs")
     parser.add_argument("--models", type=Path, default=Path("models"))
     parser.add_argument("--data", default="hub")
     parser.add_argument("--work", type=Path, default=Path("runs/tables"), help="run directories")
@@ -301,16 +283,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if wrong := [name for name in given.chunks if name not in known]:
         parser.error(f"no chunk is called {', '.join(wrong)}; there are {', '.join(known)}")
-    listed = [step.name for name in given.chunks for step in known[name]]
-    if idle := find_idle(given.only, listed):
-        parser.error(f"no step of these chunks begins with {', '.join(idle)}; there are {', '.join(listed)}")
-    write_unsplit(given.work / f"{UNSPLIT}.yaml")
     if "lengths-squad" in given.chunks:
         write_squad_lengths(given.work / SQUAD, given.models / "minilm-l6-sst2")
     left_out = 0
     for name in given.chunks:
         steps = []
-        for step in (step for step in known[name] if step.name.startswith(tuple(given.only))):
+        for step in known[name]:
             files = (given.out / step.name / name for name in (step.file, SUMMARY_FILE))
             if there := next((path for path in files if given.keep and path.is_file()), None):
                 print(f"{step.name}: skipped, {there} is there", flush=True)

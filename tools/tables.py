@@ -5,7 +5,7 @@
     python tools/tables.py --summarize docs/measured
 
 A page gets its tables between two markers; `cuda.md` has two pairs. The same files give the same bytes, in
-any order. `--summarize` replaces the `results.json`, `study.json` and `search.json` of new runs by a
+any order. `--summarize` replaces the `results.json` and `study.json` of new runs by a
 `summary.json` of what tables read, which is all that the repository keeps of them.
 """
 
@@ -34,10 +34,8 @@ from qdqbench.eval.bench.results import (
     row_of,
 )
 from qdqbench.eval.metrics import figures
-from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.results import QAT_STAGES, RESULTS_FILE, STAGES, Results, read_results
 from qdqbench.eval.runs.study import STUDY_FILE, Study, conditions
-from qdqbench.eval.selection.search.results import SEARCH_FILE, read_search
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.models.families.known import family_named
 from qdqbench.quantize.models.modules import ModuleInfo
@@ -50,7 +48,6 @@ from qdqbench.quantize.report.formats import (
     clean,
     cleaned,
     code,
-    delta_points,
     flat,
     in_points,
     known,
@@ -58,7 +55,6 @@ from qdqbench.quantize.report.formats import (
     model_label,
     size,
     text,
-    versions_text,
 )
 from qdqbench.quantize.tasks.task import EMBED, GLUE
 from qdqbench.quantize.tasks.types.embedding import PAIRS
@@ -126,17 +122,6 @@ KEPT = {  # what tables read of a file: None is all of a value, "*" every key of
         gate=_keep("state"),
     ),
     "study": _keep("created command base task n finetune recipes summary warnings environment"),
-    "search": _keep(
-        "created command task metric trials agreement environment",
-        source=_keep("mode label baseline_precision batch length"),
-        outcome=_keep("failures"),
-        confirmed=_keep(
-            "name status reason recipe metrics dominates",
-            latency=_keep("system_ms value"),
-            fake_quant={"*": VERSUS},
-            engine={"*": VERSUS},
-        ),
-    ),
 }
 
 
@@ -161,30 +146,6 @@ def run_of(results: Results) -> Record:
     return _summary("run", results.model_dump(mode="json") | derived)
 
 
-def _search(path: Path) -> Record:
-    search = read_search(path)
-    fp32 = next((each.metrics for each in search.fp32.values()), {})
-    rows = [
-        each.model_dump(mode="json")
-        | {
-            "status": "failed" if each.failure else "done",
-            "reason": each.failure and each.failure.text,
-            "metrics": {search.metric: fp32[search.metric] - each.score.drop} if each.score else {},
-            "fake_quant": {split: score.model_dump() for split, score in each.scores.items()},
-            "latency": each.speedup and {"system_ms": each.speedup.system_ms, "value": each.speedup.value},
-        }
-        for each in search.confirmed
-    ]
-    failures = [issue_sentence(issue) for issue in search.outcome.issues if issue.state == "failed"]
-    derived = {
-        "trials": len(search.trials),
-        "confirmed": rows,
-        "outcome": {"failures": failures},
-        "source": search.source.model_dump() | {"label": search.source.label},
-    }
-    return _summary("search", search.model_dump(mode="json") | derived)
-
-
 def _bench(bench: Bench) -> Bench:
     """Return a bench with the right name of rows that `measure_tables.py` made up in the layout of SST-2."""
     if SQUAD not in bench.command:
@@ -201,7 +162,6 @@ READERS: dict[str, Callable[[Path], Any]] = {
     STUDY_FILE: lambda path: _summary(
         "study", Study.model_validate_json(path.read_text()).model_dump(mode="json")
     ),
-    SEARCH_FILE: _search,
     SUMMARY_FILE: lambda path: _project(clean(files.read_json(path)), None),
     BENCH_FILE: lambda path: _bench(cleaned(read_bench(path))),
 }
@@ -233,9 +193,7 @@ def _key(record: Any) -> tuple[Any, ...]:
     if record.kind == "run":
         of = str(record.recipe.get("name")), _rate(record.recipe), _model_name(record), record.task.name
         return "run", *of, record.seed, _environment(record)
-    if record.kind == "study":
-        return "study", record.task.name, tuple(sorted(record.recipes)), record.created
-    return "search", record.task, record.source.mode, record.created
+    return "study", record.task.name, tuple(sorted(record.recipes)), record.created
 
 
 def _of(kind: str, records: Sequence[Any]) -> list[Any]:
@@ -244,7 +202,7 @@ def _of(kind: str, records: Sequence[Any]) -> list[Any]:
 
 def summarize(folder: Path) -> list[Path]:
     written = []
-    for name in (RESULTS_FILE, STUDY_FILE, SEARCH_FILE):
+    for name in (RESULTS_FILE, STUDY_FILE):
         for path in sorted(folder.rglob(name)):
             written.append(path.with_name(SUMMARY_FILE))
             files.write_text(written[-1], json.dumps(READERS[name](path), indent=1) + "\n")
@@ -616,7 +574,7 @@ def _joint_speeds(bench: Bench, recipe: str, backend: str) -> list[str]:
     return cells
 
 
-# QAT over seeds, and searches
+# QAT over seeds
 
 
 def study_tables(studies: Sequence[Record], notes: Notes) -> list[str]:
@@ -666,69 +624,6 @@ def _study_place(study: Record) -> str:
 
 def _spread(spread: Record, sign: str = "") -> str:
     return in_points(spread.mean, spread.sd, sign)
-
-
-def search_tables(searches: Sequence[Record], notes: Notes) -> list[str]:
-    if not searches:
-        return []
-    places = list(dict.fromkeys(map(_search_place, searches)))
-    done = [(search, row) for search in searches for row in search.confirmed if row.status == "done"]
-    kept = [(search, row) for search, row in done if not (row.recipe and differences(row.recipe))]
-    rows = [
-        [*_search_row(search, row, notes), str(places.index(_search_place(search)) + 1)]
-        for search, row in kept
-    ]
-    title = (
-        "### Search\n\nThe recipe that `qdqbench search` chose, in bold, and the shipped ones on validation, "
-        "which no trial has seen. Drops are FP32 minus the recipe in points, ± one paired standard error. "
-        "Speed-ups are over the engine without INT8, not the fastest there is (`qdqbench bench`)."
-    )
-    over = f"over {' or '.join(dict.fromkeys(search.source.baseline_precision for search in searches))}"
-    header = ["task", "metric", "recipe", "fake-quant", "drop", "engine drop", "ms", over, "trials", "where"]
-    lines = [f"- {number}: {text(line)}" for number, line in enumerate(places, 1)]
-    lines += [f"- {text(label(each.task))}: {text(line)}" for each in searches for line in _verdicts(each)]
-    if gone := len(done) - len(kept):
-        lines.append(f"- left out: {gone} rows of shipped recipes that have changed since")
-    return [title, table(header, rows), "\n".join(lines)]
-
-
-def _search_row(search: Record, row: Record, notes: Notes) -> list[str]:
-    name = notes.label(row.recipe) if row.recipe else code(row.name)
-    if row is search.confirmed[0]:
-        name = f"**{name if row.name in shipped_recipes() else 'found by the search'}**"
-    elif row.dominates:
-        name += " ✗ dominates the chosen one"
-    value = row.metrics.get(search.metric)
-    # of the first split
-    drops = [next(iter(splits.values()), None) for splits in (row.fake_quant, row.engine)]
-    return [
-        *(text(label(each)) for each in (search.task, search.metric)),
-        name,
-        "" if value is None else f"{100 * value:.2f}",
-        *(
-            delta_points(-each.delta[search.metric], each.delta_stderr[search.metric]) if each else ""
-            for each in drops
-        ),
-        *([f"{row.latency.system_ms:.3f}", f"{row.latency.value:.2f}x"] if row.latency else ["", ""]),
-        str(search.trials),
-    ]
-
-
-def _verdicts(search: Record) -> list[str]:
-    lines = list(search.outcome.failures)
-    lines += [f"✗ {row.name} failed: {row.reason}" for row in search.confirmed if row.status == "failed"]
-    if drops := search.agreement:
-        verdict = "they agree within noise" if drops.within_noise else "✗ they do not agree"
-        lines.append(
-            f"drop {delta_points(drops.searched, drops.searched_stderr)} where it was searched, "
-            f"{delta_points(drops.confirmed, drops.confirmed_stderr)} confirmed: {verdict}"
-        )
-    return lines
-
-
-def _search_place(search: Record) -> str:
-    source, versions = search.source, versions_text(search.environment)
-    return f"latency {source.label}, batch {source.batch} x {source.length} tokens; {versions}"
 
 
 # Benches
@@ -891,7 +786,6 @@ def markdown(records: Sequence[Any]) -> str:
         *mean_tables(runs, notes),
         *joint_tables(runs, benches, notes),
         *study_tables(_of("study", records), notes),
-        *search_tables(_of("search", records), notes),
         *length_tables(benches, notes),
         *(part for bench in benches for part in latency_tables(bench, notes)),
     ]

@@ -11,19 +11,17 @@ from tools import measure_tables
 from tools.measure_tables import (
     LATE,
     REAL,
-    UNSPLIT,
     Step,
     chunks,
     main,
     measure,
     name_run,
     write_squad_lengths,
-    write_unsplit,
 )
 
 from qdqbench.cli.app import app
 from qdqbench.quantize.models.load import load_tokenizer
-from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
+from qdqbench.quantize.recipe.schema import shipped_recipes
 from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.data.load import load_split
 from qdqbench.quantize.tasks.task import get_task
@@ -61,7 +59,7 @@ def test_every_command_and_option_and_recipe_exists(known, tmp_path):
         assert asked
         runs = {each for each in asked if Path(each).parent == Path("models")}
         assert {Path(each).name for each in runs} <= {name_run(*run) for run in REAL}
-        assert set(asked) - {str(tmp_path / f"{UNSPLIT}.yaml")} - runs <= set(shipped_recipes()), step
+        assert set(asked) - runs <= set(shipped_recipes()), step
 
 
 def test_made_up_rows_have_the_lengths_of_squad(tiny_bert, tmp_path):
@@ -77,14 +75,6 @@ def test_made_up_rows_have_the_lengths_of_squad(tiny_bert, tmp_path):
 def test_folders_are_named_once(known):
     names = [step.name for steps in known.values() for step in steps]
     assert len(set(names)) == len(names)
-
-
-def test_the_recipe_without_splitting_differs_in_that_alone(tmp_path):
-    made = load_recipe(str(write_unsplit(tmp_path / "x.yaml")))
-    shipped = load_recipe("bert-int8-attention")
-    assert (made.name, made.calibration.outlier_channel_splitting) == (UNSPLIT, 0)
-    same = shipped.calibration.model_copy(update={"outlier_channel_splitting": 0})
-    assert made == shipped.model_copy(update={"name": UNSPLIT, "calibration": same})
 
 
 def test_results_are_kept_and_what_is_not_done_is_told(tmp_path, monkeypatch):
@@ -127,13 +117,3 @@ def test_the_list_and_unknown_chunks(capsys):
     with pytest.raises(SystemExit):
         main(["bsae"])
     assert "no chunk is called bsae" in capsys.readouterr().err
-
-
-def test_a_step_that_is_not_there_is_an_error(tmp_path, capsys):
-    where = ["--work", str(tmp_path), "--out", str(tmp_path)]
-    with pytest.raises(SystemExit):
-        main(["unpadded-large", "--only", "no-such-step", *where])
-    assert (
-        "no step of these chunks begins with no-such-step; there are large-unpadded"
-        in capsys.readouterr().err
-    )

@@ -218,30 +218,6 @@ def test_attention_and_gate_are_shown():
     assert "| ✗ |" in made
 
 
-def test_searches_show_what_was_chosen_and_what_would_have_been_better():
-    searches = of("search")
-    assert len(searches) == 3
-    search = searches[0]
-    made = markdown([search])
-    assert "| **found by the search** |" in made
-    kept = [each for each in search.confirmed if each.status == "done" and not differences(each.recipe)]
-    assert 1 < len(kept) < len(search.confirmed)
-    assert made.count("| MRPC | F1 |") == len(kept)
-    assert f"left out: {len(search.confirmed) - len(kept)} rows of shipped recipes" in made
-    assert "agree within noise" in made
-    assert "dominates" not in made
-    kept[1]["dominates"] = True
-    search.agreement["within_noise"] = False
-    search.outcome["failures"] = ["it lost 3 points"]
-    search.confirmed[3].update(status="failed", reason="out of memory")
-    search.source["baseline_precision"] = "BF16"
-    made = markdown([search])
-    assert f"`{kept[1].name}` ✗ dominates the chosen one" in made
-    for part in ("✗ they do not agree", "it lost 3 points", "over BF16"):
-        assert part in made
-    assert f"{search.confirmed[3].name} failed: out of memory" in made
-
-
 def test_another_learning_rate_is_named_and_no_duplicate(tmp_path):
     for rate in (1.0, 0.5):
         recipe = shipped("bert-int8-residual-qat")
