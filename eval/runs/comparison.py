@@ -21,7 +21,7 @@ from qdqbench.eval.runs.results import RESULTS_FILE, Results, read_results
 from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
 from qdqbench.quantize.report import document as doc
-from qdqbench.quantize.report.figures import coverage
+from qdqbench.quantize.report.figures import share
 from qdqbench.quantize.report.formats import cleaned, count_of, in_points, known, label, model_label, size
 from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.tasks import metrics
@@ -500,7 +500,7 @@ def _latency_text(ratio: Speedup) -> str:
 def _int8_text(run: ComparedRun) -> str:
     if run.int8 is None:
         return f"{run.planned_int8} planned, no engine" if run.planned_int8 else "none asked"
-    return coverage(run.int8, run.expected_int8 or 0)
+    return share(run.int8, run.expected_int8 or 0)
 
 
 def _engine_size(run: ComparedRun) -> str:

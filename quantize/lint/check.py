@@ -37,7 +37,7 @@ from qdqbench.quantize.lint.view import (
     is_quantize,
     missing_arguments,
 )
-from qdqbench.quantize.report.figures import coverage
+from qdqbench.quantize.report.figures import coverage, share
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import FP16_MAX, INT8_HEAD_SIZES
@@ -81,7 +81,7 @@ class CheckReport(Tabular):
         """Return what is shown of it."""
         counts = self.counts
         return {
-            "INT8 GEMMs": f"{counts['int8']} of {counts['gemms']}",
+            "INT8 GEMMs": share(counts["int8"], counts["gemms"]),
             "errors": counts["errors"],
             "findings": counts["findings"],
         }

@@ -26,6 +26,7 @@ from qdqbench.quantize.lint.findings import EFFECTS, Finding
 from qdqbench.quantize.lint.fix import EngineRow, FixReport
 from qdqbench.quantize.lint.inspection import Inspection, Time
 from qdqbench.quantize.report import document as doc
+from qdqbench.quantize.report.figures import share
 from qdqbench.quantize.utils.names import install_command
 
 LONGEST_NAME = 400  # characters; TensorRT's are shorter
@@ -121,7 +122,7 @@ def fix_report(found: FixReport) -> doc.Report:
     first, second, outputs = found.engine_before, found.engine_after, found.outputs
     rows = [
         doc.row(
-            "GEMMs that run in INT8, by the graph", found.int8_before, f"{found.int8_after} of {found.gemms}"
+            "GEMMs that run in INT8, by the graph", found.int8_before, share(found.int8_after, found.gemms)
         )
     ]
     for code in dict.fromkeys((*found.findings_before, *found.findings_after)):
@@ -156,7 +157,7 @@ def fix_report(found: FixReport) -> doc.Report:
 
 
 def _gemms(row: EngineRow) -> str:
-    return "refused" if row.refused else f"{row.int8_gemms} of {row.gemms}"
+    return "refused" if row.refused else share(row.int8_gemms, row.gemms)
 
 
 def _attentions(row: EngineRow) -> str:
@@ -198,7 +199,7 @@ def _made(sidecar: Sidecar | None) -> str:
 
 def _summarize(found: Inspection) -> Iterator[tuple[str, str]]:
     expected = found.expected_int8_gemms
-    total = f"{found.int8_gemms} of {found.gemms}"
+    total = share(found.int8_gemms, found.gemms)
     encoder = [node for node in found.linears if block_of_node(node).startswith("layer.")]
     inside = f"{len({*encoder}.intersection(found.int8))} of {len(encoder)} in the encoder"
     if expected is None:

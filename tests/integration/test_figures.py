@@ -104,7 +104,7 @@ def test_int8_and_kernels_are_one_figure(pages, finished_run, qdqbench) -> None:
     assert checked["counts"]["int8"] == engine.expected_int8_gemms
     assert checked["findings"] == [row.model_dump(mode="json") for row in results.findings]
     assert f"{engine.int8_gemms} of {engine.expected_int8_gemms} linears in INT8" in " ".join(summary.split())
-    assert row_with(html, "INT8 linears")[1] == f"{engine.int8_gemms} / {engine.expected_int8_gemms}"
+    assert row_with(html, "INT8 linears")[1] == f"{engine.int8_gemms} of {engine.expected_int8_gemms}"
     assert (told["profiles"], sum(told["kernel_counts"].values())) == (engine.profiles, engine.kernels)
     counts = ", ".join(f"{count} {kind}" for kind, count in told["kernel_counts"].items())
     shown = " ".join(qdqbench("inspect", finished_run).out.split())

@@ -20,7 +20,7 @@ from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.pipeline.ownership import locked_folder, locked_for_reading
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.report import document as doc
-from qdqbench.quantize.report.figures import coverage
+from qdqbench.quantize.report.figures import coverage, share
 from qdqbench.quantize.report.formats import (
     LABELS,
     cleaned,
@@ -137,7 +137,7 @@ def _tiles(results: Results) -> Iterator[doc.Tile]:
     if engine is not None and engine.expected_int8_gemms:
         count, asked = engine.int8_gemms, engine.expected_int8_gemms
         holds = count >= asked and not engine.not_int8
-        yield doc.Tile("INT8 linears", f"{count} / {asked}", "in the engine", doc.bad_unless(holds))
+        yield doc.Tile("INT8 linears", share(count, asked), "in the engine", doc.bad_unless(holds))
     elif engine is None and planned:
         yield doc.Tile("INT8 linears", str(planned), "planned, not proven")
     last, gain = verdict.last_measured(results), results.qat_vs_ptq
@@ -192,7 +192,7 @@ def _proof_tiles(results: Results) -> Iterator[doc.Tile]:
         remark = f"of its own limit: {verdict.remark_of(worst)}"
         yield doc.Tile("layer parity", verdict.part_text(worst), remark, doc.bad_unless(parity.passed))
     if (verified := results.verification) is not None:
-        held = f"{sum(row.holds for row in verified.blocks)} / {len(verified.blocks)}"
+        held = share(sum(row.holds for row in verified.blocks), len(verified.blocks))
         remark = f"follow {label(verified.reference)} on {sections.device_text(results.engine)}"
         if verified.blocks_not_checked:
             held, remark = "not checked", verified.blocks_not_checked

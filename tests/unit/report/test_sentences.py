@@ -35,6 +35,7 @@ from ...support.records import comparison, speedup
 from ...support.runs import run_gate
 
 MODULES = [
+    "eval.metrics.figures",
     "eval.runs.gate",
     "eval.runs.report.report",
     "eval.runs.report.sections",

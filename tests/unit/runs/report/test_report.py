@@ -151,7 +151,7 @@ def test_blocks_that_hold_are_not_marked_for_what_else_failed() -> None:
     limits |= {"systematic_error": 0.0, "systematic_limit": 0.1}
     block = BlockCheck(name="layer.0", n=1, error=0.1, nonfinite=0, nonfinite_shapes=[], **limits)
     results = sample()
-    for error, shown in ((0.1, ("1 / 1", "")), (0.3, ("0 / 1", "bad"))):
+    for error, shown in ((0.1, ("1 of 1", "")), (0.3, ("0 of 1", "bad"))):
         blocks = [block.model_copy(update={"error": error})]
         results.verification = Verification.model_construct(
             reference="fake_quant", blocks=blocks, blocks_not_checked=None, passed=False
