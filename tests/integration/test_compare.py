@@ -51,8 +51,8 @@ def test_what_changed_is_found_with_its_text_and_counted(compared, given):
     for sample in flipped:
         assert rows[sample]["text"] == texts[sample]
         predictions = rows[sample]["predictions"]
-        assert predictions["finished"]["prediction"] != predictions["run"]["prediction"]
-        assert predictions["finished"]["margin"] == pytest.approx(predictions["run"]["margin"])
+        assert predictions["bert-int8-linears"]["prediction"] != predictions["run"]["prediction"]
+        assert predictions["bert-int8-linears"]["margin"] == pytest.approx(predictions["run"]["margin"])
     assert {row["what"] for row in found["layers"]} >= {"amax", "output error"}
 
 
@@ -88,7 +88,7 @@ def test_runs_of_other_samples_are_side_by_side_and_not_paired(finished_run, a_r
     assert done.code == 0, done.err
     found = json.loads(done.out)
     assert "other samples" in found["pairs"][0]["not_paired"]
-    assert [run["name"] for run in found["runs"]] == ["finished", "run"]
+    assert [run["name"] for run in found["runs"]] == ["bert-int8-linears", "run"]
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(400, "dark"), (1280, "light")])
@@ -101,7 +101,7 @@ def test_the_page_in_a_browser(compared, browser, width, scheme, tmp_path):
     page.goto(f"file://{folder}/compare.html")
     assert asked == [f"file://{folder}/compare.html"]  # offline
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    for text in ("finished", "run", "accuracy", "12 of 12", "inconclusive"):
+    for text in ("bert-int8-linears", "run", "accuracy", "12 of 12", "inconclusive"):
         assert page.locator("#runs tbody").get_by_text(text).first.is_visible(), text
     rows = page.locator("#samples tbody tr")
     assert rows.count() == len(flipped)
