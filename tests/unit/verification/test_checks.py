@@ -205,6 +205,31 @@ def test_words_of_a_sentence_that_say_the_same_are_one_answer(many: int, shift: 
     assert (more.ks_statistic, more.ks_p) == (one.ks_statistic, one.ks_p)
 
 
+def repeated(got: Any, reference: Any, share: float) -> Any:
+    """The check of texts of which a share is one text, in batches that sum in another order."""
+    n = len(reference)
+    texts = np.where(np.arange(n) < share * n, 0, np.arange(n))
+    order = 1e-7 * np.random.default_rng(8).normal(size=(n, 2)).astype(np.float32)
+    return answers(got[texts], reference=reference[texts] + order)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.5, 1.0])
+@pytest.mark.parametrize("n", [60, 872, 5000])
+def test_repeated_texts_count_once(n: int, share: float) -> None:
+    reference = logits(n, 2, 0.2, 1)
+    rounded = reference + np.float32(1e-3) * np.abs(logits(n, 2, 1.0, 7))
+    assert repeated(rounded, reference, share).ks_p > 0.5
+    assert repeated(rounded, reference, share).holds
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
+def test_a_wrong_distribution_fails_among_repeated_texts(share: float) -> None:
+    reference = logits(872, 2, 0.2, 1)
+    wrong = repeated(reference + np.float32(1.0), reference, share)
+    assert wrong.ks_p < wrong.ks_p_limit
+    assert not wrong.holds
+
+
 def test_many_words_within_rounding_pass_and_a_wrong_distribution_fails() -> None:
     """Most words are O, all with nearly the same logits: there a rounding moves the whole distribution."""
     rng = np.random.default_rng(3)
