@@ -14,16 +14,17 @@ from qdqbench._options import CheckOptions, PoolingOptions, RunOptions
 from qdqbench._progress import StageProgress, displayed
 from qdqbench._samples import Batches, Samples, find_texts, list_samples
 from qdqbench.eval.runs.results import Results
-from qdqbench.quantize.calibration import ptq, smoothing
+from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant.quantizers import name_outputs
 from qdqbench.quantize.calibration.record import (
     CalibrationRecord,
-    ChannelSplit,
     describe_spread,
     read_record,
     trained_record,
     write_record,
 )
+from qdqbench.quantize.calibration.techniques import channel_splitting, smoothing
+from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSplit
 from qdqbench.quantize.engine.backend import gpu_backend
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.lint.check import CheckReport, check_file
@@ -127,7 +128,7 @@ class Quantized(Shown):
         import torch
 
         plain: Any = prepare_model(cast("Any", copy.deepcopy(self.original)).cpu())
-        smoothing.keep_equal(self.model, self.record.splits)()  # after the last step of a training
+        channel_splitting.keep_equal(self.model, self.record.splits)()  # after the last step of a training
         own = {name: value.cpu() for name, value in self.model.state_dict().items()}
 
         def gives_own(record: CalibrationRecord) -> bool:
@@ -138,7 +139,7 @@ class Quantized(Shown):
             return plain, self.record
         record, family = trained_record(self.model, self.record), self.plan.family
         weights = smoothing.remove_factors(self.model, record.smoothing)
-        weights = smoothing.remove_copies(weights, record.splits, family)
+        weights = channel_splitting.remove_copies(weights, record.splits, family)
         shapes = {name: weights[name].shape if name in weights else None for name in plain.state_dict()}
         fits = shapes == {name: value.shape for name, value in plain.state_dict().items()}
         if fits:
@@ -400,7 +401,7 @@ def _tie_copies(model: "PreTrainedModel", record: CalibrationRecord) -> None:
 
 def _tie(model: "PreTrainedModel", *_: Any, splits: dict[str, ChannelSplit]) -> None:
     if model.training:
-        smoothing.keep_equal(model, splits)()
+        channel_splitting.keep_equal(model, splits)()
 
 
 def export(quantized: Quantized, path: str | Path) -> Exported:
@@ -422,7 +423,7 @@ def export(quantized: Quantized, path: str | Path) -> Exported:
     if path.is_dir():
         raise UserError(f"{path} is a folder; give the file to write, such as {path / 'model.onnx'}")
     recipe, notes = quantized.recipe, list[str]()
-    smoothing.keep_equal(quantized.model, quantized.record.splits)()  # after the last step of a training
+    channel_splitting.keep_equal(quantized.model, quantized.record.splits)()  # after the last training step
     asked = recipe.engine.backend
     settings = ExportSettings.of(recipe, gpu_backend() if asked == "auto" else asked)
     traced = trace(quantized.model, recipe.export.opset, name_outputs(quantized.model))

@@ -16,7 +16,7 @@ from qdqbench.eval.metrics.runners import placed
 from qdqbench.eval.stages import stages
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.record import read_record, write_record
-from qdqbench.quantize.calibration.softmax import LONG
+from qdqbench.quantize.calibration.techniques.softmax_scale import LONG
 from qdqbench.quantize.engine.profiles import choose_edges
 from qdqbench.quantize.engine.target import choose_target
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph

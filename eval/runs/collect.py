@@ -16,64 +16,24 @@ from qdqbench.eval.runs.results import FileRow, ModelChange, Results
 from qdqbench.eval.stages.stages import FP16_STAGE
 from qdqbench.eval.verification.results import read_verified
 from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
-from qdqbench.quantize.calibration.softmax import LONG
+from qdqbench.quantize.calibration.techniques import (
+    bias_correction,
+    channel_splitting,
+    qkv_bias_folding,
+    smoothing,
+    softmax_scale,
+)
 from qdqbench.quantize.models.identity import describe_model
 from qdqbench.quantize.pipeline import data_profiles, graphs, outcomes
 from qdqbench.quantize.pipeline.pipeline import Timing, read_finished
 from qdqbench.quantize.pipeline.session import QAT, RECORD, Session
-from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
+from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.report.formats import count_of
 from qdqbench.quantize.tasks.data.splits import source_commit
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.system.environment import describe_environment, now
-
-# a noun, and a sentence that takes its count; in the order in which a report lists them
-CHANGES = {
-    "training": ("step", "The weights are those after {} of quantization-aware training."),
-    "bias correction": (
-        "linear",
-        "The biases of {} of {tried} make up for the mean error of rounding; the others gained nothing.",
-    ),
-    "tanh GELU": ("feed-forward", "GELU has its tanh form in {}, off by 5e-4 at most."),
-    "given ranges": ("activation", "The amax of {} is the recipe's and not calibration's."),
-    "smoothing": (
-        "linear",
-        "The input channels of {} are multiplied by powers of two, which their weights undo (SmoothQuant).",
-    ),
-    "scaled rows": (
-        "linear",
-        "The rows of {} (q, k, v) are scaled by powers of two, undone in scores or after the attention.",
-    ),
-    "split channels": (
-        "outlier channel",
-        "{} of {split} are split into copies, for which each feed-forward is {extra} channels wider.",
-    ),
-    "moved biases": (
-        "linear",
-        "The biases of {} of q, k and v are gone; k's changes no softmax, v's is added after the attention.",
-    ),
-    "shifted inputs": (
-        "INT8 attention",
-        "What q, k and v of {} read is shifted where it is made, which does what the bias of q did. What "
-        "else that does is taken out after the attention.",
-    ),
-    "centered values": (
-        "INT8 attention",
-        "The values of {} are centered, so that a softmax that rounds to zero loses little; their mean is in "
-        "the attention's output.",
-    ),
-    "INT8 attention": ("attention", "q, k, v and the softmax of {} are in INT8."),
-    "INT8 residuals": ("residual sum", "{} read the INT8 tensor that the next linears read."),
-    "FP16": ("linear", "What is not INT8 computes in FP16, {} among it."),
-    "joined heads": ("attention", "q, k and v of {} go to their heads in one step."),
-    "tokens first": (
-        "attention",
-        "Hidden states are [length, batch, hidden] through {}, which saves copies.",
-    ),
-    "short GELU": ("tanh GELU", "{} written as x sigmoid(x (a + b x²)), the same function."),
-}
 
 
 def model_changes(  # noqa: PLR0913
@@ -93,32 +53,43 @@ def model_changes(  # noqa: PLR0913
         half: what is not INT8 computes in FP16.
         trained: the step of training whose weights were kept.
     """
-    bias_free, splits = list_bias_free_linears(plan), record.splits.values()
-    counts = {
-        "training": trained,
-        "bias correction": len(record.biases),
-        "tanh GELU": rewrites.get("tanh GELU", 0) if to_tanh else 0,
-        "given ranges": len(record.replaced),
-        "smoothing": len(record.smoothing.inputs),
-        "scaled rows": len(record.smoothing.rows),
-        "split channels": sum(len(split.outliers) for split in splits),
-        "moved biases": sum(name in bias_free for name in record.centers),
-        "shifted inputs": len(record.shifts),
-        "centered values": len({row.module for row in record.softmax if row.centered}),
-        "INT8 attention": len(plan.attention),
-        "INT8 residuals": len(plan.residual),
-        "FP16": len(plan.high) if half else 0,
-        **{name: rewrites.get(name, 0) for name in ("joined heads", "tokens first", "short GELU")},
-    }
-    facts = {
-        "tried": count_of(sum(name not in bias_free for name in plan.int8), "INT8 linear"),
-        "split": count_of(len(splits), "feed-forward"),
-        "extra": max((split.extra for split in splits), default=0),
-    }
+    tanh_gelus = rewrites.get("tanh GELU", 0) if to_tanh else 0
+    joined, turned, short = (rewrites.get(name, 0) for name in ("joined heads", "tokens first", "short GELU"))
+    changes: list[tuple[str, int, str, str]] = [
+        ("training", trained, "step", "The weights are those after {} of quantization-aware training."),
+        *bias_correction.describe_changes(plan, record.biases),
+        ("tanh GELU", tanh_gelus, "feed-forward", "GELU has its tanh form in {}, off by 5e-4 at most."),
+        (
+            "given ranges",
+            len(record.replaced),
+            "activation",
+            "The amax of {} is the recipe's and not calibration's.",
+        ),
+        *smoothing.describe_changes(record.smoothing),
+        *channel_splitting.describe_changes(record.splits),
+        *qkv_bias_folding.describe_changes(plan, record.centers, record.shifts),
+        *softmax_scale.describe_changes(record.softmax),
+        ("INT8 attention", len(plan.attention), "attention", "q, k, v and the softmax of {} are in INT8."),
+        (
+            "INT8 residuals",
+            len(plan.residual),
+            "residual sum",
+            "{} read the INT8 tensor that the next linears read.",
+        ),
+        ("FP16", len(plan.high) * half, "linear", "What is not INT8 computes in FP16, {} among it."),
+        ("joined heads", joined, "attention", "q, k and v of {} go to their heads in one step."),
+        (
+            "tokens first",
+            turned,
+            "attention",
+            "Hidden states are [length, batch, hidden] through {}, which saves copies.",
+        ),
+        ("short GELU", short, "tanh GELU", "{} written as x sigmoid(x (a + b x²)), the same function."),
+    ]
     return [
-        ModelChange(what=what, count=count, description=sentence.format(count_of(count, noun), **facts))
-        for what, (noun, sentence) in CHANGES.items()
-        if (count := counts[what])
+        ModelChange(what=what, count=count, description=sentence.format(count_of(count, noun)))
+        for what, count, noun, sentence in changes
+        if count
     ]
 
 
@@ -326,7 +297,7 @@ def softmax_warnings(session: Session, record: CalibrationRecord) -> Iterator[st
             f"rounds to zero; {cure}keep them out with rules of type Attention and precision fp16"
         )
     lengths = np.concatenate([encoded.lengths for _, encoded in session.eval_splits.values()])
-    seen = max(int(record.data["lengths"]["max"]), LONG)
+    seen = max(int(record.data["lengths"]["max"]), softmax_scale.LONG)
     if longer := int((lengths > seen).sum()):
         yield (
             f"{longer} of {len(lengths)} evaluation samples have more than the {seen} tokens up to which "

@@ -15,7 +15,8 @@ from qdqbench.eval.metrics.results import (
     StageResult,
 )
 from qdqbench.eval.verification.results import Verification
-from qdqbench.quantize.calibration.record import QuantizerRow, SoftmaxRow
+from qdqbench.quantize.calibration.record import QuantizerRow
+from qdqbench.quantize.calibration.techniques.softmax_scale import SoftmaxRow
 from qdqbench.quantize.engine.profiles import Lengths
 from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.lint.findings import FindingRow

@@ -27,7 +27,9 @@ from qdqbench.eval.selection.trials.results import (
     Trial,
 )
 from qdqbench.eval.selection.trials.store import TRIALS, Trials, named_by, write_recipe
-from qdqbench.quantize.calibration.bias import correct_biases
+from qdqbench.quantize.calibration.techniques.bias_correction import correct_biases
+from qdqbench.quantize.calibration.techniques.channel_splitting import EXTRA
+from qdqbench.quantize.calibration.techniques.smoothing import ALPHA
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan, resolve
@@ -45,8 +47,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 METHODS = ("max", "percentile/99.9", "percentile/99.99", "percentile/99.999", "mse", "entropy")
-ALPHA = 0.65  # of SmoothQuant where the recipe does not smooth
-EXTRA = 64  # channels for copies where the recipe does not split
 
 
 class CalibrationRow(Strict):

@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.calibration import record as records
-from qdqbench.quantize.calibration import smoothing, softmax
-from qdqbench.quantize.calibration.bias import apply_biases, correct_biases, note_missing_biases
 from qdqbench.quantize.calibration.fakequant import quantizers as fake
+from qdqbench.quantize.calibration.techniques import channel_splitting, qkv_bias_folding, smoothing
+from qdqbench.quantize.calibration.techniques import softmax_scale as softmax
+from qdqbench.quantize.calibration.techniques.bias_correction import (
+    apply_biases,
+    correct_biases,
+    note_missing_biases,
+)
+from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSplit
+from qdqbench.quantize.calibration.techniques.qkv_bias_folding import Shift
+from qdqbench.quantize.calibration.techniques.smoothing import Smoothing
 from qdqbench.quantize.recipe.plan import (
     Plan,
     folds_kv_bias,
@@ -179,7 +187,7 @@ def calibrate(
     fixed = _resolve_overrides(settings.amax, quantizers, plan, model.base_model_prefix)
     report_phase("looking at ranges")
     shifts, moved, splits, warnings = _prepare(model, plan, settings.outlier_channel_splitting, forward_loop)
-    without = smoothing.compute_moved_biases(model, plan)
+    without = qkv_bias_folding.compute_moved_biases(model, plan)
     apply_biases(model, without)
     report_phase("looking at softmax")
     by_error = settings.softmax_scale == "min-error" or (
@@ -202,7 +210,7 @@ def calibrate(
         if plan.scaling_of(name).weights == "mse":
             linear: Any = model.get_submodule(name)
             histograms.clip_weight(linear.weight_quantizer, linear.weight.detach())
-    smoothing.share_scales(plan, quantizers)
+    qkv_bias_folding.share_scales(plan, quantizers)
     fake.round_weight_scales(quantizers)
     replaced, of_overrides, far_off = _apply_overrides(quantizers, fixed)
     notes, warnings = notes + of_overrides, warnings + far_off
@@ -239,25 +247,30 @@ def calibrate(
 
 def _prepare(
     model: "PreTrainedModel", plan: Plan, extra: int, forward_loop: Callable[["PreTrainedModel"], None]
-) -> tuple[dict[str, records.Shift], records.Smoothing, dict[str, records.ChannelSplit], list[str]]:
+) -> tuple[
+    dict[str, Shift],
+    Smoothing,
+    dict[str, ChannelSplit],
+    list[str],
+]:
     """Shift, smooth, and split outlier channels, in one pass over the data; only what the plan asks for."""
     seconds = plan.family.splittable(plan.int8) if extra else []
-    with smoothing.record_inputs(model, plan) as seen:
+    with qkv_bias_folding.record_inputs(model, plan) as seen:
         ranges = smoothing.measure_ranges(model, plan, forward_loop, seconds, always=bool(seen))
-    shifts, warnings = smoothing.choose_shifts(model, plan, seen, ranges)
+    shifts, warnings = qkv_bias_folding.choose_shifts(model, plan, seen, ranges)
     for shift in shifts.values():
         apply_biases(model, shift.added)
     moved = smoothing.smooth(model, plan, ranges, folds_kv_bias(plan))
-    moved = smoothing.equalize(model, plan, moved, ranges)
-    splits: dict[str, records.ChannelSplit] = {}
+    moved = qkv_bias_folding.equalize(model, plan, moved, ranges)
+    splits: dict[str, ChannelSplit] = {}
     for name in seconds:
         second: Any = model.get_submodule(name)
         if plan.int8[name] == "channel":  # a massive weight is in few rows, and has their scales to itself
             weights = np.ones(second.in_features)
         else:
             weights = smoothing.column_ranges(second.weight)
-        splits[name] = smoothing.choose_channels(ranges.inputs[name], weights, extra)
-    smoothing.apply_copies(model, splits)
+        splits[name] = channel_splitting.choose_channels(ranges.inputs[name], weights, extra)
+    channel_splitting.apply_copies(model, splits)
     return shifts, moved, splits, warnings
 
 
@@ -275,7 +288,7 @@ def restore(model: "PreTrainedModel", plan: Plan, record: records.CalibrationRec
     for shift in record.shifts.values():
         apply_biases(model, shift.added)
     smoothing.apply_factors(model, record.smoothing)
-    smoothing.apply_copies(model, record.splits)
+    channel_splitting.apply_copies(model, record.splits)
     apply_biases(model, record.centers)
     apply_biases(model, record.biases)
     device = next(model.parameters()).device
@@ -332,7 +345,7 @@ def _watch_inputs(
             if fake.get_quantizer_kind(name) != "weight":
                 hooks.enter_context(quantizer.register_forward_pre_hook(partial(watch, name)))
         yield seen
-    for group in smoothing.group_shared_scales(plan):
+    for group in qkv_bias_folding.group_shared_scales(plan):
         if all(name in largest for name in group):  # no group of weights
             largest |= dict.fromkeys(group, np.max([largest[name] for name in group], axis=0).tolist())
     for name, total in sums.items():

@@ -9,6 +9,10 @@ from typing import Any, Literal
 import numpy as np
 
 from qdqbench.quantize.calibration.fakequant import quantizers as fake
+from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSplit
+from qdqbench.quantize.calibration.techniques.qkv_bias_folding import Shift
+from qdqbench.quantize.calibration.techniques.smoothing import Smoothing
+from qdqbench.quantize.calibration.techniques.softmax_scale import SoftmaxRow
 from qdqbench.quantize.recipe.plan import Plan, folds_q_bias
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.utils import files
@@ -63,22 +67,6 @@ def summarize_spread(quantizers: Sequence[QuantizerRow]) -> tuple[float, Quantiz
     return (statistics.median(map(itemgetter(0), spreads)), widest[1]) if widest else None
 
 
-class SoftmaxRow(Strict):
-    """Cost of INT8 in the softmax of one attention, alone in INT8, on calibration samples of some lengths."""
-
-    module: str = field("Path of the attention.")
-    length: int = field("Longest sample of this row in tokens; shorter ones have rows of their own.")
-    amax: float = field("Amax of the softmax output; the scale is amax / 127.")
-    centered: bool = field(
-        "Whether values are mean-centered: a row of the attention that loses mass gets their mean instead."
-    )
-    zeroed: float = field("Share of the attention that rounds to zero.")
-    clipped: float = field("Share of the attention above the amax.")
-    error: float = field(
-        "Relative error of the attention's output: norm of the difference over the norm in FP32."
-    )
-
-
 class QuantizerState(Strict):
     """One quantizer: enough to rebuild it with a bit-identical scale."""
 
@@ -88,32 +76,6 @@ class QuantizerState(Strict):
     rms: float | None = None  # of an activation while calibrating
     # standard deviation over mean of the largest magnitudes of four parts of the rows; None if amax is given
     spread: float | None = None
-
-
-class Smoothing(Strict):
-    """Factors that move the range of activations into weights; together they change no output.
-
-    Powers of two, so that every product with them is exact, in FP16 too.
-    """
-
-    inputs: dict[str, list[float]] = {}  # linear -> factor of each input channel, applied before its Q
-    columns: dict[str, list[float]] = {}  # linear -> factor of each weight column
-    rows: dict[str, list[float]] = {}  # linear -> factor of each weight row and bias element
-
-
-class Shift(Strict):
-    """A shift of what q, k and v of an INT8 attention read, in place of the bias of q."""
-
-    added: dict[str, list[float]]  # module -> what is added to its bias before all else, float32 values
-    rest: float  # root mean square of what the bias did to scores and the shift does not
-
-
-class ChannelSplit(Strict):
-    """Copies of outlier channels in one feed-forward; the columns that they leave are filled with zeros."""
-
-    extra: int  # channels more than the model has
-    # channel -> what divides its activation and its weight, powers of two; the product is its copies
-    outliers: dict[int, tuple[int, int]]
 
 
 class CalibrationRecord(Tabular):

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.quantize.calibration import ptq
-from qdqbench.quantize.calibration.bias import add_biases_temporarily
 from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
+from qdqbench.quantize.calibration.techniques.bias_correction import add_biases_temporarily
 from qdqbench.quantize.engine.target import EngineTarget, choose_target
 from qdqbench.quantize.models.families.known import require_family
 from qdqbench.quantize.models.identity import Pooling, embedding_notes, model_fingerprint

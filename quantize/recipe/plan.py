@@ -16,6 +16,8 @@ from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import HEAD_SIZES_TEXT, INT8_HEAD_SIZES
 from qdqbench.quantize.utils.names import count_of, name_list
 
+QKV_ROLES: tuple[Role, ...] = ("query", "key", "value")
+
 
 @dataclass(frozen=True)
 class Scaling:
@@ -170,7 +172,10 @@ def _int8_residuals(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: s
     family = family_named(recipe.model.family)
     known = [name for name, info in modules.items() if info.kind == "Residual"]
     if recipe.int8_residual and not known:
-        raise UserError(f"residual: int8 is asked for, but {family.why_no_int8_residual}; set residual: fp16")
+        why = (
+            family.why_no_int8_residual or f"family {family.name} has no place for a quantizer in this model"
+        )
+        raise UserError(f"residual: int8 is asked for, but {why}; set residual: fp16")
     formats: dict[str, str] = dict.fromkeys(known, recipe.residual)
     for rule in recipe.rules:
         if rule.precision and rule.type in (None, "Residual"):

@@ -18,9 +18,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from qdqbench.quantize.calibration import record as records
-from qdqbench.quantize.calibration import smoothing
 from qdqbench.quantize.calibration.fakequant import native
 from qdqbench.quantize.calibration.fakequant.quantizers import list_quantizers
+from qdqbench.quantize.calibration.techniques import channel_splitting, qkv_bias_folding, smoothing
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.pipeline.session import CHECKPOINTS, QAT, RECORD, Session
@@ -168,7 +168,7 @@ def prepare_student(session: Session, settings: Qat) -> PreTrainedModel:
             bias.requires_grad_(False)
     native.use_native(model)
     if settings.amax == "learned":
-        native.learn_amax(model, together=smoothing.group_shared_scales(session.plan))
+        native.learn_amax(model, together=qkv_bias_folding.group_shared_scales(session.plan))
     only_hidden = not (settings.distill.logits or settings.distill.labels)
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and settings.dropout is not None:
@@ -187,7 +187,7 @@ def new_job(session: Session, settings: Qat, accelerator: Accelerator) -> loop.J
     model = prepare_student(session, settings)
     distillation = Distillation(session, settings, accelerator, data)
     model.to(accelerator.device)
-    tie = smoothing.keep_equal(model, session.ptq_record.splits)
+    tie = channel_splitting.keep_equal(model, session.ptq_record.splits)
     tie()
 
     def after_step() -> None:
@@ -307,7 +307,7 @@ def _write_trained(session: Session, model: PreTrainedModel, run: TrainingRun) -
     folder, record = session.folder / QAT, session.ptq_record
     trained = records.trained_record(model, record)
     plain = session.new_model()  # no quantizers, no smoothing factors in weights, no copies
-    weights = smoothing.remove_copies(
+    weights = channel_splitting.remove_copies(
         smoothing.remove_factors(model, record.smoothing), record.splits, family_of(model.config)
     )
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()})

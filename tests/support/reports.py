@@ -18,7 +18,7 @@ from qdqbench.eval.selection.search.report import search_report
 from qdqbench.eval.selection.search.results import Search, Source
 from qdqbench.eval.selection.sensitivity.report import sensitivity_report
 from qdqbench.eval.verification.results import Verification
-from qdqbench.quantize.calibration.record import SoftmaxRow
+from qdqbench.quantize.calibration.techniques.softmax_scale import SoftmaxRow
 from qdqbench.quantize.pipeline.pipeline import Timing
 from qdqbench.quantize.report.document import Report
 

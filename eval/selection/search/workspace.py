@@ -28,6 +28,7 @@ from qdqbench.quantize.calibration.record import (
     select_record,
     write_record,
 )
+from qdqbench.quantize.calibration.techniques.smoothing import SEARCHED as SMOOTHINGS
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES, CAPABILITY
@@ -54,7 +55,7 @@ Params = dict[str, Any]
 FRAMES = ("all", "ffn")  # kinds that may be INT8; ffn: the feed-forward alone
 SECTION = {  # of the calibration; the first is taken where a recipe has none of them
     "method": ("max", "percentile/99.99", "percentile/99.999", "mse", "entropy"),
-    "smoothing": ("none", "gain", "0.3", "0.5", "0.65", "0.8"),  # of LayerNorm outputs
+    "smoothing": SMOOTHINGS,
     "weights_method": ("max", "mse"),
 }
 PLAIN = {"method": "max", "smoothing": "none", "weights_method": "max"}

@@ -14,7 +14,7 @@ from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, get_quantizer_kind, list_quantizers
 from qdqbench.quantize.calibration.record import QuantizerState, require_plausible
-from qdqbench.quantize.calibration.smoothing import share_scales
+from qdqbench.quantize.calibration.techniques.qkv_bias_folding import share_scales
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.utils.arrays import Batch

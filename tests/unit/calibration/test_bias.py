@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from qdqbench.quantize.calibration import bias as bias_correction
-from qdqbench.quantize.calibration.bias import apply_biases, correct_biases
 from qdqbench.quantize.calibration.fakequant import native
 from qdqbench.quantize.calibration.fakequant import quantizers as quantizers_module
 from qdqbench.quantize.calibration.fakequant.quantizers import quantizers_off
+from qdqbench.quantize.calibration.techniques import bias_correction
+from qdqbench.quantize.calibration.techniques.bias_correction import apply_biases, correct_biases
 from qdqbench.quantize.models.load import load_model
 
 from ...support import tiny_bert as bert

@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from qdqbench.quantize.calibration import bias, ptq, smoothing
+from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off
 from qdqbench.quantize.calibration.record import select_record
+from qdqbench.quantize.calibration.techniques import bias_correction as bias
+from qdqbench.quantize.calibration.techniques import channel_splitting
 from qdqbench.quantize.models.families.known import MODERNBERT
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import prepare_model
@@ -86,19 +88,19 @@ def test_a_split_copies_a_channel_with_its_gate() -> None:
 
 def test_copies_follow_their_original_in_training_and_merge_again() -> None:
     model, plan, record = quantized(outlying(), outlier_channel_splitting=EXTRA)
-    tie = smoothing.keep_equal(model, record.splits)
+    tie = channel_splitting.keep_equal(model, record.splits)
     with torch.no_grad():
         for name in (FIRST, SECOND):
             weight = model.get_submodule(name).weight
             weight.mul_(1 + 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
     tie()
     trained = {name: value.clone() for name, value in model.state_dict().items()}
-    merged = smoothing.remove_copies(trained, record.splits, MODERNBERT)
+    merged = channel_splitting.remove_copies(trained, record.splits, MODERNBERT)
     assert merged[f"{FIRST}.weight"].shape == (2 * WIDTH, 32)
     other = prepare_model(outlying())
     ptq.insert_quantizers(other, plan)
     other.load_state_dict({name: merged[name] for name in other.state_dict() if name in merged}, strict=False)
-    smoothing.apply_copies(other, record.splits)
+    channel_splitting.apply_copies(other, record.splits)
     for name in (FIRST, SECOND):
         assert torch.equal(other.get_submodule(name).weight, model.get_submodule(name).weight)
 

@@ -17,15 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from qdqbench.quantize.calibration import ptq, softmax
+from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration import record as calibration
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.record import summarize_spread
+from qdqbench.quantize.calibration.techniques import softmax_scale as softmax
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.data.encode import Sample, equal_length_batches
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
+from qdqbench.quantize.utils.progress import Reporter, reporting_to
 
 from ...support import tiny_bert as bert
 
@@ -167,6 +169,16 @@ def test_how_it_was_calibrated_is_recorded(tiny_bert: Path) -> None:
     assert (plain.methods, plain.smoothing, plain.biases) == ({}, calibration.Smoothing(), {})
 
 
+class Samples(Reporter):
+    """Keeps how many samples of a pass are through the model."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def advance(self, done: float = 0, total: float = 0, phase: str = "", row: Any = None) -> None:
+        self.seen += [done] if done and not phase else []
+
+
 def test_smoothing_and_correction_pass_over_the_same_data(tiny_bert: Path) -> None:
     class Counted(list[bert.Batch]):
         passes = 0
@@ -177,12 +189,13 @@ def test_smoothing_and_correction_pass_over_the_same_data(tiny_bert: Path) -> No
 
     passes = []
     for way in ("entropy", "gain", "smoothing", "everything"):
-        model, batches, seen = load_model(str(tiny_bert)), Counted(bert.calibration_batches()), []
+        model, batches = load_model(str(tiny_bert)), Counted(bert.calibration_batches())
         recipe = bert.recipe_with(**WAYS[way])
-        record = ptq.calibrate(model, bert.plan_of(recipe, model), batches, recipe.calibration, seen.append)
+        with reporting_to(Samples()) as samples:
+            record = ptq.calibrate(model, bert.plan_of(recipe, model), batches, recipe.calibration)
         passes.append(batches.passes)
         assert record.data["samples"] == 24  # each sample counts once
-        assert sum(seen) == 24 * {"entropy": 1, "gain": 2}.get(way, 3)
+        assert samples.seen.count(24) == {"entropy": 1, "gain": 2}.get(way, 3)
     assert passes == [1, 2, 4, 5]  # INT8 attention: its softmax, whose form depends on the lengths
 
 
@@ -418,12 +431,11 @@ def test_dead_channels_are_revived_and_noted(tiny_bert: Path) -> None:
 
 def test_batches_are_taken_one_at_a_time(tiny_bert: Path) -> None:
     held: list[int] = []
-    seen: list[int] = []
     living: list[weakref.ref[Any]] = []
 
     def batches() -> Iterator[bert.Batch]:
         for seed in range(12):
-            assert sum(seen) == 4 * seed  # all earlier ones are through the model
+            assert samples.seen[-1:] == [4 * seed] * (seed > 0)  # all earlier ones are through the model
             gc.collect()
             held.append(sum(reference() is not None for reference in living))
             batch = bert.padded_batch((8,) * 4, seed)
@@ -431,7 +443,8 @@ def test_batches_are_taken_one_at_a_time(tiny_bert: Path) -> None:
             yield batch
 
     model = load_model(str(tiny_bert))
-    ptq.calibrate(model, bert.plan_of(bert.recipe_with(), model), batches(), Calibration(), seen.append)
+    with reporting_to(Samples()) as samples:
+        ptq.calibrate(model, bert.plan_of(bert.recipe_with(), model), batches(), Calibration())
     assert len(held) == 12
     assert max(held) <= 3  # the arrays of the latest batch
 

@@ -10,10 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdqbench.quantize.calibration import ptq, smoothing
-from qdqbench.quantize.calibration.bias import apply_biases
+from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off
-from qdqbench.quantize.calibration.record import CalibrationRecord, Shift, Smoothing
+from qdqbench.quantize.calibration.record import CalibrationRecord
+from qdqbench.quantize.calibration.techniques import qkv_bias_folding, smoothing
+from qdqbench.quantize.calibration.techniques.bias_correction import apply_biases
+from qdqbench.quantize.calibration.techniques.qkv_bias_folding import Shift
+from qdqbench.quantize.calibration.techniques.smoothing import Smoothing
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import (
     Plan,
@@ -63,10 +66,10 @@ def model(tiny_bert: Path) -> Any:
 
 
 def shifts_of(model: Any, plan: Plan, ranges: smoothing.Ranges) -> tuple[dict[str, Shift], list[str]]:
-    with smoothing.record_inputs(model, plan) as seen:
+    with qkv_bias_folding.record_inputs(model, plan) as seen:
         for each in calibration_batches():
             forward(model, each)
-    return smoothing.choose_shifts(model, plan, seen, ranges)
+    return qkv_bias_folding.choose_shifts(model, plan, seen, ranges)
 
 
 def test_it_is_for_key_and_value_with_one_scale_in_an_int8_attention(model: Any) -> None:
@@ -100,13 +103,13 @@ def test_a_shift_changes_no_answer_and_does_what_the_bias_of_q_does(model: Any) 
     assert (list(shifts), notes) == (ATTENTIONS, [])
     without = copy.deepcopy(model)
     for each in shifts.values():
-        assert each.rest < smoothing.LARGEST_REST
+        assert each.rest < qkv_bias_folding.LARGEST_REST
         apply_biases(model, each.added)
     torch.testing.assert_close(forward(model, batch), before, rtol=1e-4, atol=1e-5)
     for name in QUERIES:
         assert ranges.inputs[name].shape == (model.config.hidden_size,)
         without.get_submodule(name).bias.data.zero_()
-    apply_biases(model, smoothing.compute_moved_biases(model, plan))
+    apply_biases(model, qkv_bias_folding.compute_moved_biases(model, plan))
     assert not any(model.get_submodule(name).bias.any() for name in KEYS_AND_VALUES | QUERIES)
     lost, rest = (float((forward(each, batch) - before).abs().max()) for each in (without, model))
     assert rest < 0.1 * lost
@@ -154,12 +157,14 @@ def test_no_shift_near_the_chosen_one_is_better(seed: int, scale: float) -> None
             x @ key[at : at + size].T @ (bias - query @ shift)[at : at + size] / np.sqrt(size)
             for at in range(0, width, size)
         ]
-        return float(np.square(scores).mean() + smoothing.RIDGE_LAMBDA * np.square(shift / half).mean())
+        return float(
+            np.square(scores).mean() + qkv_bias_folding.RIDGE_LAMBDA * np.square(shift / half).mean()
+        )
 
-    found, rest = smoothing.solve_shift(query, key, bias, size, x.T @ x / len(x), half)
+    found, rest = qkv_bias_folding.solve_shift(query, key, bias, size, x.T @ x / len(x), half)
     best = cost(found)
     assert best <= cost(np.zeros(width)) * (1 + 1e-9)
-    gained = smoothing.RIDGE_LAMBDA * np.square(found / half).mean()
+    gained = qkv_bias_folding.RIDGE_LAMBDA * np.square(found / half).mean()
     assert rest**2 == pytest.approx(best - gained, abs=1e-9 * cost(0 * half))
     for _ in range(5):
         assert best <= cost(found * (1 + 0.01 * rng.standard_normal(width))) * (1 + 1e-9)
@@ -201,7 +206,7 @@ def _ignore(_: Any) -> None:
 
 
 def equalize(model: Any, plan: Plan) -> Smoothing:
-    return smoothing.equalize(model, plan, Smoothing(), measure(model, plan))
+    return qkv_bias_folding.equalize(model, plan, Smoothing(), measure(model, plan))
 
 
 def column_ranges_of(model: Any, name: str) -> np.ndarray[Any, Any]:
@@ -214,7 +219,7 @@ def test_the_model_stays_the_same(model: Any) -> None:
     before = forward(model, batch)
     moved = equalize(model, plan)
     np.testing.assert_array_equal(forward(model, batch), before)  # powers of two
-    apply_biases(model, smoothing.compute_moved_biases(model, plan))
+    apply_biases(model, qkv_bias_folding.compute_moved_biases(model, plan))
     for name in KEYS_AND_VALUES:
         assert not model.get_submodule(name).bias.any()
     torch.testing.assert_close(forward(model, batch), before, rtol=1e-4, atol=1e-5)
@@ -229,7 +234,7 @@ def test_rows_of_q_and_k_become_alike(model: Any) -> None:
         for name in ATTENTIONS:
             model.get_submodule(f"{name}.query").bias.zero_()  # it is dropped, and no shift is made here
     equalize(model, plan)
-    apply_biases(model, smoothing.compute_moved_biases(model, plan))
+    apply_biases(model, qkv_bias_folding.compute_moved_biases(model, plan))
     values = measure(model, plan).outputs
     for name in ATTENTIONS:
         weights = [column_ranges_of(model, f"{name}.{part}") for part in ("query", "key", "value")]
@@ -255,7 +260,7 @@ def test_rows_get_about_one_range(model: Any) -> None:
     plan = plan_of(recipe(*STRAIGHT), model)
     assert spread("key", measure(model, plan).outputs) > 8
     equalize(model, plan)
-    apply_biases(model, smoothing.compute_moved_biases(model, plan))
+    apply_biases(model, qkv_bias_folding.compute_moved_biases(model, plan))
     assert spread("key", measure(model, plan).outputs) <= 2
     assert spread("value", measure(model, plan).outputs) <= 4
 
@@ -265,8 +270,8 @@ def test_factors_that_are_there_already_are_multiplied(model: Any) -> None:
     rows = [2.0] * len(model.get_submodule(name).weight)
     plan = plan_of(recipe(*STRAIGHT), model)
     ranges = measure(model, plan)
-    alone = smoothing.equalize(copy.deepcopy(model), plan, Smoothing(), ranges)
-    moved = smoothing.equalize(model, plan, Smoothing(rows={name: rows}), ranges)
+    alone = qkv_bias_folding.equalize(copy.deepcopy(model), plan, Smoothing(), ranges)
+    moved = qkv_bias_folding.equalize(model, plan, Smoothing(rows={name: rows}), ranges)
     assert moved.rows[name] == [2 * factor for factor in alone.rows[name]]
 
 

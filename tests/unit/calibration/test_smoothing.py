@@ -12,10 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from qdqbench.quantize.calibration import ptq, smoothing
+from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, list_quantizers, quantizers_off
-from qdqbench.quantize.calibration.record import CalibrationRecord, ChannelSplit, Smoothing
-from qdqbench.quantize.calibration.smoothing import LARGEST_FACTOR
+from qdqbench.quantize.calibration.record import CalibrationRecord
+from qdqbench.quantize.calibration.techniques import channel_splitting as splitting
+from qdqbench.quantize.calibration.techniques import smoothing
+from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSplit
+from qdqbench.quantize.calibration.techniques.smoothing import LARGEST_FACTOR, Smoothing
 from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -323,7 +326,7 @@ def outlying(folder: Path, rows: slice = ALL) -> Any:
     model: Any = load_model(str(folder))
     with torch.no_grad():
         for name in SECONDS:
-            first, second = smoothing._linears(model, name)
+            first, second = splitting._linears(model, name)
             first.bias[MASSIVE] += 30
             second.weight[rows, MASSIVE] *= 10
             second.bias -= 30 * second.weight[:, MASSIVE]
@@ -349,7 +352,7 @@ def answers(model: Any, batches: list[bert.Batch] | None = None) -> torch.Tensor
 def test_what_is_chosen_fits_and_only_helps(
     activations: np.ndarray[Any, Any], weights: np.ndarray[Any, Any], extra: int
 ) -> None:
-    found = smoothing.choose_channels(activations, weights, extra)
+    found = splitting.choose_channels(activations, weights, extra)
     assert sum(a * b - 1 for a, b in found.outliers.values()) <= extra
     for values, side in ((activations, 0), (weights, 1)):
         divisors = np.ones(len(values))
@@ -357,14 +360,14 @@ def test_what_is_chosen_fits_and_only_helps(
             assert parts[side] & (parts[side] - 1) == 0  # a power of two
             divisors[channel] = parts[side]
         left, divided = values / divisors, divisors > 1
-        assert (2 * left[divided] > np.sort(left)[-smoothing.LIKE - 1]).all()  # not more copies than it takes
+        assert (2 * left[divided] > np.sort(left)[-splitting.LIKE - 1]).all()  # not more copies than it takes
 
 
 def test_equal_ranges_and_shared_copies() -> None:
-    assert smoothing.choose_channels(np.ones(64), np.ones(64), 64) == ChannelSplit(extra=64, outliers={})
+    assert splitting.choose_channels(np.ones(64), np.ones(64), 64) == ChannelSplit(extra=64, outliers={})
     ranges = np.ones(64)
     ranges[MASSIVE] = 4
-    found = smoothing.choose_channels(ranges, ranges, EXTRA)
+    found = splitting.choose_channels(ranges, ranges, EXTRA)
     assert found.outliers == {MASSIVE: (4, 4)}  # 15 of 32 copies; the others are filling
 
 
@@ -402,7 +405,7 @@ def test_the_amax_of_what_was_split_falls(tiny_bert: Path) -> None:
 
 
 def test_copies_differ_and_fit_fp16() -> None:
-    layout = smoothing.make_split_layout(ChannelSplit(extra=32, outliers={3: (4, 8), 5: (1, 2)}), 40)
+    layout = splitting.make_split_layout(ChannelSplit(extra=32, outliers={3: (4, 8), 5: (1, 2)}), 40)
     for channel, (by_input, by_weight), each in ((3, (4, 8), 32), (5, (1, 2), 2), (0, (1, 1), 1)):
         mine = (layout.channels == channel) & (layout.columns > 0)
         assert mine.sum() == each == len(set(layout.inputs[mine]))
@@ -443,7 +446,7 @@ def test_the_graph_computes_what_the_model_does(tiny_bert: Path, form: str) -> N
 
 def test_training_keeps_copies_equal_and_they_merge_exactly(tiny_bert: Path) -> None:
     model, plan, record = calibrated(tiny_bert, smoothing=0.5)
-    tie = smoothing.keep_equal(model, record.splits)
+    tie = splitting.keep_equal(model, record.splits)
     torch.manual_seed(0)
     with torch.no_grad():
         for name in (*FIRSTS, *SECONDS):  # a step that treats copies differently
@@ -452,7 +455,7 @@ def test_training_keeps_copies_equal_and_they_merge_exactly(tiny_bert: Path) -> 
             linear.bias += 0.01 * torch.randn_like(linear.bias)
     tie()
     trained = outlying(tiny_bert)
-    weights = smoothing.remove_copies(smoothing.remove_factors(model, record.smoothing), record.splits, BERT)
+    weights = splitting.remove_copies(smoothing.remove_factors(model, record.smoothing), record.splits, BERT)
     trained.load_state_dict({name: weights[name] for name in trained.state_dict()})
     with quantizers_off(model):
         torch.testing.assert_close(answers(model), answers(trained), rtol=1e-5, atol=1e-4)

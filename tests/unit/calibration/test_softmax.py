@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdqbench.quantize.calibration import softmax
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX
 from qdqbench.quantize.calibration.record import select_record
+from qdqbench.quantize.calibration.techniques import softmax_scale as softmax
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import load_recipe

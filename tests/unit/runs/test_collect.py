@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.runs.collect import MOST_SOFTMAX_ERROR, softmax_warnings
-from qdqbench.quantize.calibration.record import SoftmaxRow
+from qdqbench.quantize.calibration.techniques.softmax_scale import SoftmaxRow
 
 
 def record_of(*errors: float, longest: int = 128, centered: bool = False) -> Any:

@@ -3,7 +3,10 @@
 import pytest
 
 from qdqbench.eval.runs.collect import model_changes
-from qdqbench.quantize.calibration.record import CalibrationRecord, ChannelSplit, Smoothing, SoftmaxRow
+from qdqbench.quantize.calibration.record import CalibrationRecord
+from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSplit
+from qdqbench.quantize.calibration.techniques.smoothing import Smoothing
+from qdqbench.quantize.calibration.techniques.softmax_scale import SoftmaxRow
 from qdqbench.quantize.recipe.plan import Plan
 
 LAYER = "bert.encoder.layer.0"

@@ -9,7 +9,7 @@ import torch
 
 from qdqbench.quantize.calibration.fakequant import native
 from qdqbench.quantize.calibration.fakequant.quantizers import list_quantizers, quantizers_off
-from qdqbench.quantize.calibration.smoothing import group_shared_scales
+from qdqbench.quantize.calibration.techniques.qkv_bias_folding import group_shared_scales
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import list_bias_free_linears
 from qdqbench.quantize.recipe.sections import Qat

@@ -21,9 +21,9 @@ from qdqbench.eval.verification.blocks import (
 )
 from qdqbench.eval.verification.checks import BlockSums
 from qdqbench.eval.verification.results import BlockCheck
-from qdqbench.quantize.calibration.bias import add_biases_temporarily
 from qdqbench.quantize.calibration.fakequant.native import use_frozen_weights
 from qdqbench.quantize.calibration.record import get_state_shifts
+from qdqbench.quantize.calibration.techniques.bias_correction import add_biases_temporarily
 from qdqbench.quantize.models.families.known import BERT, MODERNBERT
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_model, prepare_model

@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from qdqbench.eval.metrics.parity import compare_layers
-from qdqbench.quantize.calibration.bias import apply_biases
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.calibration.ptq import calibrate
-from qdqbench.quantize.calibration.smoothing import Ranges, choose_shifts, compute_moved_biases, record_inputs
+from qdqbench.quantize.calibration.techniques.bias_correction import apply_biases
+from qdqbench.quantize.calibration.techniques.qkv_bias_folding import (
+    choose_shifts,
+    compute_moved_biases,
+    record_inputs,
+)
+from qdqbench.quantize.calibration.techniques.smoothing import Ranges
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.build import TOGETHER, merge_qkv_gemms
 from qdqbench.quantize.engine.layers import kernel_kind

@@ -8,15 +8,18 @@ if it does not bring the output of its layer nearer to FP32.
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off, use_rounded_weights
+from qdqbench.quantize.calibration.techniques.change import Change
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.modules import get_hidden, record_first_inputs, resume_from
+from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
+from qdqbench.quantize.report.formats import count_of
 from qdqbench.quantize.utils.arrays import Batch
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import track
@@ -27,6 +30,16 @@ if TYPE_CHECKING:
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a layer for one batch, without the hidden state
 TOKENS = 2**12  # what is averaged is small and paired; bounds the time, and what is held in memory
+
+
+def describe_changes(plan: Plan, biases: Collection[str]) -> Iterator[Change]:
+    tried = count_of(len(plan.int8.keys() - list_bias_free_linears(plan)), "INT8 linear")
+    yield Change(
+        "bias correction",
+        len(biases),
+        "linear",
+        f"The biases of {{}} of {tried} make up for the mean error of rounding; the others gained nothing.",
+    )
 
 
 def correct_biases(

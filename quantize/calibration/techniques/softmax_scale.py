@@ -9,18 +9,20 @@ they hold. Chosen by the error of P v over the calibration data, at no cost in t
 - the amax of the softmax output, per layer.
 """
 
-from collections.abc import Callable, Collection, Iterator
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, quantizers_off
-from qdqbench.quantize.calibration.record import SoftmaxRow
+from qdqbench.quantize.calibration.techniques.change import Change
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.utils.arrays import Float64
 from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.schema import Strict, field
 
 if TYPE_CHECKING:
     import torch
@@ -33,12 +35,38 @@ LENGTHS = (64, 128, 256, 384, 512)  # upper edges of the rows in the record
 CHUNK = 2**23  # probabilities that are rounded at a time
 
 
+class SoftmaxRow(Strict):
+    """Cost of INT8 in the softmax of one attention, alone in INT8, on calibration samples of some lengths."""
+
+    module: str = field("Path of the attention.")
+    length: int = field("Longest sample of this row in tokens; shorter ones have rows of their own.")
+    amax: float = field("Amax of the softmax output; the scale is amax / 127.")
+    centered: bool = field(
+        "Whether values are mean-centered: a row of the attention that loses mass gets their mean instead."
+    )
+    zeroed: float = field("Share of the attention that rounds to zero.")
+    clipped: float = field("Share of the attention above the amax.")
+    error: float = field(
+        "Relative error of the attention's output: norm of the difference over the norm in FP32."
+    )
+
+
+def describe_changes(rows: Iterable[SoftmaxRow]) -> Iterator[Change]:
+    yield Change(
+        "centered values",
+        len({row.module for row in rows if row.centered}),
+        "INT8 attention",
+        "The values of {} are centered, so that a softmax that rounds to zero loses little; their mean is in "
+        "the attention's output.",
+    )
+
+
 @dataclass(frozen=True)
 class Softmax:
     amax: dict[str, float]  # of the softmax output, by attention
     centers: dict[str, Float64]  # mean of v, [heads * head size], where centering it helps
     loss: list[SoftmaxRow]  # in that form
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclass
@@ -49,7 +77,7 @@ class _SoftmaxSums:
     power: Any = 0.0  # of P v
     values: Any = 0.0  # sum of v over tokens, [heads, head size]
     tokens: int = 0
-    tries: dict[float, "_Try"] = field(default_factory=dict)  # by amax
+    tries: dict[float, "_Try"] = dataclasses.field(default_factory=dict)  # by amax
 
     def add(self, p: "torch.Tensor", v: "torch.Tensor") -> None:
         """Add some inputs: probabilities [B, heads, L, L] and values [B, heads, L, head size]."""
