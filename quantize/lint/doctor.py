@@ -24,6 +24,7 @@ from qdqbench.quantize.engine.backend import INSTALL, preferred_backend
 from qdqbench.quantize.engine.cuda.compile import get_version, load_nvrtc
 from qdqbench.quantize.engine.cuda.names import CAPABILITY
 from qdqbench.quantize.engine.hazards import RTX_WITHOUT_GPU, find_hazards, is_older
+from qdqbench.quantize.report.formats import size
 from qdqbench.quantize.utils.errors import MissingDevice
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.schema import Strict
@@ -162,7 +163,7 @@ def look(*, offline: bool = False) -> Doctor:
     capability = gpu.compute_capability if gpu else None
     hazards = [text for name in versions for text in find_hazards(name, versions[name], capability)]
     rooms = {"memory": memory.available, "disk space in this folder": disk}
-    low = {what: gib(room) for what, room in rooms.items() if room < LEAST_FREE}
+    low = {what: size(room) for what, room in rooms.items() if room < LEAST_FREE}
     few = [f"only {room} of {what} are free: large models may not fit" for what, room in low.items()]
     try:
         hub = answers.get(timeout=2 * HUB_TIMEOUT_S)
@@ -258,7 +259,3 @@ def unmet() -> list[str]:
 def _requirements() -> list[Requirement]:
     listed = [Requirement(text) for text in metadata.requires(PACKAGE) or []]
     return [need for need in listed if need.marker is None or need.marker.evaluate({"extra": ""})]
-
-
-def gib(size: int) -> str:
-    return f"{size / (1 << 30):.1f} GiB"

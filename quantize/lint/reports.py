@@ -21,12 +21,13 @@ from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.engine.sidecar import Sidecar
 from qdqbench.quantize.lint.check import CheckReport, summary
 from qdqbench.quantize.lint.diagnose import Diagnosis
-from qdqbench.quantize.lint.doctor import Doctor, gib
+from qdqbench.quantize.lint.doctor import Doctor
 from qdqbench.quantize.lint.findings import EFFECTS, Finding
 from qdqbench.quantize.lint.fix import EngineRow, FixReport
 from qdqbench.quantize.lint.inspection import Inspection, Time
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report.figures import share
+from qdqbench.quantize.report.formats import size
 from qdqbench.quantize.utils.names import install_command
 
 LONGEST_NAME = 400  # characters; TensorRT's are shorter
@@ -55,7 +56,8 @@ def check_report(report: CheckReport, path: Path, every: bool = False) -> doc.Re
         blocks.append(_describe_finding(number, found, seen, places))
     state: doc.State = "bad" if report.refusals else "unclear" if report.errors else "good"
     first, *rest = summary(report)
-    return report_of("check", path.name, [*blocks, _everywhere(f"\n{first}", state), *map(_everywhere, rest)])
+    first = f"\n{first}" if blocks else first
+    return report_of("check", path.name, [*blocks, _everywhere(first, state), *map(_everywhere, rest)])
 
 
 def diagnosis_report(found: Diagnosis) -> doc.Report:
@@ -93,8 +95,8 @@ def doctor_report(found: Doctor) -> doc.Report:
         ("system", found.platform),
         ("CPU", f"{found.cpu}, {found.cores} cores; INT8 and BF16: {features}"),
         ("GPU", found.gpu_text),
-        ("memory", f"{gib(found.memory_bytes)}, {gib(found.memory_free_bytes)} free"),
-        ("disk", f"{gib(found.disk_free_bytes)} free in this folder"),
+        ("memory", f"{size(found.memory_bytes)}, {size(found.memory_free_bytes)} free"),
+        ("disk", f"{size(found.disk_free_bytes)} free in this folder"),
         ("hub", found.hub),
         ("torch", found.libraries["torch"].text),
         ("packages", met if not found.unmet else f"{met}, {len(found.unmet)} do not fit"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from qdqbench.quantize.report.formats import flat, label, model_label
+from qdqbench.quantize.report.formats import flat, label, model_label, versions_text
 
 # good: holds or wins (green). bad: fails (red, ✗). unclear: cannot be told, or wants a look (amber).
 # quiet: small and soft. Empty: as it is.
@@ -193,8 +193,7 @@ class Page:
 
     @property
     def versions(self) -> str:
-        known = self.environment.get("versions", {})
-        return ", ".join(f"{name} {known[name]}" for name in VERSIONS if name in known)
+        return versions_text(self.environment, VERSIONS)
 
     @property
     def time(self) -> str:

@@ -45,6 +45,9 @@ DIVERGENCES: dict[Divergence, str] = {
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
+DECIDES_ACCURACY = ("torch", "transformers", "nvidia-modelopt")
+
+
 def label(name: str) -> str:
     if name.endswith(SECOND):
         return f"{label(name.removesuffix(SECOND))} (mismatched)"
@@ -76,10 +79,10 @@ def delta_points(delta: float, error: float) -> str:
     return in_points(delta + 0.0, error, "+")
 
 
-def versions_text(environment: dict[str, Any]) -> str:
-    """Return what accuracy depends on: torch 2.11.0, transformers 5.17.0, nvidia-modelopt 0.47.0."""
-    versions = environment["versions"]
-    return ", ".join(f"{name} {versions[name]}" for name in ("torch", "transformers", "nvidia-modelopt"))
+def versions_text(environment: dict[str, Any], names: Sequence[str] = DECIDES_ACCURACY) -> str:
+    """Return versions of libraries: torch 2.11.0, transformers 5.17.0, nvidia-modelopt 0.47.0."""
+    known = environment.get("versions", {})
+    return ", ".join(f"{name} {known[name]}" for name in names if name in known)
 
 
 def size(count: float) -> str:
