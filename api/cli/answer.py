@@ -1,4 +1,4 @@
-"""What a command gives: one answer, printed as JSON or for a terminal."""
+"""The answer of a command, printed as JSON or for a terminal."""
 
 import sys
 from collections.abc import Sequence

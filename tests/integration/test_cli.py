@@ -45,21 +45,6 @@ def process(*arguments, code=MAIN):
     )
 
 
-def test_every_part_of_the_design_is_there():
-    assert {
-        ("run",),
-        ("quantize",),
-        ("export",),
-        ("check",),
-        ("build",),
-        ("evaluate",),
-        ("report",),
-        ("recipes", "list"),
-        ("recipes", "show"),
-        ("recipes", "validate"),
-    } <= {*COMMANDS}
-
-
 @pytest.mark.parametrize("path", COMMANDS, ids=lambda path: "-".join(path) or "qdqbench")
 def test_every_command_has_help(path, qdqbench):
     done = fine(qdqbench("help", *path))

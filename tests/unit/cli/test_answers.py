@@ -1,37 +1,37 @@
 """--json of every command: declared, documented, one object and nothing else on stdout."""
 
+import importlib
+import inspect
 import json
 import re
 from pathlib import Path
 
 import pytest
-import typer
 
 from qdqbench.cli import run, schemas
-from qdqbench.cli.app import app, main
+from qdqbench.cli.app import main
+from qdqbench.cli.examples import EXAMPLES, PAGES
+from qdqbench.cli.table import COMMANDS
 from qdqbench.eval.runs.results import Results
 from qdqbench.quantize.recipe.schema import shipped_files
 from qdqbench.quantize.utils.errors import CheckFailed
 
 from ...unit.runs.test_stage_table import partial_results
 
-DOCUMENT = (Path(__file__).parents[3] / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
-WITHOUT = {"serve", "recipes schema"}  # ends never; is JSON
+ROOT = Path(__file__).parents[3]
+DOCUMENT = (ROOT / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
+ROWS = {name: row for rows in COMMANDS.values() for name, row in rows.items()}
 
 
-def commands(group=None, path=()):
-    group = group or typer.main.get_command(app)
-    if not hasattr(group, "commands"):
-        yield " ".join(path), group
-    for name, command in getattr(group, "commands", {}).items():
-        yield from commands(command, (*path, name))
-
-
-@pytest.mark.parametrize(("name", "command"), [pytest.param(*each, id=each[0]) for each in commands()])
-def test_every_command_has_json_and_the_page_names_it(name, command):
-    declared = any("--json" in parameter.opts for parameter in command.params)
-    assert declared == (name not in WITHOUT)
-    assert re.search(rf"`{name}[` ]", DOCUMENT), f"docs/reference/json.md does not name {name}"
+@pytest.mark.parametrize("name", ROWS)
+def test_each_row_has_its_function_and_the_pages_name_it(name):
+    row = ROWS[name]
+    module, _, function = row.function.partition(".")
+    call = getattr(importlib.import_module(f"qdqbench.cli.{module}"), function)
+    assert {*inspect.signature(call).parameters} - {"options"} == {*row.arguments}
+    assert row.help.rstrip().endswith("."), "the options' docstring is the help"
+    assert not row.json or re.search(rf"`{name}[` ]", DOCUMENT), f"docs/reference/json.md lacks {name}"
+    assert (ROOT / PAGES / EXAMPLES[name][0]).is_file()
 
 
 def said(monkeypatch, capsys, *words):
