@@ -458,17 +458,6 @@ def test_the_site_builds_without_a_warning(tmp_path, planted):
         assert {str(page) for page in pages if page.stem != "README" and str(page) not in searched} == set()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_named_files_and_targets_exist(document):
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    folders = tuple(f"{folder}/" for folder in ("quantize", "eval", "recipes", "tests", "docs"))
-    for span in spans(document):
-        if span.startswith("make "):
-            assert span.split()[1] in targets
-        elif span.startswith(folders) and re.fullmatch(r"[\w./-]+", span):
-            assert (ROOT / span).exists(), span
-
-
 @pytest.mark.slow
 def test_every_file_of_the_stage_table_is_written(finished_run):
     page = (ROOT / "docs" / "reference" / "run-directory.md").read_text()
