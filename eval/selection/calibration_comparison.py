@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from qdqbench.eval.metrics import figures
 from qdqbench.eval.metrics.runners import placed
 from qdqbench.eval.selection.trials.calibrations import (
+    QuantizerToggles,
     SharedCalibration,
-    Switches,
     apply_methods,
     collect_ranges,
     describe_cost,
@@ -237,7 +237,9 @@ class CalibrationMeasurement:
             correct_biases(model, case.plan.int8, session.calibration_batches())
         spent = shared.seconds + time.perf_counter() - start
         # the same arithmetic, with weights rounded once and not in every batch
-        Switches(model, case.plan, {}).set({*case.plan.int8, *case.plan.attention, *case.plan.residual})
+        QuantizerToggles(model, case.plan, {}).set(
+            {*case.plan.int8, *case.plan.attention, *case.plan.residual}
+        )
         return model, describe_cost(spent, states, shared.notes)
 
     def _summarize(self, tried: list[Trial], wall_s: float) -> CalibrationComparison:

@@ -2,9 +2,9 @@
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from qdqbench.eval.metrics import gate
 from qdqbench.eval.metrics.results import Comparison
 from qdqbench.eval.metrics.runners import placed
 from qdqbench.eval.selection.sensitivity.results import (
+    DIAGNOSTIC,
+    Candidate,
     CandidateRow,
     CurvePoint,
     Group,
@@ -21,13 +23,13 @@ from qdqbench.eval.selection.sensitivity.results import (
     SensitivityChoice,
     ranking,
 )
-from qdqbench.eval.selection.trials.calibrations import EMBEDDINGS, LAYERNORMS, Switches
-from qdqbench.eval.selection.trials.results import DRAW, Trial
+from qdqbench.eval.selection.trials.calibrations import QuantizerToggles
+from qdqbench.eval.selection.trials.results import DRAW, EMBEDDINGS, LAYERNORMS, Trial
 from qdqbench.eval.selection.trials.store import RECIPE_FILE, TRIALS, Trials, named_by, write_recipe
 from qdqbench.eval.selection.units import Units
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
-from qdqbench.quantize.models.families.family import ENCODER_KINDS, LINEAR_KINDS, SMOOTHED
+from qdqbench.quantize.models.families.family import LINEAR_KINDS, SMOOTHED
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.modules import ModuleInfo, module_table, record_first_inputs, resume_from
 from qdqbench.quantize.pipeline.session import Session
@@ -47,29 +49,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """Units that go into INT8, or out of it, together."""
-
-    name: str
-    group: Group
-    kind: str
-    layer: int | None
-    modules: tuple[str, ...]  # full names
-    start: int | None  # encoder layer whose input they do not touch; None: only the tokens are such
-    diagnostic: bool = False
-
-    @property
-    def units(self) -> frozenset[str]:
-        return frozenset([self.name] if self.diagnostic else self.modules)
-
-    @property
-    def key(self) -> str:
-        """Return a name that candidates share which switch the same: a classifier and its kind."""
-        return next(iter(self.units)) if len(self.units) == 1 else f"{self.group} {self.name}"
-
-
-@dataclass(frozen=True)
-class Choices:
+class CandidateSet:
     units: Units
     plan: Plan  # every linear and every attention that can be fused
     everything: frozenset[str]  # linears and attention modules of "everything in INT8"
@@ -77,7 +57,7 @@ class Choices:
     notes: list[str]
 
 
-def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> Choices:
+def list_candidates(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> CandidateSet:
     """Return the candidates of a model, and the plan that calibrates all of them.
 
     Everything in INT8 is every linear of the encoder, per channel where the recipe has no INT8 rule for it,
@@ -107,37 +87,36 @@ def choices(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> C
     everything = frozenset([*encoder, *base.int8, *base.attention])
     candidates = _candidates(plan, everything, modules, prefix)
     notes = [*_notes(plan, base, modules)]
-    return Choices(units, plan, everything, candidates, notes)
+    return CandidateSet(units, plan, everything, candidates, notes)
 
 
 def _candidates(
     plan: Plan, everything: frozenset[str], modules: Mapping[str, ModuleInfo], prefix: str
 ) -> list[Candidate]:
     family, found = plan.family, list[Candidate]()
+
+    def add(group: Group, kind: str, layer: int | None, names: Iterable[str], name: str = "") -> None:
+        known: dict[str, Any] = {"name": name or kind, "group": group, "kind": kind, "layer": layer}
+        diagnostic = group == "kind" and kind in DIAGNOSTIC
+        found.append(Candidate(**known, modules=[*names], diagnostic=diagnostic))
+
     layers = sorted({layer for name in plan.int8 if (layer := family.layer_of(name)) is not None})
-    for name in (*plan.int8, *plan.attention):
-        group: Group = "attention" if name in plan.attention else "linear"
-        kind = family.kind(name) if group == "linear" else group
-        layer = family.layer_of(name)
-        start = layer if layer is not None else None if kind == "embeddings" else len(layers)
-        found.append(Candidate(short_name(name, prefix), group, kind, layer, (name,), start))
+    for name in plan.int8:
+        add("linear", family.kind(name), family.layer_of(name), [name], short_name(name, prefix))
+    for name in plan.attention:
+        add("attention", "attention", family.layer_of(name), [name], short_name(name, prefix))
     for layer in layers:
-        inside = tuple(n for n in modules if n in everything and family.layer_of(n) == layer)
+        inside = [name for name in modules if name in everything and family.layer_of(name) == layer]
         place = family.place(short_name(inside[0], prefix))
         assert place is not None, inside
-        found.append(Candidate(f"{place.layers}.{layer}", "block", "block", layer, inside, layer))
-    kinds = {kind: tuple(name for name in plan.int8 if family.kind(name) == kind) for kind in LINEAR_KINDS}
-    for kind, names in (kinds | {"attention": plan.attention}).items():
-        start = None if kind in (*ENCODER_KINDS, "attention") else len(layers)
+        add("block", "block", layer, inside, f"{place.layers}.{layer}")
+    kinds = {kind: [name for name in plan.int8 if family.kind(name) == kind] for kind in LINEAR_KINDS}
+    for kind, names in (kinds | {"attention": [*plan.attention]}).items():
         if names:
-            found.append(Candidate(kind, "kind", kind, None, names, start))
-    for unit, of in ((LAYERNORMS, "LayerNorm"), (EMBEDDINGS, "Embedding")):
-        names = tuple(
-            name
-            for name, info in modules.items()
-            if info.kind == of and (unit == EMBEDDINGS or family.layer_of(name) is not None)
-        )
-        found.append(Candidate(unit, "kind", unit, None, names, None, diagnostic=True))
+            add("kind", kind, None, names)
+    of = {kind: [name for name, info in modules.items() if info.kind == kind] for kind in DIAGNOSTIC.values()}
+    add("kind", LAYERNORMS, None, (name for name in of["LayerNorm"] if family.layer_of(name) is not None))
+    add("kind", EMBEDDINGS, None, of["Embedding"])
     return found
 
 
@@ -201,13 +180,13 @@ def choose_point(curve: list[CurvePoint], max_drop: float) -> tuple[CurvePoint, 
     return good or min(curve, key=lambda point: point.comparison.distance), good is not None
 
 
-def attention_of(linears: list[str], found: Choices) -> list[str]:
+def attention_of(linears: list[str], found: CandidateSet) -> list[str]:
     """Return attention modules that leave INT8 with these linears: they would lose their fusion."""
     base = found.units.plan
     return [name for name in base.attention if base.family.require_beside(name, "output") in linears]
 
 
-def make_recipe(point: CurvePoint, found: Choices) -> Recipe:
+def make_recipe(point: CurvePoint, found: CandidateSet) -> Recipe:
     """Return the recipe of a point of the curve, which was resolved against the model."""
     recipe, int8 = found.units.recipe, found.everything - {*point.linears, *point.attention}
     count = count_of(len(point.linears), "linear")
@@ -220,13 +199,13 @@ def make_recipe(point: CurvePoint, found: Choices) -> Recipe:
 
 
 @dataclass(frozen=True)
-class Held:
+class LayerState:
     rows: Int64  # of the draw, [B]
     batch: Batch
     hidden: torch.Tensor  # [B, L, hidden]
 
 
-class Suffixes:
+class PartialForward:
     """Answers of a model to a draw, computed from the input of any encoder layer on."""
 
     def __init__(self, model: "PreTrainedModel", batches: list[IndexedBatch], encoded: Encoded) -> None:
@@ -247,18 +226,18 @@ class Suffixes:
                 lambda _, inputs: tuple(tensor[:, :1] for tensor in inputs)
             )
 
-    def start(self) -> tuple[list[Held], Float32]:
+    def start(self) -> tuple[list[LayerState], Float32]:
         """Return states at the input of the first layer, and logits, in the model's present precision."""
         with record_first_inputs(self.model) as found:
             logits = self.full()
         states = zip(self.batches, found, strict=True)
-        return [Held(rows, batch, hidden) for (rows, batch), hidden in states], logits
+        return [LayerState(rows, batch, hidden) for (rows, batch), hidden in states], logits
 
     def full(self) -> Float32:
         """Return answers [answers, width] of the whole model."""
         return self._gather((rows, quantizers.forward(self.model, batch)) for rows, batch in self.batches)
 
-    def suffix(self, states: list[Held], layer: int) -> Float32:
+    def suffix(self, states: list[LayerState], layer: int) -> Float32:
         """Return answers [answers, width] from states at the input of `layer`, or of the head."""
 
         def logits() -> Iterator[tuple[Int64, torch.Tensor]]:
@@ -268,7 +247,7 @@ class Suffixes:
 
         return self._gather(logits())
 
-    def advance(self, states: list[Held], layer: int) -> list[Held]:
+    def advance(self, states: list[LayerState], layer: int) -> list[LayerState]:
         found = []
         for state in states:
             with resume_from(self.model, layer, state.hidden, layer + 1) as made:
@@ -316,13 +295,13 @@ EVERYTHING = "everything"
 
 
 @dataclass
-class _Bench:
+class CalibratedModel:
     """The calibrated model and the draw; made when the first candidate needs it."""
 
-    switches: Switches
-    suffixes: Suffixes
+    switches: QuantizerToggles
+    suffixes: PartialForward
     reference: Float32
-    states: list[Held]  # at the input of the first layer
+    states: list[LayerState]  # at the input of the first layer
 
 
 @dataclass
@@ -360,9 +339,9 @@ class Measurement:
         )
 
     @functools.cached_property
-    def found(self) -> Choices:
+    def found(self) -> CandidateSet:
         model = self.session.fp32_model
-        return choices(self.session.recipe, module_table(model), model.base_model_prefix)
+        return list_candidates(self.session.recipe, module_table(model), model.base_model_prefix)
 
     @functools.cached_property
     def trials(self) -> Trials:
@@ -371,7 +350,7 @@ class Measurement:
         return Trials(self.session, self.samples, path, evaluates=False, reference=answer)
 
     @functools.cached_property
-    def bench(self) -> _Bench:
+    def bench(self) -> CalibratedModel:
         """Return the model, calibrated, with everything switchable, and its FP32 logits."""
         session, recipe = self.session, self.session.recipe
         model = placed(session.new_int8_model())
@@ -379,18 +358,17 @@ class Measurement:
             # a correction depends on everything that is in INT8, so it cannot be switched with its linear
             settings = recipe.calibration.model_copy(update={"bias_correction": False})
             ptq.calibrate(model, self.found.plan, session.calibration_batches(), settings)
-            switches = Switches(model, self.found.plan, norms())
+            switches = QuantizerToggles(model, self.found.plan, norms())
         encoded = self.trials.draw
         batches = list(sorted_batches(encoded, session.config.batch_size, pad_id=session.pad_id))
-        suffixes = Suffixes(model, batches, encoded)
+        suffixes = PartialForward(model, batches, encoded)
         self._say("FP32")
         states, reference = suffixes.start()
-        return _Bench(switches, suffixes, reference, states)
+        return CalibratedModel(switches, suffixes, reference, states)
 
     def _layers(self) -> None:
         """Compare candidates layer by layer, from two states that advance: all FP32, and everything INT8."""
         ordered = [c for c in self.found.candidates if c.start is not None]
-        ordered.sort(key=lambda c: c.start or 0)
         if all(key in self.trials.store.trials for c in ordered for key in self._units(c)):
             return
         bench, layers = self.bench, len(self.bench.suffixes.layers)
@@ -418,7 +396,7 @@ class Measurement:
         return CurvePoint(kept=len(linears), linears=linears, attention=attention, comparison=comparison)
 
     def _compare(
-        self, key: str, on: frozenset[str], states: list[Held] | None = None, layer: int = 0
+        self, key: str, on: frozenset[str], states: list[LayerState] | None = None, layer: int = 0
     ) -> Comparison:
         """Return a comparison with these units in INT8; one that lacks is measured from states at a layer."""
         self._say(key)
@@ -445,8 +423,8 @@ class Measurement:
 
     def _row(self, candidate: Candidate) -> CandidateRow:
         values = [self.trials.store.trials[key].scores[DRAW] for key in self._units(candidate)]
-        known = {name: value for name, value in asdict(candidate).items() if name != "start"}
-        return CandidateRow(**known, only=values[0], all_but=values[1] if len(values) > 1 else None)
+        all_but = values[1] if len(values) > 1 else None
+        return CandidateRow(**candidate.model_dump(), only=values[0], all_but=all_but)
 
 
 def list_limits(recipe: Recipe, samples: int) -> Iterator[str]:

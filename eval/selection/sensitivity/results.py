@@ -4,15 +4,18 @@ from pathlib import Path
 from typing import Literal
 
 from qdqbench.eval.metrics.results import Comparison
-from qdqbench.eval.selection.trials.results import DrawRecord, Scores
+from qdqbench.eval.selection.trials.results import EMBEDDINGS, LAYERNORMS, DrawRecord, Scores
+from qdqbench.quantize.models.families.family import ENCODER_KINDS
 from qdqbench.quantize.utils.schema import Strict, field, read
 
 SENSITIVITY_FILE = "sensitivity.json"
 Group = Literal["linear", "attention", "block", "kind"]
+DIAGNOSTIC = {LAYERNORMS: "LayerNorm", EMBEDDINGS: "Embedding"}  # kinds that no recipe can put into INT8
+EVERYWHERE = (*ENCODER_KINDS, "attention", LAYERNORMS, EMBEDDINGS)  # kinds that all layers have or read
 
 
-class CandidateRow(Strict):
-    """One candidate: a linear, the attention of a layer, a layer, or one kind of tensor in all layers."""
+class Candidate(Strict):
+    """A linear, the attention of a layer, a layer, or one kind of tensor in all layers."""
 
     name: str = field("Name as in recipes, without that of the base model; or of the kind.")
     group: Group = field("`linear`, `attention`, `block` or `kind`.")
@@ -22,7 +25,27 @@ class CandidateRow(Strict):
     )
     layer: int | None = field("Number of the encoder layer; null outside and for kinds.")
     modules: list[str] = field("Full names of the modules that are switched.")
-    diagnostic: bool = field("True if no recipe can put it in INT8.")
+    diagnostic: bool = field("True if no recipe can put it in INT8.", default=False)
+
+    @property
+    def units(self) -> frozenset[str]:
+        """Return what goes into INT8, or out of it, together."""
+        return frozenset([self.name] if self.diagnostic else self.modules)
+
+    @property
+    def key(self) -> str:
+        """Return a name that candidates share which switch the same: a classifier and its kind."""
+        return next(iter(self.units)) if len(self.units) == 1 else f"{self.group} {self.name}"
+
+    @property
+    def start(self) -> int | None:
+        """Return the layer whose input it does not touch (-1: the head), or None where it touches all."""
+        return self.layer if self.layer is not None else None if self.kind in EVERYWHERE else -1
+
+
+class CandidateRow(Candidate):
+    """One candidate, and what it costs."""
+
     only: Comparison = field("This alone in INT8.")
     all_but: Comparison | None = field("All but this in INT8; null if not part of all.")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from qdqbench.eval.selection.trials.results import CalibrationCost
+from qdqbench.eval.selection.trials.results import EMBEDDINGS, LAYERNORMS, CalibrationCost
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, get_quantizer_kind, list_quantizers
@@ -98,11 +98,10 @@ def describe_cost(
     return CalibrationCost(seconds=seconds, amax_over_rms=ratio, amax_over_rms_at=name, notes=[*notes])
 
 
-LAYERNORMS, EMBEDDINGS = "LayerNorm input", "embeddings"  # units that no recipe can put into INT8
 IN_PLACE = "qdqbench_in_place"  # ModelOpt's name for the arithmetic below
 
 
-class Switches:
+class QuantizerToggles:
     """Switches of a model's INT8, unit by unit: linears, attention modules, LayerNorm inputs, embeddings.
 
     Scales come from unquantized tensors, so they are the same whatever is switched on. Weights are rounded

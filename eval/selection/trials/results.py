@@ -13,6 +13,7 @@ from qdqbench.quantize.utils.names import Divergence
 from qdqbench.quantize.utils.schema import Strict, field
 
 DRAW = "draw"  # in `Trial.scores`: train rows that do not calibrate
+LAYERNORMS, EMBEDDINGS = "LayerNorm input", "embeddings"  # units that no recipe can put into INT8
 Origin = Literal["given", "shipped", "unquantized", "calibration", "candidate", "ranking", "tpe", "qat"]
 FailureCode = Literal["input", "check", "device", "error"]
 

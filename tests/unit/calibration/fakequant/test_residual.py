@@ -12,7 +12,7 @@ from onnx import helper, numpy_helper
 
 from qdqbench.eval.metrics.parity import compare_layers
 from qdqbench.eval.selection.search.workspace import make_space
-from qdqbench.eval.selection.sensitivity.measure import choices
+from qdqbench.eval.selection.sensitivity.measure import list_candidates
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.engine.build import build, require_int8
@@ -196,7 +196,7 @@ def test_streams_without_known_residuals_or_readers(tiny_bert: Path) -> None:
         resolve(recipe, module_table(model), model.base_model_prefix)
 
 
-@pytest.mark.parametrize("start", [choices, make_space])
+@pytest.mark.parametrize("start", [list_candidates, make_space])
 def test_what_moves_single_linears_refuses_int8_residuals(tiny_bert: Path, start: Any) -> None:
     model = load_model(str(tiny_bert))
     with pytest.raises(UserError, match="set residual: fp16 in a copy of the recipe"):

@@ -24,8 +24,8 @@ def modules(head_size: int = 16) -> dict[str, ModuleInfo]:
     return tiny_bert.fake_modules(LAYERS, head_size)
 
 
-def found_for(recipe: Recipe, head_size: int = 16) -> sensitivity.Choices:
-    return sensitivity.choices(recipe, modules(head_size), "bert")
+def found_for(recipe: Recipe, head_size: int = 16) -> sensitivity.CandidateSet:
+    return sensitivity.list_candidates(recipe, modules(head_size), "bert")
 
 
 def compared(amount: float = 0.0, drop: float = 0.0, error: float = 0.001) -> Comparison:
@@ -136,7 +136,7 @@ def test_a_drop_over_the_gate_is_not_accepted() -> None:
     assert (chosen.kept, reached) == (1, False)
 
 
-def kept_point(linears: list[str], found: sensitivity.Choices) -> CurvePoint:
+def kept_point(linears: list[str], found: sensitivity.CandidateSet) -> CurvePoint:
     attention = attention_of(linears, found)
     return CurvePoint(kept=len(linears), linears=linears, attention=attention, comparison=compared())
 

@@ -8,8 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.selection.sensitivity.measure import Choices, Suffixes, choices, watch_norms
-from qdqbench.eval.selection.trials.calibrations import EMBEDDINGS, LAYERNORMS, Switches, _round
+from qdqbench.eval.selection.sensitivity.measure import (
+    CandidateSet,
+    PartialForward,
+    list_candidates,
+    watch_norms,
+)
+from qdqbench.eval.selection.trials.calibrations import QuantizerToggles, _round
+from qdqbench.eval.selection.trials.results import EMBEDDINGS, LAYERNORMS
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.models.load import load_model
@@ -36,15 +42,15 @@ class Prepared:
     def __init__(self, folder: Any, calibration: Calibration) -> None:
         recipe = tiny_bert.recipe_with("bert-int8-attention", calibration=calibration.model_dump(mode="json"))
         self.plain = load_model(str(folder))
-        self.found: Choices = choices(recipe, module_table(self.plain), "bert")
+        self.found: CandidateSet = list_candidates(recipe, module_table(self.plain), "bert")
         self.plan: Plan = self.found.plan
         self.twin, self.model = load_model(str(folder)), load_model(str(folder))
         ptq.calibrate(self.twin, self.plan, tiny_bert.calibration_batches(), calibration)
         with watch_norms(self.model, calibration) as norms:
             ptq.calibrate(self.model, self.plan, tiny_bert.calibration_batches(), calibration)
             self.norms = norms()
-        self.switches = Switches(self.model, self.plan, self.norms)
-        self.suffixes = Suffixes(self.model, BATCHES, ENCODED)
+        self.switches = QuantizerToggles(self.model, self.plan, self.norms)
+        self.suffixes = PartialForward(self.model, BATCHES, ENCODED)
         self.quantizers = quantizers.list_quantizers(self.twin)
 
     def expected(self, on: frozenset[str]) -> Any:
@@ -79,14 +85,15 @@ def test_suffix_is_the_whole_model(prepared: Prepared, name: str) -> None:
     """From the state before its layer, in both directions."""
     candidate = next(c for c in prepared.found.candidates if c.units == {name})
     assert candidate.start is not None
+    start = LAYERS if candidate.start < 0 else candidate.start
     everything = prepared.found.everything
     for reference, on in ((frozenset(), candidate.units), (everything, everything - candidate.units)):
         prepared.switches.set(reference)
         states, _ = prepared.suffixes.start()
-        for layer in range(candidate.start):
+        for layer in range(start):
             states = prepared.suffixes.advance(states, layer)
         prepared.switches.set(on)
-        found = prepared.suffixes.suffix(states, candidate.start)
+        found = prepared.suffixes.suffix(states, start)
         np.testing.assert_allclose(found, prepared.suffixes.full(), rtol=1e-5, atol=1e-5)
         # ModelOpt alone, all tokens: other matrix shapes round otherwise, and so may a code
         whole = prepared.expected(on)
