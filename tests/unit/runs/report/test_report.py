@@ -17,6 +17,7 @@ from qdqbench.quantize.report import formats
 from qdqbench.quantize.report import svg as plots
 
 from ....support.pages import on_terminal
+from ....support.records import speedup
 from ....support.runs import (
     bare,
     built,
@@ -41,6 +42,12 @@ def test_an_engine_that_never_ran_is_not_a_passed_gate() -> None:
     unclear = GateIssue(code="engine", state="not_evaluated", stage="engine", detail="no GPU")
     said = wording.run_verdict(sample(gate=Gate(passed=True, max_drop=0.01, issues=[unclear])))
     assert (said.state, said.title) == ("unclear", "Graph passed, engine not run")
+
+
+@pytest.mark.parametrize(("asked", "state"), [(None, ""), (1.2, ""), (9.0, "bad")])
+def test_a_speed_below_what_the_gate_asks_is_red(asked: float | None, state: str) -> None:
+    gate = Gate(passed=True, max_drop=0.01, min_speedup=asked)
+    assert report._speed_tile(sample(speed=[speedup(1.31)], gate=gate)).state == state
 
 
 WRONG = finding(severity="error", effect="refused", code="uint8")
