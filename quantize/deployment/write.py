@@ -28,6 +28,7 @@ from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models import identity
 from qdqbench.quantize.models.load import load_config
 from qdqbench.quantize.pipeline import data_profiles, graphs, outcomes
+from qdqbench.quantize.pipeline.pipeline import require_recorded
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.report.figures import coverage
@@ -230,6 +231,7 @@ def _collect(
     graph = graphs.graph_path(session)
     if not graph.is_file():
         raise UserError(f"{session.folder} has no {graph.name}; run `qdqbench report {session.folder}` first")
+    require_recorded(session, graph)
     gpu_graph = graphs.graph_for_tensorrt(session, graph)
     runtimes = find_runtimes(session.folder, results, session.target.backend, gpu_graph)
     task = session.config.task

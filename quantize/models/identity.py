@@ -239,7 +239,7 @@ def model_fingerprint(name: str, revision: str | None = None) -> str:
         return hashlib.sha256(f"{name}@{commit}".encode()).hexdigest()
     inside = (folder / part for part in parts if (folder / part).is_dir())
     for file in sorted(file for place in inside for file in place.iterdir()):
-        if file.suffix in (".json", ".safetensors", ".txt"):
+        if file.suffix in (".json", ".safetensors", ".txt", ".model") and file.is_file():
             digest.update(f"{file.relative_to(folder)} {sha256(file)}\n".encode())
     return digest.hexdigest()
 

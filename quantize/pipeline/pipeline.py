@@ -2,11 +2,14 @@
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from qdqbench.quantize.pipeline.ownership import CONTENTS
 from qdqbench.quantize.pipeline.session import CONFIG, RunConfig, Session
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
@@ -42,6 +45,7 @@ class FinishedStage(Strict):
     notes: list[str]
     warnings: list[str]
     made_with: dict[str, Any]
+    model_sha256: str | None = None  # of the model that it read; None: an older version made it
     wall_s: float
     cpu_s: float
     peak_rss_bytes: int
@@ -107,12 +111,42 @@ def _run_stage(session: Session, stage: Stage, key: str, before: FinishedStage |
     notes, warnings = session.notes[noted:], session.warnings[warned:]
     made_with = get_code_identity()
     return FinishedStage(
-        key=key, outputs=hashes, notes=notes, warnings=warnings, made_with=made_with, **vars(cost)
+        key=key,
+        outputs=hashes,
+        notes=notes,
+        warnings=warnings,
+        made_with=made_with,
+        model_sha256=session.model_sha256,
+        **vars(cost),
     )
 
 
 def read_finished(folder: Path) -> dict[str, FinishedStage]:
     return _read(folder / STAGES_FILE).stages
+
+
+def require_recorded(session: Session, graph: Path) -> None:
+    """Hold files of stages and the model to the hashes of the time when `graph` was made and judged.
+
+    Whoever hands a run on calls it first; a `UserError` names what changed. What is gone is not looked at.
+    """
+    folder, finished = session.folder, read_finished(session.folder)
+    recorded = {name: digest for stage in finished.values() for name, digest in stage.outputs.items()}
+    again = f"`qdqbench report {shlex.quote(str(folder))}`"
+    made = str(graph.relative_to(folder))
+    if made not in recorded:
+        raise UserError(f"{folder / STAGES_FILE} has no record of {made}; {again} makes both again")
+    for name, digest in recorded.items():
+        if (folder / name).is_file() and files.sha256(folder / name) != digest:
+            raise UserError(f"{folder / name} changed since the run made it; {again} makes it again")
+    known = [stage.model_sha256 for stage in finished.values() if made in stage.outputs]
+    with suppress(UserError, KeyError, TypeError):  # not evaluated yet
+        known.append(files.read_json(folder / CONTENTS["run"][1])["model"]["sha256"])
+    if {session.model_sha256} != {*known} - {None}:
+        raise UserError(
+            f"model {session.model_name} (weights, configuration or tokenizer) is not the one that the run "
+            f"was made of; put that back, or {again} runs again what changed"
+        )
 
 
 def explain_stale(folder: Path, names: Iterable[str]) -> str:

@@ -9,8 +9,10 @@ from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.pipeline.data_profiles import engine_profiles
 from qdqbench.quantize.pipeline.graphs import graph_path
 from qdqbench.quantize.pipeline.outcomes import BUILD, write_outcome
+from qdqbench.quantize.pipeline.pipeline import STAGES_FILE
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.tasks.types.encoded import pad
+from qdqbench.quantize.utils.files import read_json, sha256, write_json
 
 
 def with_cpu_engine(run: Path, out: Path) -> Path:
@@ -27,7 +29,17 @@ def with_cpu_engine(run: Path, out: Path) -> Path:
         expected_attention=0,
     )
     write_outcome(out / BUILD, built)
+    record(out)
     return out
+
+
+def record(run: Path) -> None:
+    """Take files of stages that a test made up for those that the run made."""
+    stages = read_json(run / STAGES_FILE)
+    for stage in stages["stages"].values():
+        there = [name for name in stage["outputs"] if (run / name).is_file()]
+        stage["outputs"] = {name: sha256(run / name) for name in there}
+    write_json(run / STAGES_FILE, stages)
 
 
 @dataclass

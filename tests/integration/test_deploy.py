@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,14 +128,50 @@ def test_copies_go_elsewhere(finished_run, tmp_path, qdqbench, blocked):
     assert not (out / "model.json").exists()
 
 
-def test_an_engine_that_was_changed_is_not_deployed(a_run, tmp_path, qdqbench):
-    engine = a_run / "engine" / "model.int8.engine"
+def replace_graph(run):
+    (run / "model.int8.onnx").unlink()  # `deploy` of the run has a link to it
+    shutil.copy(run / "model.fp32.onnx", run / "model.int8.onnx")
+
+
+def damage_engine(run):
+    engine = run / "engine" / "model.int8.engine"
     changed = engine.read_bytes()[:-1] + b"?"
-    engine.unlink()  # the folder of the run has a link to it
+    engine.unlink()
     engine.write_bytes(changed)
-    done = qdqbench("deploy", a_run, "--out", tmp_path / "there")
-    assert (done.code, done.err.count("\n")) == (1, 1)
-    assert "model.int8.engine is not the file that was built; build it again with" in done.err
+
+
+def turn_labels(run):
+    path = Path(json.loads((run / "run.json").read_text())["model"]) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"id2label": {"0": "good", "1": "bad"}}))
+
+
+def train_on(run):
+    path = Path(json.loads((run / "run.json").read_text())["model"]) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (replace_graph, "model.int8.onnx changed since the run made it"),
+        (damage_engine, "model.int8.engine changed since the run made it"),
+        (turn_labels, "is not the one that the run was made of"),
+        (train_on, "is not the one that the run was made of"),
+    ],
+)
+def test_what_is_not_of_the_run_is_never_handed_on(  # noqa: PLR0917
+    change, said, a_run, sst2, tmp_path, qdqbench
+):
+    config = json.loads((a_run / "run.json").read_text())
+    config["model"] = str(shutil.copytree(sst2.model, tmp_path / "model"))
+    (a_run / "run.json").write_text(json.dumps(config))
+    fine(qdqbench("deploy", a_run))
+    change(a_run)
+    for words in (["deploy"], ["push", "me/int8"], ["serve", "--port", "0"], ["export-triton"]):
+        command, *rest = words
+        if command in ("deploy", "export-triton"):
+            rest = ["--out", tmp_path / "there"]
+        refused(qdqbench(command, a_run, *rest), said, f"`qdqbench report {a_run}`")
     assert not (tmp_path / "there").exists()
 
 

@@ -22,6 +22,7 @@ from qdqbench.quantize.utils.errors import UserError
 
 from ..support import triton_stub
 from ..support.triton_stub import InferenceRequest, Repository, Tensor
+from .served import record
 from .tiny import refused
 
 pytestmark = pytest.mark.skipif(
@@ -158,6 +159,7 @@ def test_a_run_with_an_engine_of_tensorrt_brings_its_plan(a_run, tmp_path):
     for path in (a_run / "build.json", sidecar_path(engine)):
         told = json.loads(path.read_text()) | {"backend": "tensorrt", "version": "10.16.0.72"}
         path.write_text(json.dumps(told))
+    record(a_run)
     made = export_triton(a_run, tmp_path / "out", "sst2")
     assert (made.plan, made.backend) == ("built", "tensorrt")
     models = tmp_path / "out" / "models"
@@ -172,6 +174,9 @@ def test_a_run_with_an_engine_of_tensorrt_brings_its_plan(a_run, tmp_path):
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
     assert not (tmp_path / "out" / "tensorrt").exists()
     engine.write_bytes(b"another")
+    with pytest.raises(UserError, match=r"model\.int8\.engine changed since the run made it"):
+        export_triton(a_run, tmp_path / "other", "sst2")
+    record(a_run)
     with pytest.raises(UserError, match="is not the engine that was built from"):
         export_triton(a_run, tmp_path / "other", "sst2")
 

@@ -15,6 +15,7 @@ from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.pipeline.graphs import FP32, graph_path
 from qdqbench.quantize.pipeline.outcomes import Skipped, engine_file, read_built
+from qdqbench.quantize.pipeline.pipeline import require_recorded
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.tasks.data.encode import OVERLAP, Sample, iter_encoded
 from qdqbench.quantize.tasks.data.splits import Split
@@ -393,6 +394,7 @@ def open_served(folder: Path, *, fp32: bool = True) -> Served:
             "`qdqbench run ... --backend openvino`"
         )
     engine, graph, unquantized = engine_file(folder, built), graph_path(session), folder / FP32
+    require_recorded(session, graph)
     sidecar = check_sidecar(engine, graph)
     if fp32 and not unquantized.is_file():
         raise UserError(

@@ -18,6 +18,7 @@ from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
 from qdqbench.quantize.engine.trtexec import build_options
 from qdqbench.quantize.pipeline import data_profiles, graphs, outcomes
 from qdqbench.quantize.pipeline.ownership import locked_for_reading
+from qdqbench.quantize.pipeline.pipeline import require_recorded
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.utils import files
@@ -76,6 +77,7 @@ def _export(session: Session, out: Path, name: str | None) -> TritonExport:
     folder, graph = session.folder, graphs.graph_path(session)
     if not graph.is_file():
         raise UserError(f"{folder} has no {graph.name} yet; run `qdqbench build {folder}` first")
+    require_recorded(session, graph)
     files.remove_abandoned(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is a file or holds files; give an empty or new folder")

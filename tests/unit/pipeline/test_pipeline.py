@@ -14,6 +14,7 @@ from qdqbench.quantize.pipeline.pipeline import (
     explain_stale,
     open_run,
     remove_other_stages,
+    require_recorded,
     run_stages,
     select_stages,
 )
@@ -70,6 +71,11 @@ class Line:
         return list(self.ran)
 
 
+@pytest.fixture(autouse=True)
+def _model(monkeypatch):
+    monkeypatch.setattr(Session, "model_sha256", "of the model")
+
+
 @pytest.fixture
 def line(tmp_path):
     line = Line(tmp_path / "run")
@@ -99,6 +105,31 @@ def test_what_other_code_made_is_told_before_it_is_made_again(line):
     known["stages"]["a"]["made_with"]["versions"]["torch"] = "1.0"
     path.write_text(json.dumps(known))
     assert "a, c made again: what is there was made with torch 1.0 (now " in explain_stale(folder, ["a", "c"])
+
+
+def test_what_is_handed_on_is_what_was_recorded(line):
+    graph, session, results = line.path("b"), line.session, line.session.folder / "results.json"
+    require_recorded(session, graph)
+    for name, damage in (("a", b"other"), ("b", b"other"), ("c", b"")):
+        kept = line.path(name).read_bytes()
+        line.path(name).write_bytes(damage)
+        with pytest.raises(
+            UserError, match=rf"{name}\.txt changed since .*; `qdqbench report .*run` makes it"
+        ):
+            require_recorded(session, graph)
+        line.path(name).write_bytes(kept)
+    with pytest.raises(UserError, match=r"stages\.json has no record of other\.onnx; `qdqbench report"):
+        require_recorded(session, session.folder / "other.onnx")
+    line.path("c").unlink()  # whoever needs it says so
+    for made, kept, good in (("another", None, False), (None, "of the model", True), (None, None, False)):
+        stages = json.loads((session.folder / STAGES_FILE).read_text())
+        stages["stages"]["b"]["model_sha256"] = made
+        (session.folder / STAGES_FILE).write_text(json.dumps(stages))
+        results.write_text(json.dumps({"model": {"sha256": kept} if kept else {}}))
+        with (
+            contextlib.nullcontext() if good else pytest.raises(UserError, match=r"model m .* is not the one")
+        ):
+            require_recorded(session, graph)
 
 
 @pytest.mark.parametrize(("changed", "runs"), [("a", ["a", "b", "c"]), ("b", ["b", "c"]), ("c", ["c"])])
