@@ -65,8 +65,8 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
     inherited = {name: _inherited(name, formats) for name in modules}
     int8 = {name: formats[name] for name in linears if formats.get(name) in ("channel", "tensor")}
     attention = _int8_attention(recipe, modules, formats)
-    residual = _int8_residuals(recipe, modules, prefix)
-    scaling = _scaling(recipe, modules, prefix, {*int8, *attention})
+    residual = _int8_residuals(recipe, modules, family, prefix)
+    scaling = _scaling(recipe, modules, family, prefix, {*int8, *attention})
     readers = {name: family.residual_readers(name) for name in residual}
     _require_int8_readers(readers, int8, scaling)
     if recipe.calibration.outlier_channel_splitting:
@@ -92,12 +92,11 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
 
 
 def _scaling(
-    recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str, int8: set[str]
+    recipe: Recipe, modules: Mapping[str, ModuleInfo], family: Family, prefix: str, int8: set[str]
 ) -> dict[str, Scaling]:
     section = recipe.calibration
     scalings = {name: Scaling(section.method, section.weights_method) for name in modules if name in int8}
     # not the others: outliers of GELU are rare, and factors from them fail on data that has more
-    family = family_named(recipe.model.family)
     smoothed = [n for n in scalings if modules[n].kind == "Attention" or family.kind(n) in SMOOTHED]
     scalings |= {name: replace(scalings[name], smoothing=section.smoothing) for name in smoothed}
     idle = []
@@ -168,8 +167,9 @@ def _int8_attention(
     return tuple(attentions)
 
 
-def _int8_residuals(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> tuple[str, ...]:
-    family = family_named(recipe.model.family)
+def _int8_residuals(
+    recipe: Recipe, modules: Mapping[str, ModuleInfo], family: Family, prefix: str
+) -> tuple[str, ...]:
     known = [name for name, info in modules.items() if info.kind == "Residual"]
     if recipe.int8_residual and not known:
         why = (

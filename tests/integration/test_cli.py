@@ -133,7 +133,7 @@ def test_a_family_free_name_is_resolved_by_the_model(qdqbench, sst2, tmp_path):
     assert re.fullmatch(r"qdqbench: family roberta has no recipe 'int8-residual-qat'.*\n", lost.err)
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("bert-") or "int8-ffn" in name])
 def test_recipes_show_what_is_shipped(name, qdqbench, tmp_path):
     for options in ([], ["--resolved"]):
         done = fine(qdqbench("recipes", "show", name, *options))

@@ -133,7 +133,7 @@ class TestBadModels:
             ({"model_type": "t5"}, r"is a 't5', an encoder with a decoder"),
             (
                 {"model_type": "ernie", "quantization_config": {"quant_method": "gptq", "bits": 4}},
-                r"is a 'ernie' whose weights are quantized already \(gptq\)",
+                r"are quantized already \(gptq, by quantization_config in config\.json\)",
             ),
         ],
     )

@@ -103,14 +103,6 @@ def test_an_unknown_key_names_the_nearest(text, key, nearest):
     assert f"unknown key {key!r}, did you mean {nearest!r}?" in refusal(text)
 
 
-def test_the_gelu_of_a_recipe():
-    """Exact unless a recipe says otherwise, as every shipped INT8 recipe does."""
-    assert schema.parse_recipe(HEAD, "a").export.gelu == "exact"
-    assert schema.parse_recipe(HEAD + "export: {gelu: tanh}", "a").export.gelu == "tanh"
-    forms = {name: schema.load_recipe(name).export.gelu for name in SHIPPED}
-    assert forms == {name: "tanh" if "int8" in name else "exact" for name in SHIPPED}
-
-
 def test_a_long_key_makes_no_long_sentence():
     keys = "".join(f"{number}{'A' * 9000}: 1\n" for number in range(40))
     with pytest.raises(UserError) as caught:
