@@ -22,7 +22,7 @@ from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
 
 from ..support.pages import offline, plain
 from .cases import CASES, MARKED, Case, edited
-from .tiny import EVAL_ROWS, LAYERS, files_of, fine, listing, results
+from .tiny import EVAL_ROWS, LAYERS, TRAIN_ROWS, files_of, fine, listing, results
 
 pytestmark = pytest.mark.slow
 STAGES = ["baseline", "quantize", "fake_quant", "export", "check", "parity", "onnxruntime"]
@@ -138,7 +138,9 @@ def parity_holds(run):
     products, attentions, residuals = run.case.int8
     assert run.found.parity.passed
     assert run.found.parity.padded
-    assert len(run.found.parity.rows) >= products + 2 * attentions + residuals
+    if not run.session.plan.family.shared_layers:
+        assert len(run.found.parity.rows) == products + 2 * attentions + residuals
+        assert len(run.found.quantized_layers) == products - 2 * attentions
 
 
 def the_gate_is_the_exit_status(run):
@@ -149,7 +151,10 @@ def the_gate_is_the_exit_status(run):
 def calibration_is_finite(run):
     if run.quantized:
         calibrated = json.loads((run.folder / "calibration.json").read_text())
-        assert calibrated["data"]["samples"] == run.found.data["calibration"]["samples"]
+        samples = calibrated["data"]["samples"]
+        assert samples == run.found.data["calibration"]["samples"]
+        if run.classifies:
+            assert samples == min(TRAIN_ROWS, run.recipe.calibration.samples)
         for state in calibrated["quantizers"].values():
             amax = np.array(state["amax"])
             assert np.isfinite(amax).all()
