@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qdqbench.quantize.calibration.fakequant import quantizers
-from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.models.load import prepare_model
 from qdqbench.quantize.training.loop import WEIGHTS
 from qdqbench.quantize.training.qat import STATE
 
@@ -22,9 +22,12 @@ def load_modelopt(folder: Path) -> "PreTrainedModel":
         restore_from_modelopt_state,
     )
     from safetensors.torch import load_file
+    from transformers import AutoModelForSequenceClassification
 
     quantizers.import_modelopt()  # its modes
-    state, model = load_modelopt_state(folder / STATE), load_model(str(folder))
+    state = load_modelopt_state(folder / STATE)
+    # `load_model` refuses its quantizers' tensors, which transformers leaves unread
+    model = prepare_model(AutoModelForSequenceClassification.from_pretrained(folder))
     modes = [mode for _, mode in state["modelopt_state_dict"]]
     names = [name for mode in modes for name in mode.get("metadata", {}).get("quantizer_state", {})]
     residuals = [name for name in names if name.endswith(quantizers.RESIDUAL_QUANTIZER)]
