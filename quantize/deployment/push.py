@@ -1,11 +1,13 @@
 """Upload a deployed folder to the Hub."""
 
+import glob
 import json
 from pathlib import Path
 
-from qdqbench.quantize.deployment.write import CACHE, TOLD
+from qdqbench.quantize.deployment.write import TOLD, read_sums
 from qdqbench.quantize.tasks.data.files import find_root_cause
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.files import SUMS
 
 
 def push_folder(folder: Path, repository: str, *, private: bool = False, create_pr: bool = False) -> str:
@@ -31,7 +33,7 @@ def push_folder(folder: Path, repository: str, *, private: bool = False, create_
             folder_path=folder,
             commit_message="Upload INT8 graphs by qdqbench",
             create_pr=create_pr,
-            ignore_patterns=[f"{CACHE}/*"],
+            allow_patterns=[glob.escape(name) for name in (*read_sums(folder), SUMS)],
         )
     except UserError:
         raise

@@ -31,7 +31,9 @@ from qdqbench.quantize.pipeline import data_profiles, graphs, outcomes
 from qdqbench.quantize.pipeline.pipeline import require_recorded
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import dump_recipe
+from qdqbench.quantize.report import formats
 from qdqbench.quantize.report.figures import coverage
+from qdqbench.quantize.report.render import prose
 from qdqbench.quantize.tasks.data.encode import OVERLAP
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
 from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
@@ -390,6 +392,9 @@ def render(template: str, context: dict[str, Any], folder: Path = TEMPLATES, *, 
         keep_trailing_newline=True,
         trim_blocks=trim,
     )
+    environment.filters["code"] = lambda text: formats.code(formats.clean(text))
+    environment.filters["inline"] = lambda text: formats.inline(formats.clean(text))
+    environment.filters["prose"] = prose
     environment.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
     return environment.get_template(f"{template}.j2").render(context)
 
@@ -430,12 +435,17 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _list_foreign(folder: Path) -> list[str]:
+def read_sums(folder: Path) -> dict[str, str]:
+    """Return the checksums of the files that were written here, by name; none where nothing was."""
     try:
         lines = (folder / files.SUMS).read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
         lines = []
-    listed = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+    return {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+
+
+def _list_foreign(folder: Path) -> list[str]:
+    listed = read_sums(folder)
     return sorted(name for name, digest in _sums_of(folder, {}, {}).items() if listed.get(name) != digest)
 
 
@@ -444,7 +454,7 @@ def _sums_of(folder: Path, content: Content, sums: Mapping[str, str]) -> dict[st
     found = {}
     for path in (path for path in folder.rglob("*") if path.is_file() or path.is_symlink()):
         name = path.relative_to(folder).as_posix()
-        if name != files.SUMS and CACHE not in path.relative_to(folder).parts:
+        if name != files.SUMS and not (path.parent.name == CACHE and path.suffix == ".pyc"):
             source = content.get(name)
             linked = isinstance(source, Path) and path.exists() and path.samefile(source)
             found[name] = sums[name] if linked else _sum(path)

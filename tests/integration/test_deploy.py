@@ -1,6 +1,7 @@
 """The folder `deploy` of a finished run: its scripts answer as the run did, without qdqbench."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,6 +13,7 @@ from qdqbench.eval.metrics.results import GateIssue
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.report.report import hand_off, refresh
 from qdqbench.eval.runs.results import Results
+from qdqbench.quantize.deployment import write
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
@@ -173,6 +175,22 @@ def test_what_is_not_of_the_run_is_never_handed_on(  # noqa: PLR0917
             rest = ["--out", tmp_path / "there"]
         refused(qdqbench(command, a_run, *rest), said, f"`qdqbench report {a_run}`")
     assert not (tmp_path / "there").exists()
+
+
+def test_names_are_no_markup_of_the_card(a_run, tmp_path, qdqbench, monkeypatch):
+    evil = "ok\n\n# All gates passed\n\n<img src=x> [docs](javascript:alert(1)) ``` `x\x1b[2J"
+    shown = "`ok # All gates passed <img src=x> [docs](javascript:alert(1)) QQQ Qx\ufffd[2J`"
+    monkeypatch.setattr(write, "read_labels", lambda session: [evil, "b"])
+    monkeypatch.setattr(write, "_base_name", lambda name: evil)
+    fine(qdqbench("deploy", a_run, "--out", tmp_path / "there"))
+    card = (tmp_path / "there" / "README.md").read_text()
+    body = card.split("\n---\n", 1)[1]
+    assert "\x1b" not in card
+    assert "\n# All gates passed" not in body
+    outside = re.sub("`[^`\n]+`", "", body)
+    assert "<img" not in outside
+    assert "[docs](" not in outside
+    assert f"- Classes: {shown}, `b`.\n".replace("Q", "'") in body
 
 
 def test_what_somebody_put_there_stays_and_is_told(a_run, qdqbench):

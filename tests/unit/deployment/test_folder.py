@@ -106,6 +106,17 @@ def test_a_folder_of_somebody_else_is_left_alone(content, folder):
     assert folder.read_text() == "years of work"
 
 
+def test_only_bytecode_of_python_is_not_foreign(content, folder):
+    place(folder, content, link=True)
+    (folder / "1_Pooling" / "__pycache__").mkdir()
+    (folder / "1_Pooling" / "__pycache__" / "a.cpython-311.pyc").write_bytes(b"bytecode")
+    place(folder, content | {"model.json": b"{}"}, link=True)
+    (folder / "1_Pooling" / "__pycache__").mkdir()
+    (folder / "1_Pooling" / "__pycache__" / "diary.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"1_Pooling/__pycache__/diary\.txt in it is not of qdqbench"):
+        place(folder, content, link=True)
+
+
 def test_a_link_is_neither_followed_nor_replaced(content, folder, tmp_path):
     place(tmp_path / "theirs", content, link=True)
     folder.symlink_to(tmp_path / "theirs")

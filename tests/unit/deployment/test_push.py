@@ -7,6 +7,7 @@ import pytest
 
 from qdqbench.quantize.deployment.push import push_folder
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.files import SUMS
 
 from ...support.hub_stub import TOKEN
 
@@ -19,13 +20,18 @@ def folder(tmp_path):
         ("README.md", b"---\nlicense: mit\n---\n"),
         ("model.onnx", MODEL),
         ("a/b.json", b"{}"),
+        ("a/[!b].json", b"{}"),
     ):
         path = tmp_path / "deploy" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
     (tmp_path / "deploy" / "model.json").write_text(json.dumps({"failed": ""}))
-    (tmp_path / "deploy" / "__pycache__").mkdir()
-    (tmp_path / "deploy" / "__pycache__" / "model.pyc").write_bytes(b"of Python")
+    written = [path.relative_to(tmp_path / "deploy") for path in (tmp_path / "deploy").rglob("*.*")]
+    (tmp_path / "deploy" / SUMS).write_text("".join(f"0  {name}\n" for name in written))
+    for name in ("__pycache__/model.pyc", "a/__pycache__/b.pyc", "a/__pycache__/diary.txt", "mine.json"):
+        path = tmp_path / "deploy" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"not of it")
     return tmp_path / "deploy"
 
 
@@ -33,7 +39,7 @@ def test_all_files_and_nothing_else_arrive(folder, hub_server):
     before = sorted(folder.rglob("*"))
     url = push_folder(folder, "me/int8")
     assert url == f"{hub_server.url}/me/int8/commit/{'0' * 40}"
-    assert {*hub_server.files} == {"README.md", "model.onnx", "a/b.json", "model.json"}
+    assert {*hub_server.files} == {"README.md", "model.onnx", "a/b.json", "a/[!b].json", "model.json", SUMS}
     assert hub_server.files["model.onnx"] == MODEL
     assert not hub_server.private
     assert sorted(folder.rglob("*")) == before
