@@ -1,5 +1,6 @@
 """The record of a calibration, `calibration.json`: every amax and scale, and whether they are plausible."""
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
@@ -16,7 +17,7 @@ from qdqbench.quantize.calibration.techniques.softmax_scale import SoftmaxRow
 from qdqbench.quantize.recipe.plan import Plan, folds_q_bias
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.errors import CheckFailed
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.limits import FP16_MAX
 from qdqbench.quantize.utils.schema import Strict, Tabular, field, read
 
@@ -143,7 +144,21 @@ def trained_record(model: Any, record: CalibrationRecord) -> CalibrationRecord:
 
 
 def read_record(path: Path) -> CalibrationRecord:
-    return read(path, CalibrationRecord, "calibration record", "quantize again")
+    """Read a record and hold it to what a calibration may give; a `UserError` names what does not."""
+    record = read(path, CalibrationRecord, "calibration record", "quantize again")
+    if not _is_finite(record.model_dump()):
+        raise UserError(f"{path} has numbers that are not finite; quantize again")
+    try:
+        require_plausible(record.quantizers)
+    except CheckFailed as error:
+        raise UserError(f"{path} cannot be used: {error}") from error
+    return record
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, (dict, list)):
+        return all(map(_is_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def write_record(path: Path, record: CalibrationRecord) -> None:

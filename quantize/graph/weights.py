@@ -136,6 +136,8 @@ def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
                 continue  # nothing needs to stand behind this GEMM
             scalar = shared if merge else _middle(np.atleast_1d(scale))
             while not merge and scalar in taken:
+                if not 0 < scalar < np.inf:  # twice it is no other
+                    raise CheckFailed(f"the weight scale of {node.name} is {scalar:g}; calibrate again")
                 scalar *= np.float32(2)
             taken.add(scalar)
             behind[id(node)] = _factor(model, node, dq, scale, scalar)

@@ -1,5 +1,6 @@
 """Calibration: every amax by hand, its record, and what is not a usable amax."""
 
+import contextlib
 import copy
 import gc
 import json
@@ -289,6 +290,22 @@ def test_a_record_that_is_none(tmp_path: Path, content: str, told: str) -> None:
     (tmp_path / "c.json").write_text(content)
     with pytest.raises(UserError, match=rf"c\.json is {told}"):
         calibration.read_record(tmp_path / "c.json")
+
+
+@pytest.mark.parametrize("amax", [0.0, float("inf"), float("nan"), 1e300, 1e-45, 1e38, -1.0])
+def test_a_record_is_held_to_the_rule_of_calibration(tiny_bert: Path, tmp_path: Path, amax: float) -> None:
+    told, path = bert.quantized(tiny_bert).record.model_dump(), tmp_path / "calibration.json"
+    name, state = next(iter(told["quantizers"].items()))
+    several = isinstance(state["amax"], list)
+    state["amax"] = [*state["amax"][1:], amax] if several else amax
+    path.write_text(json.dumps(told))
+    said = r"calibration\.json (cannot be used: .*" + name + "|has numbers that are not finite)"
+    with pytest.raises(UserError, match=said):
+        calibration.read_record(path)
+    told = bert.quantized(tiny_bert).record.model_dump() | {"biases": {"a": [amax]}}
+    path.write_text(json.dumps(told))
+    with contextlib.nullcontext() if math.isfinite(amax) else pytest.raises(UserError, match="not finite"):
+        calibration.read_record(path)
 
 
 def test_rows_of_the_results(tiny_bert: Path) -> None:

@@ -327,3 +327,28 @@ def test_one_gemm_by_hand(bias: bool, transposed: int) -> None:
     np.testing.assert_allclose(tensor(model, "w_factor"), [1, 0.5, 2])
     np.testing.assert_allclose(run_onnx(model, {"x": x}), wanted, rtol=1e-6)
     onnx.checker.check_model(model, full_check=True)
+
+
+@pytest.mark.parametrize("scale", [0.0, float("inf")])
+def test_scales_that_no_factor_tells_apart_are_refused(scale: float) -> None:
+    constants = [
+        *(helper.make_tensor(f"{name}_codes", TensorProto.INT8, [2, 2], [1, 2, 3, 4]) for name in "ab"),
+        helper.make_tensor("scales", TensorProto.FLOAT, [2], [scale, scale]),
+        helper.make_tensor("zeros", TensorProto.INT8, [2], [0, 0]),
+    ]
+    constants.append(helper.make_tensor("step", TensorProto.FLOAT, [], [0.5]))
+    constants.append(helper.make_tensor("zero", TensorProto.INT8, [], [0]))
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "step", "zero"], ["codes"]),
+        helper.make_node("DequantizeLinear", ["codes", "step", "zero"], ["read"]),
+    ]
+    for name in "ab":
+        given, weight = [f"{name}_codes", "scales", "zeros"], f"{name}_weight"
+        nodes += [
+            helper.make_node("DequantizeLinear", given, [weight], axis=1),
+            helper.make_node("MatMul", ["read", weight], [name], name=name),
+        ]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 2]) for name in "xab"]
+    graph = helper.make_graph(nodes, "g", values[:1], values[1:], constants)
+    with np.errstate(all="ignore"), pytest.raises(CheckFailed, match="the weight scale of b is"):
+        factor_scales(helper.make_model(graph), merge=False)
