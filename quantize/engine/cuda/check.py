@@ -4,7 +4,17 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Head, Linear, Operation, Plan, Quantize
+from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES, LINEAR_STEP, MOST_CODES, NORM_PARTS
+from qdqbench.quantize.engine.cuda.plan import (
+    Attention,
+    Embed,
+    Head,
+    Linear,
+    Norm,
+    Operation,
+    Plan,
+    Quantize,
+)
 from qdqbench.quantize.engine.cuda.tokens import MASK, TOKENS, TYPES
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
@@ -12,19 +22,58 @@ from qdqbench.quantize.utils.errors import UserError
 Shape = tuple[int | None, ...]  # None: any size from 1 on
 HALF = np.dtype(np.float16)
 _CODES, _SINGLE = "int8", "float32"
+_MOST_HALVES = 256  # channels of a head in PyTorch's FP16 attention
+SMALLEST, LARGEST = 2.0**-126, 2.0**127  # of FP32, without what kernels may flush to zero
+
+
+def require_kernels(plan: Plan) -> None:
+    """Raise UserError where sizes are none that a kernel takes."""
+    for operation in plan.operations:
+        if wrong := _find_misfit(operation, plan):
+            raise UserError(
+                f"backend cuda has no kernel for {operation.name}: {wrong}; take tensorrt_rtx or tensorrt"
+            )
+
+
+def _find_misfit(operation: Operation, plan: Plan) -> str:  # noqa: PLR0911
+    size = operation.head_size if isinstance(operation, Attention) else 0
+    widths = [plan.tensors[tensor].width for tensor in (*operation.reads, *operation.writes)]
+    match operation:
+        case Linear(weight="int8") if any(width % LINEAR_STEP for width in widths):
+            return (
+                f"INT8 linears have multiples of {LINEAR_STEP} channels, not {' and '.join(map(str, widths))}"
+            )
+        case Linear(weight="int8", activation=str(), residual=str()):
+            return "an INT8 linear has an activation or a residual, not both"
+        case Attention(probability_multiplier=float()) if size not in ATTENTION_SIZES:
+            return f"heads of INT8 attention have size {' or '.join(map(str, ATTENTION_SIZES))}, not {size}"
+        case Attention(probability_multiplier=None) if size % 8 or size > _MOST_HALVES:
+            return f"heads of FP16 attention have a multiple of 8 channels up to {_MOST_HALVES}, not {size}"
+        case Attention():
+            columns = [view.column for view in (operation.query, operation.key, operation.value)]
+            if any(each % LINEAR_STEP for each in (*widths[:3], *columns)) or len({*widths[:3]}) > 1:
+                return (
+                    f"query, key and value begin at multiples of {LINEAR_STEP} in tensors of one width, "
+                    f"not at {columns} of {widths[:3]}"
+                )
+        case Embed() | Norm() if widths[0] % 8 or widths[0] > 128 * NORM_PARTS[-1]:
+            return f"a LayerNorm has up to {128 * NORM_PARTS[-1]} channels, a multiple of 8, not {widths[0]}"
+        case Embed() | Norm() if len(operation.codes) > MOST_CODES:
+            return f"a LayerNorm writes codes of up to {MOST_CODES} quantizers, not {len(operation.codes)}"
+        case Quantize() | Linear(weight="fp16") if (
+            widths[-1] % 4 and plan.tensors[operation.writes[0]].kind == "int8"
+        ):
+            return f"codes of FP16 have a multiple of 4 channels, not {widths[-1]}"
+    return ""
 
 
 def check_arrays(plan: Plan, arrays: Mapping[str, Array]) -> None:
-    """Raise UserError where a tensor is read before it is written, or an array has another shape or type."""
-    written: set[str] = {*plan.given}
-    expected: dict[str, tuple[str, Shape]] = {}
-    for operation in plan.operations:
-        if missing := {*operation.reads} - written:
-            raise UserError(f"the plan reads {missing.pop()} before {operation.name} could; build it again")
-        written |= {*operation.writes}
-        if written - plan.tensors.keys() or not _fits(operation, plan):
-            raise UserError(f"the tensors of {operation.name} do not fit each other; build it again")
-        expected |= {key: (kind, shape) for key, kind, shape in list_arrays(operation, plan, arrays)}
+    """Raise UserError where a plan and its arrays are not what kernels count on.
+
+    Names are of one operation, tensor or array each; a tensor is written before it is read; arrays have the
+    shapes and types that kernels read; all numbers are finite.
+    """
+    written, expected = _list_expected(plan, arrays)
     embeds, heads = ([each for each in plan.operations if isinstance(each, kind)] for kind in (Embed, Head))
     if len(embeds) != 1 or len(heads) != 1 or embeds[0].name != "embed":
         raise UserError("the plan has not one embedding and one head; build it again")
@@ -44,8 +93,56 @@ def check_arrays(plan: Plan, arrays: Mapping[str, Array]) -> None:
             or any(a not in (b, None) for a, b in zip(shape, found.shape, strict=True))
         ):
             raise UserError(f"{key} is {sizes}, and its kernel reads {kind} {shape}; build the engine again")
+        if found.dtype.kind == "f" and not np.isfinite(found).all():
+            raise UserError(f"{key} has numbers that are not finite; build the engine again")
     if extra := arrays.keys() - expected.keys():
         raise UserError(f"no kernel reads {min(extra)}; build the engine again")
+    columns = [each.column for each in plan.head.answers if each.column is not None]
+    width, answers = _head_width(plan, arrays), {each.name for each in plan.head.answers}
+    if not answers or len(answers) < len(plan.head.answers) or not all(0 <= c < width for c in columns):
+        raise UserError(f"the answers are none of the head's {width} columns; build it again")
+
+
+def _list_expected(plan: Plan, arrays: Mapping[str, Array]) -> tuple[set[str], dict[str, tuple[str, Shape]]]:
+    """Return the tensors that operations write, and type and shape of every array that they read."""
+    written: set[str] = {*plan.given}
+    names: set[str] = set()
+    expected: dict[str, tuple[str, Shape]] = {}
+    for operation in plan.operations:
+        if missing := [name for name in operation.reads if name not in written]:
+            raise UserError(f"the plan reads {missing[0]} before {operation.name} could; build it again")
+        made = [*operation.writes]
+        if operation.name in names or len({*made} - written) < len(made):
+            raise UserError(f"the plan has two of {operation.name} or of its tensors; build it again")
+        names.add(operation.name)
+        written |= {*made}
+        if not all(name in plan.tensors for name in made) or not _fits(operation, plan):
+            raise UserError(f"the tensors of {operation.name} do not fit each other; build it again")
+        if not _has_sound_numbers(operation):
+            raise UserError(f"a number of {operation.name} is none that a kernel takes; build it again")
+        for key, kind, shape in list_arrays(operation, plan, arrays):
+            if key in expected:
+                raise UserError(f"{key} is an array of two operations; build it again")
+            expected[key] = kind, shape
+    return written, expected
+
+
+def _has_sound_numbers(operation: Operation) -> bool:
+    """Return whether the numbers of an operation are finite in FP32, and positive where they divide."""
+    positive: list[float | None] = []
+    match operation:
+        case Embed() | Norm():
+            positive = [operation.epsilon]
+        case Attention():
+            positive = [operation.score_scale, operation.probability_multiplier]
+    return all(each is None or SMALLEST <= each <= LARGEST for each in positive)
+
+
+def _head_width(plan: Plan, arrays: Mapping[str, Array]) -> int:
+    width = plan.tensors[plan.head.input].width
+    for number, step in enumerate(plan.head.steps):
+        width = len(arrays[f"{plan.head.name}.{number}.bias"]) if step.kind == "dense" else width
+    return width
 
 
 def _fits(operation: Operation, plan: Plan) -> bool:
@@ -66,6 +163,8 @@ def _fits(operation: Operation, plan: Plan) -> bool:
         return inside and made[0].width == width and all(each.kind == kind for each in read)
     if isinstance(operation, Head):
         return read[0].kind == "fp16"
+    if isinstance(operation, Quantize) and operation.half is not None:
+        return False  # no kernel writes it
     halves = [*read, *([tensors[operation.half]] if operation.half is not None else [])]
     codes = [tensors[name] for name in operation.codes]
     kinds = all(each.kind == "fp16" for each in halves) and all(each.kind == "int8" for each in codes)

@@ -14,11 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from qdqbench.quantize.engine.cuda.check import require_kernels
 from qdqbench.quantize.engine.cuda.names import (
-    ATTENTION_SIZES,
-    LINEAR_STEP,
-    MOST_CODES,
-    NORM_PARTS,
     STATIONARY,
     attention_name,
     gemm_name,
@@ -28,13 +25,12 @@ from qdqbench.quantize.engine.cuda.names import (
     norm_name,
 )
 from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Head, Linear, Norm, Operation, Plan
-from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
+from qdqbench.quantize.utils.errors import MissingDevice, QdqError
 from qdqbench.quantize.utils.names import install_command
 
 INSTALL_NVRTC = install_command("hopper")
 _ACTIVATIONS = {None: "NONE", "gelu": "GELU", "gelu_tanh": "GELU_TANH"}
 _RESIDUALS = {None: "NO_RESIDUAL", "fp16": "HALVES", "int8": "RESIDUAL_CODES"}
-_MOST_HALVES = 256  # channels of a head in PyTorch's FP16 attention
 _FOLDER = Path(__file__).parent
 _OPTIONS = "--gpu-architecture=sm_90a", "--std=c++17"
 
@@ -50,8 +46,7 @@ def get_version() -> str:
 
 def compile_kernels(plan: Plan) -> dict[str, bytes]:
     """Return the cubin of each source file that the plan needs. Raises UserError without NVRTC."""
-    for operation in plan.operations:
-        _require_kernel(operation, plan)
+    require_kernels(plan)
     return {source: compile_source(source, made) for source, made in list_lines([plan]).items()}
 
 
@@ -63,29 +58,6 @@ def list_lines(plans: Iterable[Plan]) -> dict[str, list[str]]:
             for source, line in list_instances(operation, plan):
                 lines.setdefault(source, set()).add(line)
     return {source: sorted(made) for source, made in sorted(lines.items())}
-
-
-def _require_kernel(operation: Operation, plan: Plan) -> None:
-    """Raise UserError where sizes are none that a kernel takes."""
-    name, wrong = operation.name, ""
-    size = operation.head_size if isinstance(operation, Attention) else 0
-    widths = [plan.tensors[tensor].width for tensor in (*operation.reads, *operation.writes)]
-    match operation:
-        case Linear(weight="int8") if any(width % LINEAR_STEP for width in widths):
-            wrong = (
-                f"INT8 linears have multiples of {LINEAR_STEP} channels, not {' and '.join(map(str, widths))}"
-            )
-        case Attention(probability_multiplier=float()) if size not in ATTENTION_SIZES:
-            sizes = " or ".join(map(str, ATTENTION_SIZES))
-            wrong = f"heads of INT8 attention have size {sizes}, not {size}"
-        case Attention(probability_multiplier=None) if size % 8 or size > _MOST_HALVES:
-            wrong = f"heads of FP16 attention have a multiple of 8 channels up to {_MOST_HALVES}, not {size}"
-        case Embed() | Norm() if widths[0] % 8 or widths[0] > 128 * NORM_PARTS[-1]:
-            wrong = f"a LayerNorm has up to {128 * NORM_PARTS[-1]} channels, a multiple of 8, not {widths[0]}"
-        case Embed() | Norm() if len(operation.codes) > MOST_CODES:
-            wrong = f"a LayerNorm writes codes of up to {MOST_CODES} quantizers, not {len(operation.codes)}"
-    if wrong:
-        raise UserError(f"backend cuda has no kernel for {name}: {wrong}; take tensorrt_rtx or tensorrt")
 
 
 def list_instances(operation: Operation, plan: Plan) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qdqbench.quantize.engine.cuda.check import check_arrays
+from qdqbench.quantize.engine.cuda.check import check_arrays, require_kernels
 from qdqbench.quantize.engine.cuda.names import CAPABILITY, find_symbols, list_kernels
 from qdqbench.quantize.engine.cuda.plan import Head, Plan, parse
 from qdqbench.quantize.utils.arrays import Array
@@ -32,27 +32,47 @@ def parse_engine(data: bytes | mmap, name: object, version: str) -> EngineFile:
         size = int.from_bytes(data[:8], "little")
         if not size <= min(_MOST_HEADER, len(data) - 8):
             raise ValueError(f"a header of {size} bytes")
-        header = json.loads(data[8 : 8 + size])
+        header = _read_json(data[8 : 8 + size].decode())
         told = {**header.pop("__metadata__", {})}
         needed = {"version": version, "capability": CAPABILITY}
         other = next((key for key in needed if told.get(key) != needed[key]), None)
         if other is None:
             arrays = _find_arrays(header, memoryview(data)[8 + size :])
-            plan = parse(Plan, json.loads(told["plan"]))
+            plan = parse(Plan, _read_json(told["plan"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UserError) as error:
-        why = " ".join(str(error).split())[:100]
+        why = _shown(error)[:100]
         raise UserError(f"{name} is no whole engine of backend cuda ({why}); {again}") from error
     if other is not None:
-        found = " ".join(str(told.get(other)).split())[:40]
+        found = _shown(told.get(other))[:40]
         raise UserError(f"{name} has {other} {found}, and this one is {needed[other]}; {again}")
     if not plan.operations or not isinstance(plan.operations[-1], Head):
         raise UserError(f"{name} has a plan that ends without a head; {again}")
     cubins = {
         key.removeprefix(CUBIN): arrays.pop(key).tobytes() for key in [*arrays] if key.startswith(CUBIN)
     }
-    check_arrays(plan, arrays)
-    check_symbols(plan, cubins)
+    try:
+        check_arrays(plan, arrays)
+        require_kernels(plan)
+        check_symbols(plan, cubins)
+    except QdqError as error:
+        raise type(error)(_shown(error)) from error
     return EngineFile(plan, arrays, cubins)
+
+
+def _read_json(text: str) -> Any:
+    """Return JSON whose keys are there once each: readers differ in which of two they take."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError("a key that is there twice")
+        return found
+
+    return json.loads(text, object_pairs_hook=unique)
+
+
+def _shown(text: object) -> str:
+    """Return text of a file without what a terminal would obey."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(str(text).split()))
 
 
 def _find_arrays(header: Mapping[str, Any], data: memoryview) -> dict[str, Array]:

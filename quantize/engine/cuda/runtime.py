@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from qdqbench.quantize.engine.cuda.check import list_arrays
 from qdqbench.quantize.engine.cuda.driver import (
     AttentionArguments,
     DenseArguments,
@@ -236,13 +237,14 @@ class CudaEngine:
         for each in self.plan.operations:
             if isinstance(each, Linear) and each.weight == "int8":
                 permuted[f"{each.name}.weight"] = 16 if self.plan.tensors[each.output].kind == "int8" else 8
+        of_head = {name for name, *_ in list_arrays(self.plan.head, self.plan, self.arrays)}
         for name, host in self.arrays.items():
             array = host
             if name in permuted:
                 rows = permute_rows(len(array), permuted[name])
                 beyond = np.zeros((len(rows) - len(array), array.shape[1]), array.dtype)
                 array = np.concatenate([array, beyond])[rows]
-            if name.startswith(f"{self.plan.head.name}."):
+            if name in of_head:
                 array = array.astype(np.float16)
             yield name, np.require(array, requirements=["C", "A", "W"])  # a file's are read-only
 

@@ -28,6 +28,9 @@ def pack_tokens(plan: Plan, arrays: Mapping[str, Array], batch: Mapping[str, Arr
     shapes = {name: batch[name].shape[:2] for name in plan.inputs}
     if len({*shapes.values()}) > 1 or batch[TOKENS].ndim != 2 or not batch[TOKENS].size:
         raise UserError(f"inputs are {shapes}; give arrays [batch, length] of one shape, none of them empty")
+    kinds = {name: str(batch[name].dtype) for name in plan.inputs if name not in plan.given}
+    if any(np.dtype(kind).kind not in "iub" for kind in kinds.values()):
+        raise UserError(f"inputs are {kinds}; give integers")
     ids, kept = batch[TOKENS], batch[MASK].astype(bool)
     if kept.sum() > MOST_TOKENS:
         raise UserError(

@@ -3,7 +3,7 @@
 import functools
 import json
 import operator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 
 import numpy as np
@@ -21,7 +21,7 @@ from qdqbench.quantize.engine.cuda.file import build_file, list_rows, read_file
 from qdqbench.quantize.engine.cuda.interpret import interpret
 from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.pack import pack
-from qdqbench.quantize.engine.cuda.plan import Attention
+from qdqbench.quantize.engine.cuda.plan import Attention, Quantize, Tensor
 from qdqbench.quantize.engine.layers import is_norm, norm_precision
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.runtime.runners import CompiledEngine
@@ -191,6 +191,15 @@ def test_a_damaged_file_or_one_of_another_version_is_refused(engine, tmp_path):
         made = json.dumps(header).encode()
         return len(made).to_bytes(8, "little") + made + data[8 + size :]
 
+    def headed(made):
+        return len(made).to_bytes(8, "little") + made + data[8 + int.from_bytes(data[:8], "little") :]
+
+    def encoded(name):
+        return headed(data[8 : 8 + int.from_bytes(data[:8], "little")].decode().encode(name))
+
+    entry = json.dumps({first: {"dtype": "I8", "shape": [0], "data_offsets": [0, 0]}})
+    header = data[8 : 8 + int.from_bytes(data[:8], "little")].decode().rstrip()
+    twice = headed(f"{entry[:-1]}, {header[1:]}".encode())
     assert placed().endswith(data[-100:])
     assert told["qdqbench"] == metadata.version("qdqbench")
     for broken, message in (
@@ -207,11 +216,19 @@ def test_a_damaged_file_or_one_of_another_version_is_refused(engine, tmp_path):
         (planned(more=1), r"\('more' is unknown or missing in Plan\)"),
         (planned(operations=[]), "ends without a head"),
         (planned(operations=plan["operations"][1:]), "the plan reads"),
-        (planned(operations=plan["operations"][:1] + plan["operations"]), "has not one embedding"),
+        (planned(operations=plan["operations"][:1] + plan["operations"]), "has two of embed"),
         (
-            planned(operations=[*plan["operations"], plan["operations"][-1]]),
+            planned(operations=[*plan["operations"], plan["operations"][-1] | {"name": "another"}]),
             "has not one embedding and one head",
         ),
+        (written({"version": "\x1b[2J"}), r"has version \?\[2J, and"),
+        (
+            planned(operations=[plan["operations"][0] | {"name": "\x1b]0;x\x07"}, *plan["operations"][1:]]),
+            "^[^\x1b\x07]*$",
+        ),
+        (written(arrays=stored | {"\x1b[2J": stored[first]}), r"no kernel reads \?\[2J"),
+        (encoded("utf-16"), "is no whole engine"),
+        (twice, r"\(a key that is there twice\)"),
         (planned(inputs=plan["inputs"][1:]), "the plan needs the inputs attention_mask, input_ids, token"),
         (planned(states=["nowhere"]), "the plan gives nowhere as codes, or never"),
         (written(arrays={name: a for name, a in stored.items() if name != first}), "its kernel reads"),
@@ -254,7 +271,7 @@ def test_any_change_of_a_plan_is_read_or_refused(engine, tmp_path):
     assert refused > 0.7 * len(places)
 
 
-def test_sizes_that_no_kernel_takes_are_refused(made_once):
+def test_sizes_that_no_kernel_takes_are_refused(made_once, tmp_path):
     narrow = made_once(
         "cuda-bert-bert-int8-attention", lambda path: write_case(path, "bert", "bert-int8-attention")
     )
@@ -271,6 +288,23 @@ def test_sizes_that_no_kernel_takes_are_refused(made_once):
     )
     with pytest.raises(UserError, match="FP16 attention have a multiple of 8 channels up to 256, not 4;"):
         kernels.compile_kernels(replace(plan, operations=tuple(operations)))
+    _, arrays = pack(match_graph(onnx.load(narrow / "model.onnx")))
+    told = {"version": kernels.get_version(), "capability": names.CAPABILITY}
+    path = tmp_path / "model.engine"
+    path.write_bytes(save(arrays, told | {"plan": json.dumps(asdict(plan))}))
+    with pytest.raises(UserError, match="heads of INT8 attention have size 32 or 64, not 16"):
+        read_file(path)
+    attention = next(each for each in plan.operations if isinstance(each, Attention))
+    attention = replace(attention, head_size=32, heads=1)
+    linear = next(each for each in plan.operations if each.op == "linear")
+    for changed, message in (
+        (replace(attention, key=replace(attention.key, column=33)), "begin at multiples of 16"),
+        (replace(linear, activation="gelu", residual=linear.input), "an activation or a residual, not both"),
+        (Quantize(name="q", input=linear.input, codes=("odd",)), "a multiple of 4 channels, not 66"),
+    ):
+        tensors = plan.tensors | {"odd": Tensor(kind="int8", width=66)}
+        with pytest.raises(UserError, match=message):
+            kernels.compile_kernels(replace(plan, operations=(changed,), tensors=tensors))
     for kind, width, message in (
         ("linear", 40, "multiples of 16 channels"),
         ("norm", 2048, "up to 1024 channels"),

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from collections import Counter
 from dataclasses import asdict, replace
 from functools import partial
@@ -15,7 +16,9 @@ from qdqbench.quantize.engine.cuda.interpret import interpret
 from qdqbench.quantize.engine.cuda.match import FAMILIES, match_graph
 from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES
 from qdqbench.quantize.engine.cuda.pack import pack
-from qdqbench.quantize.engine.cuda.plan import Attention, Linear, Plan, Quantize, parse
+from qdqbench.quantize.engine.cuda.plan import Answer, Attention, Linear, Plan, Quantize, Tensor, parse
+from qdqbench.quantize.engine.cuda.runtime import CudaEngine
+from qdqbench.quantize.engine.cuda.tokens import pack_tokens
 from qdqbench.quantize.models.families import known
 from qdqbench.quantize.utils.errors import UserError
 
@@ -185,6 +188,88 @@ def test_arrays_of_other_shapes_or_types_are_refused_by_their_names(graph_of):
             check.check_arrays(plan, {key: value for key, value in arrays.items() if key != name})
     with pytest.raises(UserError, match="no kernel reads more"):
         check.check_arrays(plan, arrays | {"more": array})
+
+
+def test_a_plan_counts_on_nothing_that_is_not_checked(graph_of):
+    plan, arrays = pack(match_graph(graph_of("bert", "bert-int8-residual-fused")))
+    first, second = [each for each in plan.operations if isinstance(each, Linear)][:2]
+    head, embed = plan.head, plan.embed
+    attention = next(each for each in plan.operations if isinstance(each, Attention))
+    quantize = Quantize(name="q", input=head.input, half="half", codes=("codes",))
+    tensors = {"half": Tensor(kind="fp16", width=32), "codes": Tensor(kind="int8", width=32)}
+
+    def refused(message, old, *new, **changed):
+        operations = tuple(part for each in plan.operations for part in (new if each is old else (each,)))
+        made = replace(plan, operations=operations, tensors=plan.tensors | tensors)
+        with pytest.raises(UserError, match=message):
+            check.check_arrays(made, arrays | changed)
+
+    refused(f"two of {first.name}", second, replace(second, name=first.name))
+    refused(f"two of {attention.name}", attention, attention, attention)
+    refused("two of again", second, second, replace(second, name="again"))
+    refused("the tensors of q do not fit", head, quantize, head)
+    for answers in (
+        (),
+        (Answer(name="a", column=7),),
+        (Answer(name="a", column=-1),),
+        (Answer(name="a"),) * 2,
+    ):
+        refused("none of the head's", head, replace(head, answers=answers))
+    for epsilon in (-5.0, 0.0, 1e300):
+        refused("a number of embed is none", embed, replace(embed, epsilon=epsilon))
+    for change in ({"score_scale": 1e300}, {"probability_multiplier": 0.0}):
+        refused("is none that a kernel takes", attention, replace(attention, **change))
+    for name, array in arrays.items():
+        if array.dtype.kind == "f":
+            damaged = array.copy()
+            damaged.flat[-1] = np.nan if array.ndim == 1 else np.inf
+            with pytest.raises(UserError, match="has numbers that are not finite"):
+                check.check_arrays(plan, arrays | {name: damaged})
+    named = replace(first, name=f"{head.name}.0")
+    of_first = {key: arrays[f"{first.name}.{key}"] for key in ("weight", "bias", "scale")}
+    refused("is an array of two", first, named, **{f"{named.name}.{key}": v for key, v in of_first.items()})
+
+
+def test_arrays_of_a_head_are_told_by_whole_names(graph_of):
+    """A linear whose name begins as that of the head keeps its numbers in FP32."""
+    plan, arrays = pack(match_graph(graph_of("bert", "bert-int8-linears")))
+    linear = next(each for each in plan.operations if isinstance(each, Linear))
+    named = replace(linear, name=f"{plan.head.name}.linear")
+    operations = tuple(named if each is linear else each for each in plan.operations)
+    for key in ("weight", "bias", "scale"):
+        arrays[f"{named.name}.{key}"] = arrays.pop(f"{linear.name}.{key}")
+    check.check_arrays(replace(plan, operations=operations), arrays)
+    engine = object.__new__(CudaEngine)
+    engine.plan, engine.arrays = replace(plan, operations=operations), arrays
+    types = {name: array.dtype for name, array in engine._prepared()}
+    assert types[f"{named.name}.scale"] == np.float32
+    assert types[f"{plan.head.name}.0.bias"] == np.float16
+
+
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask"])
+def test_tokens_are_integers(name, graph_of):
+    plan, arrays = pack(match_graph(graph_of("bert", "bert-int8-linears")))
+    batch = {each: np.ones((2, 8), np.int64) for each in plan.inputs}
+    with pytest.raises(UserError, match=rf"'{name}': 'float64'.*; give integers"):
+        pack_tokens(plan, arrays, batch | {name: np.full((2, 8), 1.9)})
+
+
+def test_a_plan_of_many_operations_is_checked_in_linear_time(graph_of):
+    plan, arrays = pack(match_graph(graph_of("bert", "bert-int8-linears")))
+    seconds = []
+    for count in (2000, 16_000):
+        codes = [f"codes.{number}" for number in range(count)]
+        more = (Quantize(name=f"q.{name}", input=plan.head.input, codes=(name,)) for name in codes)
+        wide = replace(
+            plan,
+            operations=(*plan.operations[:-1], *more, plan.head),
+            tensors=plan.tensors | dict.fromkeys(codes, Tensor(kind="int8", width=32)),
+        )
+        given = arrays | {f"{name}.multiplier": np.ones(32, np.float32) for name in codes}
+        start = time.process_time()
+        check.check_arrays(wide, given)
+        seconds.append(time.process_time() - start)
+    assert seconds[1] < 24 * seconds[0]  # 64 times where each looks at all others
 
 
 def test_plans_whose_tensors_do_not_fit_are_refused(graph_of):
