@@ -23,6 +23,11 @@ from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.limits import FP16_MAX
 
 LOWEST = np.finfo(np.float32).min
+# an attribute, and no input, decides the type of what they make
+TYPED_BY_ATTRIBUTE = (
+    *("Bernoulli", "ConstantOfShape", "EyeLike"),
+    *("RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"),
+)
 _SUFFIX: dict[int, str] = {TensorProto.FLOAT: "fp32", TensorProto.FLOAT16: "fp16"}
 
 
@@ -61,7 +66,8 @@ def drop_noop_casts(model: onnx.ModelProto) -> None:
 def to_fp16(model: onnx.ModelProto, fp32_modules: Collection[str] = ()) -> None:
     """Type an FP32 graph for a strongly typed parser, in place; graph inputs and outputs keep their types.
 
-    Every node computes in FP16 but Q/DQ (FP16 scales overflow with per-channel weights) and the nodes of
+    Every node computes in FP16 but Q/DQ (FP16 scales overflow with per-channel weights), `TYPED_BY_ATTRIBUTE`
+    and the nodes of
     `fp32_modules` (as `Plan.fp32` has them; `x.softmax` is the Softmax of module `x`). Rotary angles stay in
     FP32 with their Sin and Cos: FP16 rounds an angle of 500 by up to an eighth of a radian. So do sums over
     tokens with what divides them, which leave FP16 on long inputs. A Cast stands at each border, one per
@@ -78,7 +84,8 @@ def to_fp16(model: onnx.ModelProto, fp32_modules: Collection[str] = ()) -> None:
     too_large: list[str] = []
     for node in graph.node:
         module = module_of(node.name) + (".softmax" if node.op_type == "Softmax" else "")
-        fp32 = node.op_type in QDQ or not exact.isdisjoint(node.output) or module in fp32_modules
+        typed = node.op_type in (*QDQ, *TYPED_BY_ATTRIBUTE)
+        fp32 = typed or not exact.isdisjoint(node.output) or module in fp32_modules
         wanted = TensorProto.FLOAT if fp32 else TensorProto.FLOAT16
         for position, name in enumerate(node.input):
             if types.get(name, wanted) == wanted:

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -42,7 +42,7 @@ from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.limits import FP16_MAX
 from qdqbench.quantize.utils.names import name_list
-from qdqbench.quantize.utils.schema import Strict
+from qdqbench.quantize.utils.schema import Strict, field
 from qdqbench.quantize.utils.system.cpu import find_memory
 
 
@@ -180,21 +180,34 @@ class EngineRow(Strict):
     kernels: int = 0
 
 
-class Outputs(Strict):
-    """Outputs of ONNX Runtime; errors are relative, ||a - b|| / ||b|| over all outputs."""
+class OutputRow(Strict):
+    """One output in ONNX Runtime. Errors of floats are relative, ||a - b|| / ||b||; of integers the share
+    of other values. Where it has another length, the share of missing values counts if that is more."""
 
-    inputs: str  # where they come from
-    n: int  # samples
-    before_error: float | None  # of the file to its values without Q/DQ; None: ONNX Runtime refuses it
-    after_error: float  # of what was written, to the same
-    difference: float | None  # of what was written to the file
-    limit: float  # of `after_error`
-    largest: float | None  # absolute difference of one output
-    disagreements: int | None  # samples with another largest output; None: outputs are no scores of classes
+    name: str = field("Name of the output.")
+    before_error: float | None = field(
+        "Error of the file to its values without Q/DQ; null: ONNX Runtime refuses it."
+    )
+    after_error: float = field("Error of what was written, to the same.")
+    difference: float | None = field("Error of what was written, to the file.")
+    limit: float = field("Limit of `after_error`.")
+    largest: float | None = field("Largest absolute difference of what was written from the file.")
+    disagreements: int | None = field(
+        "Samples with another largest value; null: the output is no scores of classes."
+    )
+    other_lengths: int = field("Batches in which what was written has another shape.", default=0)
 
     @property
     def holds(self) -> bool:
         return self.after_error <= self.limit
+
+
+class Outputs(OutputRow):
+    """The worst output, and all of them: one norm over several would hide a small one."""
+
+    inputs: str = field("Source of the inputs.")
+    n: int = field("Samples.")
+    rows: list[OutputRow] = field("Every output.", default=[])
 
 
 class FixReport(Strict):
@@ -216,7 +229,7 @@ class FixReport(Strict):
         found = []
         if not self.outputs.holds:
             out = self.outputs
-            found.append(f"outputs are {out.after_error:.3g} off, and the limit is {out.limit:.3g}")
+            found.append(f"output {out.name} is {out.after_error:.3g} off, and the limit is {out.limit:.3g}")
         if self.engine_after and self.engine_after.refused:
             found.append("the builder refuses what was written")
         return found + self.left
@@ -263,7 +276,14 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
     after = check_model(work)
     with files.atomic_path(out) as temporary:
         temporary.write_bytes(data)
-        compared = compare_outputs(path, plain, temporary, feeds, inputs=where, limit=options.max_error)
+        try:
+            compared = compare_outputs(path, plain, temporary, feeds, inputs=where, limit=options.max_error)
+        except UserError as error:
+            if options.inputs is not None:
+                raise
+            raise UserError(
+                f"{error}; random inputs do not fit every graph, so give --inputs FILE.npz"
+            ) from error
         builder = None
         if options.engine:
             with suppress(MissingDevice):
@@ -330,18 +350,29 @@ def rewrite(
         factor_scales(work)
         done.append("scales of weights are a scalar in the DQ and a Mul after the MatMul")
     if options.compute == "fp16" and _is_fp32(work):
-        to_half(work)
-        done.append("what is not INT8 computes in FP16, LayerNorms in FP32; Q/DQ have FP32 scales")
+        half = onnx.ModelProto()
+        half.CopyFrom(work)
+        to_half(half)
+        if why := _why_invalid(half):
+            done.append(f"what is not INT8 stays in FP32, as with --compute keep: in FP16 {why}")
+        else:
+            work = half
+            done.append("what is not INT8 computes in FP16, LayerNorms in FP32; Q/DQ have FP32 scales")
     if opset_of(work) >= 13 and work.ir_version > 10:
         work.ir_version = 10
     known = {entry.key: entry.value for entry in work.metadata_props}
     onnx.helper.set_model_props(work, known | {"qdqbench.fix": metadata.version("qdqbench")})
-    try:
-        onnx.checker.check_model(work, full_check=True)
-    except (ValueError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
-        why = " ".join(str(error).split())[:300]
-        raise UserError(f"the rewritten graph is not valid ({why}); nothing was written") from error
+    if why := _why_invalid(work):
+        raise UserError(f"the rewritten graph is not valid ({why}); nothing was written")
     return plain, work
+
+
+def _why_invalid(model: onnx.ModelProto) -> str:
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except (ValueError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        return " ".join(str(error).split())[:300]
+    return ""
 
 
 def _calibrate(plain: onnx.ModelProto, scales: Scales, feeds: runs.Feeds) -> list[Product]:
@@ -364,6 +395,10 @@ def _is_fp32(model: onnx.ModelProto) -> bool:
 BUILD_SECONDS = 900  # of one engine; BERT-large with one profile takes a minute or two
 BUILD_MEMORY = 80  # of this process, in percent of the machine's or container's
 FACTOR = 1.5  # a range made symmetric has steps up to twice as wide
+BROKEN = 0.5  # error of an output that is wrong, whatever it was before
+NOT_FINITE = 1e9  # error of NaN and infinity, which JSON does not have
+MOST_CLASSES = 1000
+Batches = Sequence[Mapping[str, Array]]  # outputs by name
 PROFILE = Profile((1, 8), (8, 64), (32, 128))
 
 
@@ -377,46 +412,71 @@ def compare_outputs(  # noqa: PLR0913  the last two are keywords
     limit: float,
 ) -> Outputs:
     """Run the file, its values without Q/DQ (the reference), and what was written, on the same inputs."""
-    reference = runs.run_outputs(plain, feeds)
-    made = runs.run_outputs(after, feeds)
-    before_error = difference = largest = disagreements = None
+    size, reference = runs.run_fitting(plain, feeds)
+    made = runs.run_batches(after, feeds, size)
+    own: list[dict[str, Array]] = []
     with suppress(UserError):  # ONNX Runtime may refuse the file as it was
-        own = runs.run_outputs(before, feeds)
-        before_error, difference = _distance(own, reference), _distance(made, own)
-        parts = [np.abs(made[name].astype(np.float64) - own[name]).max(initial=0.0) for name in own]
-        largest = max(map(float, parts), default=0.0)
-        largest = largest if np.isfinite(largest) else 1e9
-        disagreements = _disagreements(made, own)
-    return Outputs(
-        inputs=inputs,
-        n=max((len(value) for value in feeds.values()), default=0),
-        before_error=before_error,
-        after_error=_distance(made, reference),
-        difference=difference,
-        limit=max(limit, FACTOR * (before_error or 0.0)),
-        largest=largest,
-        disagreements=disagreements,
+        own = runs.run_batches(before, feeds, size)
+    rows = [_compare_output(name, own, made, reference, limit) for name in reference[0]]
+    worst = max(rows, key=lambda row: row.after_error / row.limit)
+    n = max((len(value) for value in feeds.values()), default=0)
+    return Outputs(**worst.model_dump(), inputs=inputs, n=n, rows=rows)
+
+
+def _compare_output(name: str, own: Batches, made: Batches, reference: Batches, limit: float) -> OutputRow:
+    after = _distance(name, made, reference)
+    if not own:
+        return OutputRow(
+            name=name, before_error=None, after_error=after.error, difference=None, limit=limit, largest=None,
+            disagreements=None, other_lengths=after.other_lengths,
+        )  # fmt: skip
+    before, change = _distance(name, own, reference), _distance(name, made, own)
+    return OutputRow(
+        name=name,
+        before_error=before.error,
+        after_error=after.error,
+        difference=change.error,
+        limit=max(limit, min(FACTOR * before.error, BROKEN)),
+        largest=change.largest,
+        disagreements=change.disagreements,
+        other_lengths=change.other_lengths,
     )
 
 
-def _distance(one: Mapping[str, Array], other: Mapping[str, Array]) -> float:
-    above = below = 0.0
-    for name, value in other.items():
-        if name not in one or one[name].shape != value.shape:
-            return 1e9
-        reference, got = value.astype(np.float64), one[name].astype(np.float64)
-        if not np.isfinite(got).all():
-            return 1e9
-        above += float(np.square(got - reference).sum())
-        below += float(np.square(reference).sum())
-    return float(np.sqrt(above / below)) if below else float(above > 0)
+@dataclass
+class _Distance:
+    error: float
+    largest: float
+    disagreements: int | None
+    other_lengths: int
 
 
-def _disagreements(one: Mapping[str, Array], other: Mapping[str, Array]) -> int | None:
-    scores = [name for name, value in other.items() if value.ndim == 2 and 1 < value.shape[1] < 1000]
-    if len(other) != 1 or not scores:
-        return None
-    return int((one[scores[0]].argmax(1) != other[scores[0]].argmax(1)).sum())
+def _distance(name: str, one: Batches, other: Batches) -> _Distance:
+    above = below = largest = 0.0
+    missing = values = unequal = same = other_lengths = 0
+    disagreements: int | None = None
+    for got, known in ((a.get(name), b[name]) for a, b in zip(one, other, strict=True)):
+        values += known.size
+        if got is None or got.shape != known.shape:
+            other_lengths += 1
+            size = 0 if got is None else got.size
+            missing += abs(size - known.size) or known.size
+        elif known.dtype.kind != "f":
+            unequal, same = unequal + int((got != known).sum()), same + known.size
+        else:
+            difference = np.abs(got.astype(np.float64) - known)
+            largest = max(largest, float(difference.max(initial=0.0)))
+            above, below = above + float(np.square(difference).sum()), below + float(np.square(known).sum())
+            if known.ndim == 2 and 1 < known.shape[1] < MOST_CLASSES:
+                disagreements = (disagreements or 0) + int((got.argmax(1) != known.argmax(1)).sum())
+    error = max(
+        (above / below) ** 0.5 if below else float(above > 0),
+        unequal / same if same else 0.0,
+        missing / values if values else float(missing > 0),
+    )
+    if not np.isfinite(above):
+        error = largest = NOT_FINITE
+    return _Distance(error, largest, disagreements, other_lengths)
 
 
 def engine_row(path: Path, backend: Backend) -> EngineRow:

@@ -136,15 +136,20 @@ def fix_report(found: FixReport) -> doc.Report:
             doc.row("attentions fused (in INT8)", _attentions(first), _attentions(second)),
             doc.row("kernels", *("-" if row.refused else row.kernels for row in (first, second))),
         ]
-    own = "not run" if outputs.before_error is None else f"{outputs.before_error:.4f}"
-    limit = f"{outputs.after_error:.4f} (limit {outputs.limit:.4f})"
-    rows.append(doc.row("outputs, relative error to the file without Q/DQ", own, limit))
+    several = len(outputs.rows) > 1
+    for output in outputs.rows:
+        own = "not run" if output.before_error is None else f"{output.before_error:.4f}"
+        limit = f"{output.after_error:.4f} (limit {output.limit:.4f})"
+        which = f"output {output.name}" if several else "outputs"
+        rows.append(doc.row(f"{which}, relative error to the file without Q/DQ", own, limit))
     lines = []
     if outputs.difference is not None:
         other = "" if outputs.disagreements is None else f", another class for {outputs.disagreements}"
+        lengths = f", another shape in {outputs.other_lengths} batches" if outputs.other_lengths else ""
+        where = f"{outputs.name}, " if several else ""
         lines.append(
-            f"after against before: relative difference {outputs.difference:.4f}, largest "
-            f"{outputs.largest:.4f}{other} (n = {outputs.n}, {outputs.inputs}, ONNX Runtime)"
+            f"{where}after against before: relative difference {outputs.difference:.4f}, largest "
+            f"{outputs.largest:.4f}{other}{lengths} (n = {outputs.n}, {outputs.inputs}, ONNX Runtime)"
         )
     refused = ((row, name) for row, name in ((first, "before"), (second, "after")) if row and row.refused)
     lines += [f"engine {name}: {row.refused}" for row, name in refused]

@@ -2,7 +2,7 @@
 
 import math
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -79,32 +79,63 @@ def select_feeds(found: Feeds, model: onnx.ModelProto, source: str) -> dict[str,
     return {name: found[name] for name in wanted}
 
 
-def run_outputs(model: onnx.ModelProto | Path, feeds: Feeds) -> dict[str, Array]:
-    """Return outputs of ONNX Runtime on the CPU without rewrites of its own, in batches of BATCH."""
-    parts: dict[str, list[Array]] = {}
-    for batch in _run(model, feeds, None):
-        for name, value in batch.items():
-            parts.setdefault(name, []).append(value)
-    return {name: np.concatenate([np.atleast_1d(each) for each in values]) for name, values in parts.items()}
+def run_batches(model: onnx.ModelProto | Path, feeds: Feeds, size: int = BATCH) -> list[dict[str, Array]]:
+    """Return outputs of ONNX Runtime on the CPU without rewrites of its own, by batches of `size` samples."""
+    batches = _run(model, feeds, None, size=size)
+    return [{name: np.asarray(value) for name, value in batch.items()} for batch in batches]
+
+
+def run_fitting(model: onnx.ModelProto, feeds: Feeds) -> tuple[int, list[dict[str, Array]]]:
+    """Return how many samples a graph takes at once, and its outputs by such batches.
+
+    BATCH, else all as they were given, else one: a graph may compute a size from all texts of a batch.
+    Raises the first refusal where none runs.
+    """
+    total = max((len(value) for value in feeds.values()), default=1)
+    refusals = []
+    for size in dict.fromkeys((BATCH, total, 1)):
+        try:
+            return size, run_batches(model, feeds, size)
+        except UserError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def measure_ranges(model: onnx.ModelProto, tensors: Collection[str], feeds: Feeds) -> dict[str, float]:
-    """Return the largest absolute value of each tensor over all samples, each alone and without padding."""
+    """Return the largest absolute value of each tensor over all samples.
+
+    Each sample is alone and without padding, or all are as they were given where the graph takes only that.
+    """
     tapped = onnx.ModelProto()
     tapped.CopyFrom(model)
     known = {value.name for value in tapped.graph.output}
     tapped.graph.output.extend(
         onnx.ValueInfoProto(name=name) for name in dict.fromkeys(tensors) if name not in known
     )
+    names, total = [*dict.fromkeys(tensors)], max(map(len, feeds.values()), default=1)
+    try:
+        return _largest(_run(tapped, feeds, names, alone=True), names)
+    except UserError:
+        if total < 2:
+            raise
+        return _largest(_run(tapped, feeds, names, size=total), names)
+
+
+def _largest(batches: Iterable[Feeds], tensors: Collection[str]) -> dict[str, float]:
     found = dict.fromkeys(tensors, 0.0)
-    for batch in _run(tapped, feeds, list(found), alone=True):
+    for batch in batches:
         for name, value in batch.items():
             found[name] = max(found[name], float(np.abs(value).max(initial=0.0)))
     return found
 
 
 def _run(
-    model: onnx.ModelProto | Path, feeds: Feeds, wanted: Sequence[str] | None, *, alone: bool = False
+    model: onnx.ModelProto | Path,
+    feeds: Feeds,
+    wanted: Sequence[str] | None,
+    *,
+    alone: bool = False,
+    size: int = BATCH,
 ) -> Iterator[dict[str, Array]]:
     import onnxruntime
 
@@ -119,7 +150,7 @@ def _run(
         fixed = [shape[0] for shape in shapes if shape and isinstance(shape[0], int)]
         free = not any(isinstance(size, int) for shape in shapes for size in shape[1:2])
         total = max((len(value) for value in feeds.values()), default=1)
-        for start in range(0, max(total, 1), step := max(1, fixed[0] if fixed else 1 if alone else BATCH)):
+        for start in range(0, max(total, 1), step := max(1, fixed[0] if fixed else 1 if alone else size)):
             batch = {name: value[start : start + step] for name, value in feeds.items()}
             batch = _without_padding(batch) if alone and free else batch
             yield dict(zip(names, _run_in_time(session, names, batch), strict=True))

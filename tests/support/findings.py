@@ -9,7 +9,7 @@ from qdqbench.quantize.lint.check import check_model
 from qdqbench.quantize.lint.diagnose import Diagnosis, SourceRow
 from qdqbench.quantize.lint.doctor import BackendState, Doctor, Library
 from qdqbench.quantize.lint.findings import find
-from qdqbench.quantize.lint.fix import EngineRow, FixReport, Outputs
+from qdqbench.quantize.lint.fix import EngineRow, FixReport, OutputRow, Outputs
 from qdqbench.quantize.lint.inspection import inspect_layers
 from qdqbench.quantize.lint.reports import (
     check_report,
@@ -48,7 +48,8 @@ def diagnosed() -> Report:
 
 def fixed() -> Report:
     after = EngineRow(engine="tensorrt_rtx 1.7", gemms=7, int8_gemms=6, attentions=1, kernels=9)
-    numbers = {"n": 4, "before_error": 0.0338, "after_error": 0.0153, "difference": 0.0307, "limit": 0.1}
+    numbers = {"before_error": 0.0338, "after_error": 0.0153, "difference": 0.0307, "limit": 0.1}
+    logits = OutputRow(name="logits", largest=0.3825, disagreements=0, **numbers)
     return fix_report(
         FixReport(
             file="model.onnx",
@@ -60,7 +61,7 @@ def fixed() -> Report:
             int8_before=0,
             int8_after=6,
             gemms=7,
-            outputs=Outputs(inputs="random, seed 0", largest=0.3825, disagreements=0, **numbers),
+            outputs=Outputs(inputs="random, seed 0", n=4, rows=[logits], **logits.model_dump()),
             engine_before=EngineRow(engine="tensorrt_rtx 1.7", refused="zero points"),
             engine_after=after,
         )

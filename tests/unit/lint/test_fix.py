@@ -14,9 +14,9 @@ from onnxruntime.quantization import QuantFormat, QuantType
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.lint import runs
 from qdqbench.quantize.lint.check import check_file, check_model
-from qdqbench.quantize.lint.fix import _FORMS, FixOptions, engine_row, fix, rewrite
+from qdqbench.quantize.lint.fix import _FORMS, FixOptions, compare_outputs, engine_row, fix, rewrite, to_half
 from qdqbench.quantize.lint.rebuild import remove_qdq
-from qdqbench.quantize.lint.runs import measure_ranges, run_outputs
+from qdqbench.quantize.lint.runs import measure_ranges, run_batches
 from qdqbench.quantize.lint.view import PLAIN_FORMS
 from qdqbench.quantize.utils.errors import UserError
 
@@ -133,7 +133,7 @@ def test_a_zero_point_of_128_changes_no_value(tmp_path):
     assert any("same codes less 128" in text for text in done)
     assert left == []
     assert check_model(work).errors == []
-    both = [run_outputs(model, samples()[0]) for model in (plain, work)]
+    both = [run_batches(model, samples()[0])[0] for model in (plain, work)]
     for name, value in both[0].items():
         assert np.allclose(both[1][name], value, atol=1e-5)
 
@@ -289,7 +289,7 @@ import os, signal, sys, threading, time
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
-from qdqbench.quantize.lint.runs import run_outputs
+from qdqbench.quantize.lint.runs import run_batches
 
 def press():
     while threading.active_count() < 3:  # the thread that runs the graph has begun
@@ -300,7 +300,7 @@ def press():
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a worker of pytest-xdist may ignore it
 threading.Thread(target=press).start()
 try:
-    run_outputs(Path("loop.onnx"), {"x": np.ones(1, np.float32)})
+    run_batches(Path("loop.onnx"), {"x": np.ones(1, np.float32)})
 except KeyboardInterrupt:
     deadline = time.monotonic() + 20
     while threading.active_count() > 1 and time.monotonic() < deadline:
@@ -335,3 +335,123 @@ def test_nodes_without_inputs_or_outputs_are_a_finding(operator, domain):
         assert codes & {"invalid-onnx", "onnxruntime-operators", "not-checked"}
         if "invalid-onnx" not in codes:
             rewrite(model, FixOptions(), {}, [], [])
+
+
+MADE = {  # an output of x: the nodes that make it
+    "wide": [helper.make_node("Mul", ["x", "big"], ["wide"])],
+    "logits": [helper.make_node("Mul", ["x", "scale"], ["logits"])],
+    "ids": [
+        helper.make_node("Mul", ["x", "scale"], ["product"]),
+        helper.make_node("Cast", ["product"], ["ids"], to=TensorProto.INT64),
+    ],
+    "found": [
+        helper.make_node("Mul", ["x", "scale"], ["scaled"]),
+        helper.make_node("Greater", ["scaled", "half"], ["over"]),
+        helper.make_node("Reshape", ["over", "all"], ["flat"]),
+        helper.make_node("Compress", ["scaled", "flat"], ["found"]),
+    ],
+}
+
+
+def compared(tmp_path, before, after, *outputs, reference=1.0):
+    """The comparison of files whose second output is x times a scale; the first one is 100 x."""
+
+    def model(scale):
+        constants = {"big": np.float32(100), "scale": np.float32(scale), "half": np.float32(0.5), "all": [-1]}
+        shapes = dict.fromkeys(outputs)
+        nodes = [node for name in outputs for node in MADE[name]]
+        return model_of(nodes, {"x": ["n", 4]}, shapes, constants, ids=TensorProto.INT64)
+
+    for name, scale in (("before", before), ("after", after)):
+        onnx.save(model(scale), tmp_path / name)
+    feeds = {"x": np.random.default_rng(0).uniform(0, 1, (16, 4)).astype(np.float32)}
+    paths = tmp_path / "before", model(reference), tmp_path / "after"
+    return compare_outputs(*paths, feeds, inputs="given", limit=0.1)
+
+
+def test_each_output_is_compared_on_its_own_and_the_worst_decides(tmp_path):
+    """One norm over both would be 0.003: the wide output is a hundred times as large."""
+    found = compared(tmp_path, 1.0, 0.7, "wide", "logits")
+    assert {row.name: row.holds for row in found.rows} == {"wide": True, "logits": False}
+    assert (found.name, found.holds) == ("logits", False)
+    assert found.after_error == pytest.approx(0.3, rel=1e-5)
+
+
+def test_an_output_that_was_wrong_before_is_still_wrong(tmp_path):
+    found = compared(tmp_path, 0.02, 0.02, "wide", "logits")
+    assert (found.name, found.holds, found.limit) == ("logits", False, 0.5)
+
+
+def test_integers_are_equal_or_not(tmp_path):
+    assert compared(tmp_path, 3.0, 3.0, "wide", "ids", reference=3.0).holds
+    found = compared(tmp_path, 3.0, 9.0, "wide", "ids", reference=3.0)
+    assert (found.name, found.holds, found.largest) == ("ids", False, 0.0)
+    assert 0.5 < found.after_error <= 1
+
+
+def test_outputs_of_another_length_are_counted(tmp_path):
+    same = compared(tmp_path, 1.0, 1.0, "wide", "found")
+    assert (same.holds, same.other_lengths) == (True, 0)
+    found = compared(tmp_path, 1.0, 0.6, "wide", "found")
+    assert (found.name, found.holds, found.other_lengths) == ("found", False, 4)
+    assert 0.1 < found.after_error < 1
+
+
+def test_samples_that_share_no_batch_are_run_as_they_were_given():
+    """A graph may compute a size from all of its samples, as one with words and spans does."""
+    sized = model_of(
+        [
+            helper.make_node("ReduceMax", ["n"], ["longest"], keepdims=1),
+            helper.make_node("Concat", ["minus", "longest"], ["shape"], axis=0),
+            helper.make_node("Reshape", ["x", "shape"], ["y"]),
+        ],
+        {"x": ["b", 6], "n": ["b"]},
+        {"y": None},
+        {"minus": np.array([-1])},
+        n=TensorProto.INT64,
+    )
+    feeds = {"x": np.ones((8, 6), np.float32), "n": np.array([5] * 7 + [6])}
+    size, (outputs,) = runs.run_fitting(sized, feeds)
+    assert (size, outputs["y"].shape) == (8, (8, 6))
+    assert measure_ranges(sized, ["y"], feeds) == {"y": 1.0}
+
+
+@pytest.mark.parametrize(
+    "maker",
+    [
+        helper.make_node("ConstantOfShape", ["size"], ["empty"]),
+        helper.make_node("EyeLike", ["square"], ["empty"]),
+        helper.make_node("RandomNormal", [], ["empty"], shape=[4, 4], seed=1.0),
+        helper.make_node("RandomUniformLike", ["x"], ["empty"], seed=1.0),
+    ],
+    ids=lambda node: node.op_type,
+)
+def test_what_an_attribute_types_gets_a_cast(maker):
+    """Every graph with torch.zeros and an index assignment has a ConstantOfShape."""
+    square = np.eye(4, dtype=np.float32)
+    model = model_of(
+        [
+            maker,
+            helper.make_node("Add", ["x", "empty"], ["sum"]),
+            helper.make_node("MatMul", ["sum", "w"], ["y"]),
+        ],
+        {"x": [4, 4]},
+        {"y": [4, 4]},
+        {"size": np.array([4, 4]), "square": square, "w": square},
+    )
+    to_half(model)
+    onnx.checker.check_model(model, full_check=True)
+
+
+def test_a_graph_that_fp16_cannot_type_stays_in_fp32(tmp_path, monkeypatch):
+    def spoil(model):
+        model.graph.node[0].input[0] = "nothing"
+
+    monkeypatch.setattr("qdqbench.quantize.lint.fix.to_half", spoil)
+    onnx.save(healthy("fp32", int8_attention=False), tmp_path / "file.onnx")
+    report = fix(tmp_path / "file.onnx", tmp_path / "out.onnx", FixOptions(engine=False))
+    assert any(
+        text.startswith("what is not INT8 stays in FP32, as with --compute keep: in FP16")
+        for text in report.done
+    )
+    assert report.outputs.holds
