@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -18,6 +19,11 @@ from qdqbench.quantize.utils.system.environment import get_code_identity
 from qdqbench.quantize.utils.system.process import freeze_gc, interruption, measure_cost
 
 STAGES_FILE = "stages.json"
+# files that a stage can have; what else the manifest lists may be the user's own
+MADE = re.compile(
+    r"(embedded|engine|gpu|logits|qat)/.+|model\.\w+\.onnx|(build|calibration|check|engine|layer_errors|layers|"
+    r"onnxruntime|parity|rewrites|verify)\.json"
+)
 
 
 @dataclass(frozen=True)
@@ -195,7 +201,8 @@ def _intact(folder: Path, done: FinishedStage) -> bool:
 def _remove_stale(folder: Path, before: FinishedStage | None, now: dict[str, str]) -> None:
     """Remove files of an earlier recipe in this folder, which would be taken for this one's."""
     for name in set(before.outputs if before else ()) - set(now):
-        if (folder / name).resolve().is_relative_to(folder.resolve()):  # whatever the manifest says
+        inside = (folder / name).resolve().is_relative_to(folder.resolve())  # whatever the manifest says
+        if inside and MADE.fullmatch(name):
             (folder / name).unlink(missing_ok=True)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from qdqbench.quantize.pipeline.pipeline import (
+    MADE,
     STAGES_FILE,
     Stage,
     explain_stale,
@@ -46,7 +47,7 @@ class Line:
         ]
 
     def path(self, name):
-        return self.session.folder / f"{name}.txt"
+        return self.session.folder / f"model.{name}.onnx"
 
     def writer(self, name, source=None):
         def run(session):
@@ -114,7 +115,7 @@ def test_what_is_handed_on_is_what_was_recorded(line):
         kept = line.path(name).read_bytes()
         line.path(name).write_bytes(damage)
         with pytest.raises(
-            UserError, match=rf"{name}\.txt changed since .*; `qdqbench report .*run` makes it"
+            UserError, match=rf"{name}\.onnx changed since .*; `qdqbench report .*run` makes it"
         ):
             require_recorded(session, graph)
         line.path(name).write_bytes(kept)
@@ -182,7 +183,8 @@ def test_an_interrupted_stage_leaves_nothing_half_written(line):
     with pytest.raises(KeyboardInterrupt):
         line.run()
     assert line.path("b").read_text() == before
-    assert {p.name for p in line.session.folder.iterdir()} == {CONFIG, STAGES_FILE, "a.txt", "b.txt", "c.txt"}
+    made = {line.path(name) for name in "abc"}
+    assert {*line.session.folder.iterdir()} == made | {line.session.folder / n for n in (CONFIG, STAGES_FILE)}
     line.fail_in = None
     assert line.run() == ["b", "c"]
     assert line.path("c").read_text() == "c1b2a1"
@@ -309,3 +311,24 @@ def test_files_of_stages_that_this_run_does_not_have_are_removed(tmp_path):
     remove_other_stages(tmp_path, ["a", "b"])
     assert [line.path(name).exists() for name in "abc"] == [True, True, False]
     assert set(json.loads((tmp_path / STAGES_FILE).read_text())["stages"]) == {"a", "b"}
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "thesis/notes.txt", "report.json", "../notes.txt"])
+def test_a_file_that_no_stage_can_have_made_is_kept(name, line):
+    mine, path = line.session.folder / name, line.session.folder / STAGES_FILE
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("years of work")
+    stages = json.loads(path.read_text())
+    stages["stages"]["b"]["outputs"][name] = "0" * 64
+    path.write_text(json.dumps(stages))
+    assert "b" in line.run()
+    assert mine.read_text() == "years of work"
+
+
+def test_what_stages_make_has_names_that_may_be_removed():
+    names = (
+        "embedded/model/config.json qat/training.json logits/fp32.npz gpu/build.json "
+        "engine/model.int8.engine model.int8.onnx calibration.json check.json layers.json build.json "
+        "verify.json engine.json onnxruntime.json parity.json layer_errors.json rewrites.json"
+    )
+    assert [name for name in names.split() if not MADE.fullmatch(name)] == []
