@@ -1,6 +1,5 @@
 """A run as it is served: its engine and FP32 model, its tokenizer, and how requests become rows."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from qdqbench.quantize.pipeline.graphs import FP32, graph_path
 from qdqbench.quantize.pipeline.outcomes import Skipped, engine_file, read_built
 from qdqbench.quantize.pipeline.pipeline import require_recorded
 from qdqbench.quantize.pipeline.session import Session, read_config
-from qdqbench.quantize.tasks.data.encode import OVERLAP, Sample, iter_encoded
+from qdqbench.quantize.tasks.data.encode import Sample, count_windows, iter_encoded
 from qdqbench.quantize.tasks.data.splits import Split
 from qdqbench.quantize.tasks.task import EMBED, Task
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
@@ -374,14 +373,7 @@ class Served:
         texts = [columns[name] for name in self.task.text_columns]
         if not self.task.kind.windows:
             return len(texts[0])
-        rows, special = 0, self.tokenizer.num_special_tokens_to_add(pair=True)
-        options = {"add_special_tokens": False, "verbose": False}
-        both = (self.tokenizer(column, **options)["input_ids"] for column in texts)
-        for question, context in zip(*both, strict=True):
-            room = self.max_length - special - len(question)
-            step = room - self.max_length // OVERLAP
-            rows += 1 + (max(0, math.ceil((len(context) - room) / step)) if step > 0 else 0)  # encode refuses
-        return rows
+        return sum(count_windows(texts[0], texts[1], self.tokenizer, self.max_length))
 
 
 def open_served(folder: Path, *, fp32: bool = True) -> Served:

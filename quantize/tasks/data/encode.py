@@ -1,5 +1,7 @@
 """Samples as tokens, and batches: sorted by length for evaluation, of equal length for calibration."""
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,6 +16,7 @@ from qdqbench.quantize.utils.errors import UserError
 
 OVERLAP = 3  # windows share a third of their length, as 128 of 384 tokens in Devlin et al. 2018
 TOKENIZER_ROWS = 1000  # rows per tokenizer call
+MOST_WINDOWS = 256  # of a context, as scripts of a deployed folder have it, and of a tokenizer call
 
 
 class Sample(NamedTuple):
@@ -49,26 +52,65 @@ def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> I
         if task.prompts:
             both = zip(task.prompts, texts, strict=True)
             texts = [[f"{prompt}{text}" for text in column] for prompt, column in both]
+        parts = [slice(None)]
         if task.kind.windows:
             _require_room(texts[0], task, tokenizer, max_length - special - max_length // OVERLAP - 1)
+            counts = count_windows(texts[0], texts[1], tokenizer, max_length)
+            if max(counts) > MOST_WINDOWS:
+                long = counts.index(max(counts))
+                raise UserError(
+                    f"row {start + long} of {split.source} would be read in {counts[long]} windows, and "
+                    f"{MOST_WINDOWS} are the most; shorten its {task.text_columns[1]!r} or "
+                    f"{task.text_columns[0]!r}, or raise export.max_length (--max-length)"
+                )
+            parts = _few_windows(counts)
         elif len(texts) == 2 and apart == 1:
             texts = _shorten_pairs(texts[0], texts[1], tokenizer, max_length)
         if apart > 1:
             texts = [[text for sample in zip(*texts, strict=True) for text in sample]]
-        coded = tokenizer(
-            *texts, max_length=max_length, return_token_type_ids=True, return_attention_mask=False, **options
-        )
-        samples = coded.get("overflow_to_sample_mapping", range(len(coded.encodings)))
-        for offset, (sample, encoding) in enumerate(zip(samples, coded.encodings, strict=True)):
-            yield Sample(
-                count,
-                np.array(coded["input_ids"][offset], dtype=np.int64),
-                np.array(coded["token_type_ids"][offset], dtype=np.int64),
-                bool(encoding.overflowing) and not task.kind.windows,
-                start + sample // apart,
-                encoding,
+        for part in parts:
+            coded = tokenizer(
+                *(column[part] for column in texts),
+                max_length=max_length,
+                return_token_type_ids=True,
+                return_attention_mask=False,
+                **options,
             )
-            count += 1
+            samples = coded.get("overflow_to_sample_mapping", range(len(coded.encodings)))
+            for offset, (sample, encoding) in enumerate(zip(samples, coded.encodings, strict=True)):
+                yield Sample(
+                    count,
+                    np.array(coded["input_ids"][offset], dtype=np.int64),
+                    np.array(coded["token_type_ids"][offset], dtype=np.int64),
+                    bool(encoding.overflowing) and not task.kind.windows,
+                    start + (part.start or 0) + sample // apart,
+                    encoding,
+                )
+                count += 1
+
+
+def count_windows(
+    questions: Sequence[str], contexts: Sequence[str], tokenizer: Any, max_length: int
+) -> list[int]:
+    """Return in how many windows each context is read, without making them."""
+    counts, special = [], tokenizer.num_special_tokens_to_add(pair=True)
+    options = {"add_special_tokens": False, "verbose": False}
+    both = (tokenizer([*texts], **options)["input_ids"] for texts in (questions, contexts))
+    for question, context in zip(*both, strict=True):
+        room = max_length - special - len(question)
+        step = room - max_length // OVERLAP
+        counts.append(1 + (max(0, math.ceil((len(context) - room) / step)) if step > 0 else 0))
+    return counts
+
+
+def _few_windows(counts: Sequence[int]) -> list[slice]:
+    """Return runs of rows of at most `MOST_WINDOWS` windows together, since each takes memory."""
+    ends, total = list[int](), 0
+    for row, count in enumerate(counts):
+        if total + count > MOST_WINDOWS:
+            ends, total = [*ends, row], 0
+        total += count
+    return [slice(*each) for each in itertools.pairwise([0, *ends, len(counts)])]
 
 
 def _shorten_pairs(

@@ -190,7 +190,10 @@ def _form(task: Task, path: Path) -> tuple[str, str]:
     wanted = {*task.text_columns, task.label_column}
     fields = {mark: next(csv.reader([line], delimiter=mark), []) for mark in (usual, *BETWEEN)}
     parted = {mark: (len(wanted & {*names}), len(names) > 1, mark == usual) for mark, names in fields.items()}
-    return encoding, max(parted, key=lambda mark: parted[mark])
+    chosen = max(parted, key=lambda mark: parted[mark])
+    if twice := [name for name in wanted if fields[chosen].count(name) > 1]:
+        raise UserError(f"{path} has more than one column {min(twice)!r}; remove or rename the others")
+    return encoding, chosen
 
 
 def _encoding(path: Path) -> str:

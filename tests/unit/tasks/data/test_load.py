@@ -292,6 +292,12 @@ def test_encoding_in_chunks_changes_nothing(tmp_path, tokenizer, monkeypatch):
     assert [sample.input_ids.tolist() for sample in samples] == [ids.tolist() for ids in whole.input_ids]
 
 
+def test_a_column_that_is_there_twice_is_refused(tmp_path):
+    (tmp_path / "validation.csv").write_text("sentence,label,label\na,0,1\nb,1,0\n")
+    with pytest.raises(UserError, match=r"validation\.csv has more than one column 'label'"):
+        load(tmp_path)
+
+
 def test_prompts_begin_the_texts_of_their_column(tmp_path, tokenizer):
     write(tmp_path / "validation.parquet", {"sentence1": ["good"], "sentence2": ["bad"], "label": [1.0]})
     task = score_embeddings(STSB, ()).model_copy(update={"prompts": ("bad ", "")})

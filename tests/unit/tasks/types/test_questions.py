@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.data import encode as encode_module
 from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.data.load import load_split
 from qdqbench.quantize.tasks.task import get_task
@@ -45,6 +46,28 @@ def test_normalized_answers():
 def encoded_of(tmp_path, table, max_length=24):
     heads.write_table(tmp_path / "train.jsonl", table)
     return encode(load_split(QA, str(tmp_path), "train"), QA, tokenizer(), max_length)
+
+
+def test_a_row_of_very_many_windows_is_refused_by_its_number(tmp_path):
+    table = heads.asked(3, 0)
+    table["context"][1] += " word" * 20_000
+    with pytest.raises(UserError, match=r"row 1 of .*train\.jsonl would be read in \d{3,} windows, and 256"):
+        encoded_of(tmp_path, table)
+
+
+def test_rows_are_encoded_a_few_windows_at_once(tmp_path, monkeypatch):
+    table = heads.asked(20, 0)
+    whole = encoded_of(tmp_path, table)
+    sizes = []
+    monkeypatch.setattr(encode_module, "MOST_WINDOWS", most := max(np.bincount(whole.samples)) + 1)
+    real = encode_module._few_windows
+    monkeypatch.setattr(encode_module, "_few_windows", lambda counts: sizes.append(counts) or real(counts))
+    parted = encoded_of(tmp_path, table)
+    assert sum(sizes[0]) == whole.rows
+    assert all(sum(sizes[0][part]) <= most for part in real(sizes[0]))
+    assert len(real(sizes[0])) > 5
+    assert [row.tolist() for row in parted.input_ids] == [row.tolist() for row in whole.input_ids]
+    assert parted.samples.tolist() == whole.samples.tolist()
 
 
 def test_windows_cover_the_context_and_hold_the_answer(tmp_path):
