@@ -8,9 +8,11 @@ from typing import Any
 
 from qdqbench.quantize.models.identity import find_model_file, read_model_json
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.files import read_json
 from qdqbench.quantize.utils.names import count_of, name_list
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MOST_LAYERS, MOST_LABELS = 1_000, 100_000  # of a model
 FLOATS = {"F64", "F32", "F16", "BF16"}
 BUFFERS = "_ids"  # ends of names of integers that older checkpoints store, such as of positions
 # names of what belongs to a quantized checkpoint, and of parts that have to be merged into weights
@@ -56,13 +58,32 @@ def require_model_folder(name: str) -> None:
     folder = Path(name)
     if not folder.is_dir():
         return
+    for file in folder.iterdir():
+        if file.exists() and not (file.is_file() or file.is_dir()):
+            raise UserError(f"{file} is no regular file, and reading it may never end; remove it")
     files = {file.name for file in folder.iterdir()}
+    if "config.json" in files:
+        about: Any = None
+        with suppress(UserError):  # transformers says what is wrong with it
+            about = read_json(folder / "config.json")
+        _require_bounds(name, about)
     weights = {WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json", "modules.json"} & files
     known = [MARKERS[file] for file in MARKERS if file in files]
     known += [about for end, about in SUFFIXES.items() if any(file.endswith(end) for file in files)]
     if known and not ("config.json" in files and weights):
         what, step = known[0]
         raise UserError(f"{name} holds {what}, which is no model for transformers; {step}")
+
+
+def _require_bounds(name: str, config: Any) -> None:
+    """Refuse sizes that only a damaged configuration has, before anything of such a size is made."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        count = len(value) if isinstance(value, (dict, list)) else value if type(value) is int else 0
+        most = MOST_LAYERS if "layer" in key else MOST_LABELS if "label" in key else None
+        if most is not None and count > most:
+            raise UserError(
+                f"model {name} has {count:,} as {key} (config.json), and {most:,} are the most; correct it"
+            )
 
 
 def require_plain_config(name: str, config: Mapping[str, Any]) -> None:

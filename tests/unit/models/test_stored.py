@@ -1,12 +1,14 @@
 """Codes, scales, adapters and unread weights stop a model before it is loaded."""
 
 import json
+import os
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from qdqbench.quantize.models.identity import model_fingerprint
 from qdqbench.quantize.models.load import load_model, read_model_config
 from qdqbench.quantize.utils.errors import UserError
 
@@ -155,3 +157,27 @@ def test_a_library_that_a_tokenizer_needs_is_named(folder, monkeypatch):
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
     with pytest.raises(UserError, match=r"tokenizer .* needs a library that is not installed: .* fugashi"):
         load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": 10**7},
+        {"n_layers": 10**7},
+        {"id2label": {str(number): str(number) for number in range(100_001)}},
+        {"num_labels": 10**6},
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_before_it_is_made(change, folder):
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | change))
+    with pytest.raises(UserError, match=rf"as {next(iter(change))} \(config\.json\), and 1\d*,000"):
+        load_model(str(folder))
+
+
+def test_a_pipe_in_a_folder_is_never_read(folder):
+    known = model_fingerprint(str(folder))
+    os.mkfifo(folder / "x.json")
+    assert model_fingerprint(str(folder)) == known
+    with pytest.raises(UserError, match=r"x\.json is no regular file"):
+        load_model(str(folder))
