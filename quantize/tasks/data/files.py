@@ -4,6 +4,7 @@ import atexit
 import codecs
 import csv
 import glob
+import itertools
 import os
 import re
 import shutil
@@ -34,6 +35,7 @@ BETWEEN = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 WINDOWS = "cp1252"  # what spreadsheets of Western languages write where they do not write UTF-8
 HEAD = 1 << 16  # bytes of a file in which its header must end
 CHUNK = 1 << 20
+LEAST_REFUSED, MOST_GROWTH = 256 << 20, 100  # bytes of unpacked rows, and times the bytes of their files
 
 
 def find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[str]]:
@@ -144,6 +146,8 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
     # else a load of local files asks a server, which takes seconds if there is no network
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     try:
+        if kind == "parquet":
+            _require_size(paths)
         with quiet("datasets"):
             where = {"data": [glob.escape(str(path.resolve())) for path in paths]}
             dataset = datasets.load_dataset(
@@ -151,6 +155,8 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
             )
             if kind != "csv":  # readers of JSON and Parquet take texts that are not UTF-8
                 dataset.data.validate(full=True)
+    except UserError:
+        raise
     except Exception as error:  # the readers raise ArrowInvalid, DatasetGenerationError, even StopIteration
         why = find_root_cause(error)
         if files.SAID.search(why):  # on the disk of temporary files: the data may be whole
@@ -164,6 +170,34 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
             f"{names} has rows with more fields than its header; quote the texts that hold {BETWEEN[mark]}"
         )
     return dataset, notes, warnings
+
+
+def _require_size(paths: Sequence[Path]) -> None:
+    """Refuse files that become much larger than they are; a UserError too where no disk has room for them.
+
+    A Parquet file has a text that is there a million times once, and the copy of it has each.
+    """
+    import pyarrow.parquet
+
+    names, total = ", ".join(map(str, paths)), 0
+    most = max(LEAST_REFUSED, MOST_GROWTH * sum(path.stat().st_size for path in paths))
+    for path in paths:
+        with pyarrow.parquet.ParquetFile(path) as table:
+            groups = map(table.metadata.row_group, range(table.num_row_groups))
+            sizes = itertools.chain(
+                [sum(group.total_byte_size for group in groups) - total],  # before anything is unpacked
+                (batch.nbytes for batch in table.iter_batches(batch_size=256)),
+            )
+            unpacked = 0
+            for number, size in enumerate(sizes):
+                unpacked += size if number else 0
+                if total + max(size, unpacked) > most:
+                    raise UserError(
+                        f"{names} would take more than {most >> 20} MiB when unpacked, which is more than "
+                        f"{MOST_GROWTH} times its size; write it without repeated texts"
+                    )
+            total += unpacked
+    files.require_room(Path(cache_folder()), total, names)
 
 
 def find_root_cause(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qdqbench.quantize.tasks.data import encode, splits
+from qdqbench.quantize.tasks.data import files as data_files
 from qdqbench.quantize.tasks.data import load as loading
 from qdqbench.quantize.tasks.data.splits import has_only_texts
 from qdqbench.quantize.tasks.task import EMBED, get_task, score_embeddings
@@ -290,6 +291,18 @@ def test_encoding_in_chunks_changes_nothing(tmp_path, tokenizer, monkeypatch):
     samples = list(encode.iter_encoded(split, SST2, tokenizer, 5))
     assert [sample.row for sample in samples] == list(range(6))
     assert [sample.input_ids.tolist() for sample in samples] == [ids.tolist() for ids in whole.input_ids]
+
+
+def test_a_file_that_unpacks_to_a_hundred_times_its_size_is_refused(tmp_path, monkeypatch):
+    write(tmp_path / "validation.parquet", {"sentence": ["good " * 200] * 5000, "label": [0] * 5000})
+    assert len(load(tmp_path).dataset) == 5000
+    monkeypatch.setattr(data_files, "LEAST_REFUSED", 1 << 20)
+    with pytest.raises(UserError, match=r"validation\.parquet would take more than \d MiB when unpacked"):
+        load(tmp_path)
+    monkeypatch.setattr(data_files, "MOST_GROWTH", 1 << 20)
+    monkeypatch.setattr(data_files.files, "free_bytes", lambda path: 1 << 20)
+    with pytest.raises(UserError, match="no space left on device"):
+        load(tmp_path)
 
 
 def test_a_column_that_is_there_twice_is_refused(tmp_path):
