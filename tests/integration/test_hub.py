@@ -104,7 +104,7 @@ def test_a_card_and_a_config_name_what_is_known_of_the_hub(finished_run, monkeyp
 def test_code_of_the_models_own_is_not_named(finished_run, tmp_path):
     config, found = read_config(finished_run), read_results(finished_run)
     folder = shutil.copytree(config.model, tmp_path / "model")
-    about = read(folder, "config.json") | {"auto_map": {"AutoModel": "evil--modeling.Model"}}
+    about = read(folder, "config.json") | {"auto_map": {"AutoConfig": "evil--modeling.Config"}}
     (folder / "config.json").write_text(json.dumps(about))
     session = Session(config.model_copy(update={"model": str(folder)}), finished_run)
     assert "evil" not in json.dumps(describe_config(session, found, []))

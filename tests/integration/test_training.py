@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from pydantic import create_model
 from tools.tables import markdown, read_records
 
 import qdqbench
@@ -105,13 +106,14 @@ def test_a_seed_that_fails_is_said_at_the_end(tuned, qdqbench, given, tmp_path, 
 def test_a_study_names_the_seeds_that_failed(qdqbench, given, tmp_path, monkeypatch):
     from qdqbench import _train
 
-    rows = [SimpleNamespace(seed=seed, recipe="r", status=("done", "failed")[seed % 2]) for seed in range(4)]
-    found = SimpleNamespace(rows=rows, model_dump_json=lambda indent: "{}")
-    asked = []
+    rows = [("done", "failed")[seed % 2] for seed in range(4)]
+    made = [create_model("Row", seed=seed, recipe="r", status=status)() for seed, status in enumerate(rows)]
+    found, asked = create_model("Found", rows=made)(), []
     monkeypatch.setattr(_train, "study", lambda _, recipes, *__: asked.extend(recipes) or found)
+    monkeypatch.setattr("qdqbench.cli.train.study_report", lambda _: None)
     options = [*given("sst2").options, "--out", str(tmp_path / "s"), "--json", "--set", "qat.epochs=2"]
     done = qdqbench("study", "bert-int8-attention-qat", *options)
-    assert (done.code, done.out) == (2, "{}\n")
+    assert (done.code, done.out) == (2, found.model_dump_json(indent=2) + "\n")
     assert [recipe.qat.epochs for recipe in asked] == [2]
     assert "not trained to the end: seed 1 with r, seed 3 with r; " in done.err
 

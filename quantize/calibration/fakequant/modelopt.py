@@ -37,6 +37,15 @@ def quantize_with(quantizer: Any, value: torch.Tensor, amax: torch.Tensor) -> to
     return _mse_quant_func(value, amax, quantizer)  # type: ignore[no-any-return]
 
 
+def get_stored_amax(quantizer: Any) -> torch.Tensor:
+    """Return the buffer itself, without the property's questions."""
+    return quantizer._buffers["_amax"]  # type: ignore[no-any-return]
+
+
+def forget_scale(quantizer: Any) -> None:
+    quantizer._quantizer_cache = None
+
+
 def fake_quantize(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
     """Round `inputs` to the grid of the quantizer's scales, in their type, for ModelOpt; no host sync.
 

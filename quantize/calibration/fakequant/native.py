@@ -125,8 +125,7 @@ class Learned:
     @property
     def amax(self) -> torch.Tensor:
         """As calibrated, of the ratio's shape."""
-        stored: torch.Tensor = self.quantizer._buffers["_amax"]  # the property asks more
-        return stored.float().reshape(self.ratio.shape)
+        return modelopt.get_stored_amax(self.quantizer).float().reshape(self.ratio.shape)
 
     def quantized(self, inputs: torch.Tensor) -> torch.Tensor:
         scale, gain = self.table.current(self)
@@ -308,7 +307,7 @@ def _undo(model: "PreTrainedModel") -> None:
         if original is not None:
             module.__class__ = original
         if isinstance(module, TensorQuantizer):
-            module._quantizer_cache = None
+            modelopt.forget_scale(module)
             module.__dict__.pop("shared", None)
             module.__dict__.pop("exact", None)
     for quantizer in fake.list_quantizers(model).values():

@@ -190,7 +190,7 @@ def test_who_takes_part(tmp_path):
 
 def test_engines_of_a_config(device, tmp_path):
     target, options = a_target(tmp_path), OPTIONS.model_copy(update={"batches": [8]})
-    prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
+    prebuild(device.work, target, options, "tensorrt_rtx")
     with ExitStack() as stack:
         made = prepare_on_gpu(Preparation(target, options, Config(8, 128, None), device.work, stack))
         entries = {entry.row.system: entry for entry in made}
@@ -229,7 +229,7 @@ def test_what_can_be_done_before_is_done_in_processes_and_once(device, tmp_path)
     assert [arguments[2] for arguments, _ in tasks.values()] == modes
     assert {arguments[3] for arguments, _ in tasks.values()} == {"[[1, 128]]", "[[8, 128]]", "[[32, 128]]"}
     assert {seconds for _, seconds in tasks.values()} == {options.compile_seconds}
-    prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
+    prebuild(device.work, target, options, "tensorrt_rtx")
     specs = [EngineSpec.model_validate_json(args[1]) for args, _ in tasks.values() if args[0] == "engine"]
     assert len(specs) == 2 * (2 + 3)  # batches 8 and 32 take the same profile of the recipe
     assert sorted(len(spec.shapes) for spec in specs) == [1] * 8 + [2] * 2
@@ -244,7 +244,7 @@ def test_what_can_be_done_before_is_done_in_processes_and_once(device, tmp_path)
     marker(tmp_path / "bench", "default", (1, 128)).touch()
     tasks.clear()
     start_compiles(device.work, tmp_path, options)
-    prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
+    prebuild(device.work, target, options, "tensorrt_rtx")
     assert len(tasks) == 5  # nothing that is there
 
 
@@ -256,7 +256,7 @@ def test_another_recipe_of_the_model_is_an_engine_more(device, tmp_path):
     assert (listed[-1].name, listed[-1].label) == ("int8-mine", "INT8 engine, mine")
     assert listed[-1].recipe == load_recipe("bert-int8-attention").model_dump(mode="json")
     assert {about.recipe is None for about in listed[:-1]} == {True}
-    prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
+    prebuild(device.work, target, options, "tensorrt_rtx")
     assert prepare(device, target, options, Config(8, 128, None))["int8-mine"].row.status == "done"
     folders = [spec.onnx.parent for spec in device.specs if "int8" in spec.onnx.name]
     assert folders == [tmp_path, tmp_path, tmp_path / "mine"]
@@ -304,7 +304,7 @@ def test_a_form_that_a_bench_left_is_written_again_only_after_its_graph(device, 
 def test_our_kernels_run_beside_an_engine_of_tensorrt(device, hopper, tmp_path):
     target = forms_of(a_target(tmp_path))
     options = OPTIONS.model_copy(update={"batches": [8], "baselines": False, "engine_shapes": "exact"})
-    prebuild(device.work, target, options, "tensorrt", lambda text: None)
+    prebuild(device.work, target, options, "tensorrt")
     assert [args[0] for args, _ in device.work.background.tasks.values()] == [
         "engine"
     ]  # TensorRT builds alone
@@ -334,7 +334,7 @@ def test_engines_of_tensorrt_run_beside_our_kernels(device, hopper, tmp_path, mo
     assert labels == ["INT8 CUDA kernels", "INT8 TensorRT-RTX", "INT8 TensorRT-RTX, exact shape"]
     assert {*names[1:3]} <= {*TENSORRT_SYSTEMS}
     options = OPTIONS.model_copy(update={"batches": [8], "baselines": False})
-    prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
+    prebuild(device.work, target, options, "tensorrt_rtx")
     entries = prepare(device, target, options, Config(8, 128, None))
     assert [entries[name].row.status for name in names] == ["done"] * 5 + ["skipped"]
     assert hopper == [("factored", True, "model.int8.tensorrt_rtx.onnx")]
@@ -414,7 +414,7 @@ def test_an_engine_that_is_not_built_is_an_error_and_a_baseline_that_does_not_ru
     monkeypatch.setattr(gpu.peers, "compiled_forward", no_compiler)
     target, options = a_target(tmp_path), OPTIONS.model_copy(update={"batches": [1], "lengths": [16]})
     start_compiles(device.work, tmp_path, options)
-    prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
+    prebuild(device.work, target, options, "tensorrt_rtx")
     device.work.background.failed["max-autotune-no-cudagraphs [(1, 16)]"] = "it took over 90 s"
     entries = prepare(device, target, options, Config(1, 16, None))
     found = {name: (entry.row.status, entry.row.reason) for name, entry in entries.items()}
@@ -427,7 +427,7 @@ def test_an_engine_that_is_not_built_is_an_error_and_a_baseline_that_does_not_ru
 def test_all_shapes_of_a_split_share_a_stream_and_each_is_compiled(device, tmp_path):
     target, split = a_target(tmp_path), split_of((32, 64), (32, 40), (8, 40))
     options = OPTIONS.model_copy(update={"splits": (split,)})
-    prebuild(device.work, target, options, "tensorrt_rtx", lambda text: None)
+    prebuild(device.work, target, options, "tensorrt_rtx")
     compiled = [args for args, _ in device.work.background.tasks.values() if args[0] == "compile"]
     assert [json.loads(args[3]) for args in compiled] == [[[32, 64], [32, 40], [8, 40]]] * 2
     (lane,) = prepare(device, target, options, Config(32, None, split))["int8"].system.lanes

@@ -16,6 +16,7 @@ from qdqbench.quantize.engine import build as build_module
 from qdqbench.quantize.engine.backend import build_engine, choose_backend
 from qdqbench.quantize.engine.profiles import Profile, fit_batch, require_room
 from qdqbench.quantize.engine.sidecar import check_sidecar
+from qdqbench.quantize.engine.target import choose_target
 from qdqbench.quantize.pipeline import graphs, session
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import Shapes
@@ -152,9 +153,11 @@ def test_inputs_without_a_length_are_refused(tmp_path, rtx):
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A session with an exported graph and two profiles, and what the stages ask of it."""
+    two = recipe(TWO, "precision: {compute: fp16}")
     made = types.SimpleNamespace(
         folder=tmp_path,
-        recipe=recipe(TWO, "precision: {compute: fp16}"),
+        recipe=two,
+        target=choose_target(two),
         config=types.SimpleNamespace(batch_size=4, task=GLUE["sst2"]),
         plan=types.SimpleNamespace(int8=(), attention=(), residual=()),
         warnings=[],
