@@ -107,8 +107,11 @@ def test_a_study_names_the_seeds_that_failed(qdqbench, given, tmp_path, monkeypa
     from qdqbench import _train
 
     rows = [("done", "failed")[seed % 2] for seed in range(4)]
-    made = [create_model("Row", seed=seed, recipe="r", status=status)() for seed, status in enumerate(rows)]
-    found, asked = create_model("Found", rows=made)(), []
+    made = [
+        create_model("Row", seed=(int, seed), recipe=(str, "r"), status=(str, status))()
+        for seed, status in enumerate(rows)
+    ]
+    found, asked = create_model("Found", rows=(list, made))(), []
     monkeypatch.setattr(_train, "study", lambda _, recipes, *__: asked.extend(recipes) or found)
     monkeypatch.setattr("qdqbench.cli.train.study_report", lambda _: None)
     options = [*given("sst2").options, "--out", str(tmp_path / "s"), "--json", "--set", "qat.epochs=2"]
