@@ -7,6 +7,7 @@ from qdqbench.eval.metrics.results import Comparison, GateIssue, Speedup
 from qdqbench.quantize.tasks.metrics import NOISE
 
 RULE_OF_THREE = 3  # samples that may differ where none did (Hanley and Lippman-Hand 1983), at 95 %
+LEAST_SAMPLES = 10  # a correlation of two is 1 or -1 and has no standard error
 MOST_SAMPLES = 10**9  # that are asked for: a drop at `max_drop` itself takes any number
 
 
@@ -33,7 +34,7 @@ def samples_to_tell(drop: float, stderr: float, max_drop: float, n: int, *, coun
     if room <= 0:  # no drop is allowed, so that noise judges alone
         return None
     room = max(room, 1e-9)
-    needed = [n * (NOISE * stderr / room) ** 2]
+    needed = [n * (NOISE * stderr / room) ** 2, LEAST_SAMPLES]
     if counted:
         needed.append(NOISE * RULE_OF_THREE**0.5 / room)
     return math.ceil(min(max(needed), MOST_SAMPLES)) if max(needed) > n else None

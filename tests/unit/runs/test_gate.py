@@ -103,6 +103,7 @@ def test_twenty_samples_cannot_tell_a_drop_of_a_point_though_none_differs() -> N
     assert samples_to_tell(0.0, 0.0, 0.01, 20, counted=True) == 347
     assert samples_to_tell(0.0, 0.0, 0.01, 872, counted=True) is None
     assert samples_to_tell(0.0, 0.0, 0.01, 20, counted=False) is None  # a correlation that did not change
+    assert samples_to_tell(0.0, 0.0, 0.01, 2, counted=False) == 10  # nor can that of two
 
 
 @given(
