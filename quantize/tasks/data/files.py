@@ -35,6 +35,7 @@ BETWEEN = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 WINDOWS = "cp1252"  # what spreadsheets of Western languages write where they do not write UTF-8
 HEAD = 1 << 16  # bytes of a file in which its header must end
 CHUNK = 1 << 20
+BEGINNING, MOST_COLUMNS = 10 << 20, 2000  # bytes that are read for their columns; each column takes time
 LEAST_REFUSED, MOST_GROWTH = 256 << 20, 100  # bytes of unpacked rows, and times the bytes of their files
 
 
@@ -146,6 +147,8 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
     # else a load of local files asks a server, which takes seconds if there is no network
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     try:
+        if (count := max(_count_columns(path, kind, mark) for path in paths)) > MOST_COLUMNS:
+            raise UserError(f"{names} has {count:,} columns, and {MOST_COLUMNS:,} are the most; drop others")
         if kind == "parquet":
             _require_size(paths)
         with quiet("datasets"):
@@ -170,6 +173,23 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
             f"{names} has rows with more fields than its header; quote the texts that hold {BETWEEN[mark]}"
         )
     return dataset, notes, warnings
+
+
+def _count_columns(path: Path, kind: str, mark: str) -> int:
+    """Return how many columns a file has where it begins; 0 where its reader is to say what is wrong."""
+    import pyarrow.json
+    import pyarrow.parquet
+
+    try:
+        if kind == "parquet":
+            return len(pyarrow.parquet.read_schema(path).names)
+        if kind == "csv":
+            with path.open("rb") as stream:
+                return 1 + stream.readline(BEGINNING).count(mark.encode())
+        options = pyarrow.json.ReadOptions(block_size=BEGINNING)
+        return len(pyarrow.json.open_json(path, read_options=options).schema.names)
+    except pyarrow.ArrowException:  # such as of JSON that is one list
+        return 0
 
 
 def _require_size(paths: Sequence[Path]) -> None:
