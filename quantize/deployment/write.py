@@ -395,7 +395,9 @@ def render(template: str, context: dict[str, Any], folder: Path = TEMPLATES, *, 
     environment.filters["code"] = lambda text: formats.code(formats.clean(text))
     environment.filters["inline"] = lambda text: formats.inline(formats.clean(text))
     environment.filters["prose"] = prose
-    environment.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
+    environment.filters["cell"] = lambda text: " ".join(
+        formats.clean(str(text)).replace("|", "\\|").splitlines()
+    )
     return environment.get_template(f"{template}.j2").render(context)
 
 
