@@ -10,7 +10,7 @@ lint: ## in the active environment
 	ruff format --check .
 
 types:
-	python tools/types.py
+	python tools/check_types.py
 
 docs: ## the site, in build/docs; needs pip install -e '.[docs]'
 	zensical build --strict

@@ -95,11 +95,11 @@ def lint() -> None:
     if hasattr(os, "nice"):
         os.nice(10)
     failed = []
-    linked = {"PYTHONPATH": "build/types"}  # types.py makes it
+    linked = {"PYTHONPATH": "build/types"}  # check_types.py makes it
     for command, variables in (
         (("ruff", "check", "."), {}),
         (("ruff", "format", "--check", "."), {}),
-        (("python", "tools/types.py"), {}),
+        (("python", "tools/check_types.py"), {}),
         (("lint-imports",), linked),
     ):
         name = " ".join(command)

@@ -116,7 +116,7 @@ def test_hooks_before_a_commit_are_those_of_ci() -> None:
     for entry in entries:
         assert entry[1] in re.findall(r'"([\w./]+)"', checks), entry
     assert {hook["language"] for hook in hooks} == {"system"}
-    assert {file for hook in hooks for file in files_of(hook["entry"])} == {"tools/types.py"}
+    assert {file for hook in hooks for file in files_of(hook["entry"])} == {"tools/check_types.py"}
 
 
 def test_the_citation_is_of_this_version() -> None:
