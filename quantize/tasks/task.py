@@ -168,17 +168,23 @@ def score_embeddings(task: Task, metrics: Sequence[str]) -> Task:
     return task.model_copy(update={"type": PAIRS.name, "metrics": tuple(metrics) or PAIRS.default_metrics})
 
 
+MULTI_LABEL = (
+    "multi-label classification has no metrics here; `qdqbench.quantize` from Python quantizes such a model, "
+    "and `export` of its result writes the file"
+)
+
+
 def check_model_fits(task: Task, *, model_labels: int, problem_type: str | None) -> None:
     if task.kind.over_tokens or task.kind.embeds:  # checked against the kind when it was loaded
         return
     head = task_kind(model_labels, problem_type)
+    if problem_type == "multi_label_classification":
+        raise UserError(
+            f"the model answers with several labels a text (problem_type {problem_type}); {MULTI_LABEL}"
+        )
     outputs = f"{problem_type or head.name} with {model_labels} output{'s' * (model_labels != 1)}"
     needs = task.kind.head.format(count=task.num_labels)
-    if (
-        model_labels != task.num_labels
-        or head.problem_type != task.kind.problem_type
-        or problem_type == "multi_label_classification"
-    ):
+    if model_labels != task.num_labels or head.problem_type != task.kind.problem_type:
         fitting = [
             name for name, other in GLUE.items() if other.kind is head and other.num_labels == model_labels
         ]

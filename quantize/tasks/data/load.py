@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from qdqbench.quantize.tasks.data.splits import Split, is_hub_source, read_split
-from qdqbench.quantize.tasks.task import GLUE, Task, with_classes
+from qdqbench.quantize.tasks.task import GLUE, MULTI_LABEL, Task, with_classes
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.kind import NUMBERS
 from qdqbench.quantize.tasks.types.tokens import class_names
@@ -146,11 +146,30 @@ def _read_labels(
         elif task.label_column not in split.dataset.column_names:
             continue  # texts alone; where labels are needed, the caller says so
         column = split.dataset.data.column(task.label_column)
+        _require_plain(column, task.label_column, source)
         types.append(str(column.type))
         labels |= {str(value) for value in column.unique().to_pylist() if value is not None}
     if any("string" in each or each == "bool" for each in types):
         return labels, "texts"
     return labels, "whole" if all("int" in each for each in types) else "fractions"
+
+
+_WORDS = ("string", "large_string", "bool", "dictionary")
+
+
+def _require_plain(column: Any, name: str, source: str) -> None:
+    """Refuse labels that are neither numbers, booleans nor texts."""
+    kind = str(column.type)
+    if kind.startswith(("list", "large_list", "fixed_size_list")):
+        raise UserError(
+            f"the labels (column {name!r}) of {source} are lists ({kind}); {MULTI_LABEL}. Name a column with "
+            "one label a row (--label-column)"
+        )
+    if not kind.startswith(("int", "uint", "float", "halffloat", "double", "decimal", *_WORDS, "null")):
+        raise UserError(
+            f"the labels (column {name!r}) of {source} are {kind}, neither numbers nor texts; name the right "
+            "--label-column"
+        )
 
 
 def _number_labels(dataset: "datasets.Dataset", task: Task, source: str) -> tuple["datasets.Dataset", str]:

@@ -70,7 +70,6 @@ def test_fields_that_do_not_fit(fields, message):
         ("sst2", 1, None, False),
         ("sst2", 3, None, False),
         ("sst2", 2, "regression", False),
-        ("sst2", 2, "multi_label_classification", False),
         ("stsb", 2, CLASSIFICATION, False),
     ],
 )
@@ -80,6 +79,11 @@ def test_model_head_against_task(task, labels, problem_type, fits):
     else:
         with pytest.raises(UserError, match=rf"head is .*{labels} output.*{task}.* needs"):
             check_model_fits(get_task(task), model_labels=labels, problem_type=problem_type)
+
+
+def test_several_labels_a_text_are_refused_by_name():
+    with pytest.raises(UserError, match=r"several labels a text .*; multi-label classification"):
+        check_model_fits(get_task("sst2"), model_labels=2, problem_type="multi_label_classification")
 
 
 def test_wrong_head_names_the_tasks_it_would_fit():

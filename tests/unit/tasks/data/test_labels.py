@@ -1,9 +1,11 @@
 """Data as people have it: labels, separators, encodings, one file."""
 
 import json
+from datetime import datetime
 from pathlib import Path
 
 import pytest
+from datasets import Dataset
 
 from qdqbench.quantize.tasks.data.load import add_label_values, count_classes, load_split
 from qdqbench.quantize.tasks.task import Task, get_task
@@ -181,3 +183,23 @@ def test_what_has_another_form_is_not_called_damaged_alone(tmp_path):
     (tmp_path / "validation.csv").write_text("")
     with pytest.raises(UserError, match="another form than its name says"):
         read(OWN, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("label", "said"),
+    [
+        ([0, 1], "are lists .*; multi-label classification has no metrics here"),
+        (["joy", "anger"], "are lists .*; multi-label classification"),
+        ({"a": 1}, "are struct.*, neither numbers nor texts"),
+        (datetime(2026, 1, 1), "are timestamp.*, neither numbers nor texts"),
+        (b"a", "are binary, neither numbers nor texts"),
+    ],
+)
+@pytest.mark.parametrize("read", [count_classes, lambda task, source: add_label_values(task, source, ())])
+def test_labels_of_other_types_are_named(tmp_path, label, said, read):
+    for split in ("train", "validation"):
+        Dataset.from_dict({"text": ["a", "b"], "label": [label] * 2}).to_parquet(
+            tmp_path / f"{split}.parquet"
+        )
+    with pytest.raises(UserError, match=said):
+        read(OWN, str(tmp_path))
