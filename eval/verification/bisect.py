@@ -33,6 +33,7 @@ from qdqbench.quantize.engine.cuda.runtime import CudaEngine
 from qdqbench.quantize.engine.cuda.tokens import pack_tokens
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.engine.sidecar import check_sidecar
+from qdqbench.quantize.engine.target import computes_fp16
 from qdqbench.quantize.graph.index import MATMULS, SAME_VALUES, GraphIndex, module_of, tensor_values
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.lint.view import CheckGraph
@@ -42,7 +43,7 @@ from qdqbench.quantize.pipeline import graphs, outcomes
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
-from qdqbench.quantize.utils.limits import FP16_MAX, takes_fp32_graph
+from qdqbench.quantize.utils.limits import FP16_MAX
 from qdqbench.quantize.utils.schema import Strict
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
@@ -514,7 +515,7 @@ def bisect_run(folder: Path) -> BisectResult:
     verified = read_verified(folder)
     rows = [] if isinstance(verified, outcomes.Skipped) else verified.blocks
     with blocks.open_reference(session) as (reference, fp32):
-        half = session.recipe.precision.compute == "fp16" and not takes_fp32_graph(built.backend)
+        half = computes_fp16(session.recipe, built.backend)
         tensors = blocks.reference_blocks(reference, fp32, batch, half=half)
     mask = batch["attention_mask"].astype(bool)
     costs = {n: compare_tensors(n, t.unquantized, t.output, mask, 0.0).error for n, t in tensors.items()}

@@ -9,6 +9,11 @@ from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName, takes_fp32
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
 
+def computes_fp16(recipe: Recipe, backend: str) -> bool:
+    """Return whether a backend gets the graph of a recipe in FP16."""
+    return recipe.precision.compute == "fp16" and not takes_fp32_graph(backend)
+
+
 @dataclass(frozen=True)
 class EngineTarget:
     """Backend and precisions of an engine."""
@@ -32,6 +37,6 @@ def choose_target(recipe: Recipe) -> EngineTarget:
         backend=backend,
         compute=compute,
         baseline=compute if on_cpu else "fp16" if backend == "cuda" else precision,
-        half=precision == "fp16" and not takes_fp32_graph(backend),
+        half=computes_fp16(recipe, backend),
         proves_for_gpu=recipe.quantizes and recipe.engine.backend == "auto" and on_cpu,
     )

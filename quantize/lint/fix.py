@@ -193,7 +193,7 @@ class OutputRow(Strict):
     limit: float = field("Limit of `after_error`.")
     largest: float | None = field("Largest absolute difference of what was written from the file.")
     disagreements: int | None = field(
-        "Samples with another largest value; null: the output is no scores of classes."
+        "Samples with another class; null where the output holds no class scores."
     )
     other_lengths: int = field("Batches in which what was written has another shape.", default=0)
 
@@ -425,21 +425,16 @@ def compare_outputs(  # noqa: PLR0913  the last two are keywords
 
 def _compare_output(name: str, own: Batches, made: Batches, reference: Batches, limit: float) -> OutputRow:
     after = _distance(name, made, reference)
-    if not own:
-        return OutputRow(
-            name=name, before_error=None, after_error=after.error, difference=None, limit=limit, largest=None,
-            disagreements=None, other_lengths=after.other_lengths,
-        )  # fmt: skip
-    before, change = _distance(name, own, reference), _distance(name, made, own)
+    before, change = (_distance(name, own, reference), _distance(name, made, own)) if own else (None, None)
     return OutputRow(
         name=name,
-        before_error=before.error,
+        before_error=before.error if before else None,
         after_error=after.error,
-        difference=change.error,
-        limit=max(limit, min(FACTOR * before.error, BROKEN)),
-        largest=change.largest,
-        disagreements=change.disagreements,
-        other_lengths=change.other_lengths,
+        difference=change.error if change else None,
+        limit=max(limit, min(FACTOR * before.error, BROKEN)) if before else limit,
+        largest=change.largest if change else None,
+        disagreements=change.disagreements if change else None,
+        other_lengths=(change or after).other_lengths,
     )
 
 

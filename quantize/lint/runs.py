@@ -93,10 +93,12 @@ def run_fitting(model: onnx.ModelProto, feeds: Feeds) -> tuple[int, list[dict[st
     """
     total = max((len(value) for value in feeds.values()), default=1)
     refusals = []
-    for size in dict.fromkeys((BATCH, total, 1)):
+    for size in dict.fromkeys((min(BATCH, total), total, 1)):
         try:
             return size, run_batches(model, feeds, size)
         except UserError as error:
+            if _took_too_long(error):
+                raise
             refusals.append(error)
     raise refusals[0]
 
@@ -115,10 +117,15 @@ def measure_ranges(model: onnx.ModelProto, tensors: Collection[str], feeds: Feed
     names, total = [*dict.fromkeys(tensors)], max(map(len, feeds.values()), default=1)
     try:
         return _largest(_run(tapped, feeds, names, alone=True), names)
-    except UserError:
-        if total < 2:
+    except UserError as error:
+        if total < 2 or _took_too_long(error):
             raise
         return _largest(_run(tapped, feeds, names, size=total), names)
+
+
+def _took_too_long(error: UserError) -> bool:
+    """Return whether a graph was stopped, which another batch size would not help."""
+    return isinstance(error.__cause__, FutureTimeout)
 
 
 def _largest(batches: Iterable[Feeds], tensors: Collection[str]) -> dict[str, float]:

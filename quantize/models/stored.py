@@ -17,8 +17,8 @@ FLOATS = {"F64", "F32", "F16", "BF16"}
 BUFFERS = "_ids"  # ends of names of integers that older checkpoints store, such as of positions
 # names of what belongs to a quantized checkpoint, and of parts that have to be merged into weights
 SCALES = re.compile(
-    r"(^|[._])(scales?|weight_scale(_inv|_2)?|input_scale|output_scale|zero_points?|qzeros|qweight|g_idx|amax|"
-    r"pre_quant_scale|absmax|quant_map|quant_state|SCB|weight_format)([._]|$)"
+    r"(^|[._])(scales?|zero_points?|qzeros|qweight|g_idx|amax|absmax|quant_map|quant_state|SCB|weight_format)"
+    r"([._]|$)"
 )
 ADAPTERS = re.compile(
     r"(^|[._])(lora_\w+|base_layer|ia3_l|oft_\w+|hada_\w+|vera_\w+|modules_to_save|adapters?)([._]|$)"
@@ -38,7 +38,6 @@ MARKERS = {  # files of folders that are something else: what it is, and the nex
         "a GLiNER model",
         "export it to ONNX with gliner, and give that file to `qdqbench fix`",
     ),
-    "span_marker_config.json": ("a SpanMarker model", "give its encoder, or its ONNX file to `qdqbench fix`"),
     "meta.json": ("a spaCy pipeline", "give the transformer that it was trained from"),
     "openvino_model.xml": ("an OpenVINO IR", "give the model that it was converted from"),
 }
@@ -54,14 +53,15 @@ SUFFIXES = {  # the same by the ends of names
 
 
 def require_model_folder(name: str) -> None:
-    """Refuse a folder that is something else than a model of transformers, and say what it is."""
+    """Refuse a folder that holds no model for transformers, and say what it holds."""
     folder = Path(name)
     if not folder.is_dir():
         return
-    for file in folder.iterdir():
+    paths = [*folder.iterdir()]
+    for file in paths:
         if file.exists() and not (file.is_file() or file.is_dir()):
             raise UserError(f"{file} is no regular file, and reading it may never end; remove it")
-    files = {file.name for file in folder.iterdir()}
+    files = {file.name for file in paths}
     if "config.json" in files:
         about: Any = None
         with suppress(UserError):  # transformers says what is wrong with it

@@ -154,9 +154,6 @@ def _read_labels(
     return labels, "whole" if all("int" in each for each in types) else "fractions"
 
 
-_WORDS = ("string", "large_string", "bool", "dictionary")
-
-
 def _require_plain(column: Any, name: str, source: str) -> None:
     """Refuse labels that are neither numbers, booleans nor texts."""
     kind = str(column.type)
@@ -165,7 +162,8 @@ def _require_plain(column: Any, name: str, source: str) -> None:
             f"the labels (column {name!r}) of {source} are lists ({kind}); {MULTI_LABEL}. Name a column with "
             "one label a row (--label-column)"
         )
-    if not kind.startswith(("int", "uint", "float", "halffloat", "double", "decimal", *_WORDS, "null")):
+    numbers = ("int", "uint", "float", "halffloat", "double", "decimal", "null")
+    if not kind.startswith((*numbers, "string", "large_string", "bool", "dictionary")):
         raise UserError(
             f"the labels (column {name!r}) of {source} are {kind}, neither numbers nor texts; name the right "
             "--label-column"

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from types import SimpleNamespace
 
@@ -455,3 +456,18 @@ def test_a_graph_that_fp16_cannot_type_stays_in_fp32(tmp_path, monkeypatch):
         for text in report.done
     )
     assert report.outputs.holds
+
+
+def test_a_graph_that_took_too_long_is_not_run_in_other_batches(monkeypatch):
+    calls = []
+
+    def stopped(*_, **options):
+        calls.append(options)
+        raise UserError("the graph took over 120 s") from FutureTimeout()
+
+    monkeypatch.setattr(runs, "_run", stopped)
+    for run in (runs.run_fitting, lambda model, feeds: measure_ranges(model, ["y"], feeds)):
+        calls.clear()
+        with pytest.raises(UserError, match="took over"):
+            run(onnx.ModelProto(), {"x": np.ones((8, 2), np.float32)})
+        assert len(calls) == 1
