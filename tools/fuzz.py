@@ -324,9 +324,9 @@ TARGETS: dict[str, Target] = {
     "fix": Target(rewritten, graphs, odd_graph),
     "samples": Target(lambda path: read_feeds(path, float_layer()), lambda: [archive(FEEDS)]),
     "recipe": Target(lambda path: load_recipe(str(path)), recipes, file="file.yaml"),
-    "gate": Target(judged, lambda: of_docs("measured-cpu/*/results.json"), odd_json, RESULTS_FILE,
+    "gate": Target(judged, lambda: of_docs("measured/report/results.json"), odd_json, RESULTS_FILE,
                    {"logits/fp32.npz": lambda: archives()[0]}),
-    "bench": Target(read_bench, lambda: of_docs("measured/*/bench.json"), odd_json),
+    "bench": Target(read_bench, lambda: of_docs("measured/benches/*.json"), odd_json),
     "engine record": Target(
         lambda path: read(path, EngineResult, "engine record", "build it again"),
         lambda: [engine_result(12).model_dump_json().encode()],

@@ -2,8 +2,8 @@
 
     python tools/make_picture.py
 
-The run is one of `docs/measured-cpu`, whose results file is whole, with the bench of its engine, written as
-`qdqbench report` writes it.
+The run is that of `docs/measured/report`, whose results file is whole, with the bench of its engine,
+written as `qdqbench report` writes it.
 Needs Chromium and playwright (the extra `dev`).
 """
 
@@ -14,15 +14,15 @@ from pathlib import Path
 from qdqbench.eval.runs.report.report import refresh_reports
 
 ROOT = Path(__file__).resolve().parents[1]
-MEASURED = ROOT / "docs" / "measured-cpu"
-RUN, BENCH = MEASURED / "sst2-openvino-int8-linears", MEASURED / "sst2-bench-128"
+MEASURED = ROOT / "docs" / "measured"
+RUN, BENCH = MEASURED / "report" / "results.json", MEASURED / "benches" / "minilm-l6-sst2-openvino.json"
 WIDTH, HEIGHT = 1180, 578
 
 
 def write_page(folder: Path) -> Path:
     """The report of the measured run in a folder of its own; returns its page."""
     for source, name in ((RUN, "results.json"), (BENCH, "bench.json")):
-        shutil.copy(source / name, folder / name)
+        shutil.copy(source, folder / name)
     written, problem = refresh_reports(folder)
     assert problem is None, problem
     return next(path for path in written if path.suffix == ".html")

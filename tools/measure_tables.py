@@ -1,15 +1,14 @@
-"""Everything behind the measured tables that needs a GPU, again, in chunks of less than nine minutes each.
+"""All that the figures of the pages need from a GPU, again, in chunks of less than nine minutes each.
 
     python tools/measure_tables.py --list
-    python tools/measure_tables.py bench --out docs/measured
-    python tools/measure_tables.py runs-sst2 --models MODELS --data GLUE --out docs/measured
-    python tools/tables.py --summarize docs/measured
-    python tools/tables.py
+    python tools/measure_tables.py bench --out runs/measured
+    python tools/measure_tables.py runs:minilm-l6:sst2:cuda --models MODELS --data GLUE --out runs/measured
+    python tools/tables.py --add runs/measured
 
-A chunk needs no other one. Its results go to OUT/NAME, as the folders of `docs/measured` are called; with
+A chunk needs no other one. Its results go to OUT/NAME, as the files of `docs/measured` are called; with
 --keep what is there already is not measured again. What does not end within the limit is left out and told.
-MODELS holds the fine-tuned `minilm-l6-TASK` and, for `qat`, the encoder `minilm-l6`: all-MiniLM-L6-v2 in
-FP16. For `lengths-real` it holds runs, called MODEL-TASK-RECIPE-BACKEND.
+`runs:MODEL:TASK:BACKEND` runs each recipe on the checkpoint MODELS/MODEL-TASK, `qat:MODEL:TASK:BACKEND` each
+recipe that trains. For `lengths-real` MODELS holds runs, called MODEL-TASK-RECIPE-BACKEND.
 """
 
 import argparse
@@ -28,22 +27,13 @@ from datasets import Dataset
 
 from qdqbench.quantize.models.load import load_tokenizer
 
-SUMMARY_FILE = "summary.json"  # what tables.py keeps of a results file
-
 PROGRAM = (sys.executable, "-c", "from qdqbench.cli.app import program; program()")
 TASKS = ("sst2", "mrpc", "stsb")
 RECIPES = (
-    "fp16", "int8-attention", "int8-residual", "int8-residual-fused", "int8-linears",
-    "int8-linears-per-tensor", "int8-ffn",
+    "int8-residual-fused", "int8-residual", "int8-attention", "int8-linears", "int8-linears-per-tensor",
+    "int8-ffn",
 )  # fmt: skip
-STUDIED = ("int8-linears-per-tensor-qat", "int8-attention-qat", "int8-residual-qat")
-TRAINED = {  # options of the fine-tuning that a study begins with
-    "sst2": ["--epochs", "2", "--batch-size", "64", "--max-steps", "1500"],
-    "mrpc": [],
-    "stsb": [],
-    "rte": ["--epochs", "12", "--learning-rate", "1e-4"],
-    "mnli": ["--epochs", "3"],
-}
+TRAINED = ("int8-attention-qat", "int8-residual-qat")
 BENCH = [
     *("--streams", "1", "--duration", "0.4", "--compile-seconds", "100", "--no-fp32"),
     *("--exclude", "autotune-fp16"),  # never the fastest, and compiles longest
@@ -57,7 +47,7 @@ WITHOUT_TENSORRT = [  # slower than the unpadded encoder, and built longest
 ]
 REAL = [  # model, task, recipe and backend: the recommended one on all tasks, the others on one
     *(("bert-base", task, FUSED, "cuda") for task in TASKS),
-    *(("bert-base", "sst2", each, "cuda") for each in RECIPES[1:] if each != FUSED),
+    *(("bert-base", "sst2", each, "cuda") for each in RECIPES if each != FUSED),
     ("mpnet", "sst2", FUSED, "tensorrt_rtx"),
 ]
 SQUAD = "squad-lengths"
@@ -92,10 +82,10 @@ def also(*recipes: str) -> list[str]:
 
 
 def lengths(name: str, task: str, model: str, data: str, *options: str) -> Step:
-    """A bench of a task's validation split with its real lengths; `docs/measured-lengths` has its result."""
+    """A bench of a task's validation split with its real lengths."""
     split = ["--dataset", task, "--data", data, "--engine-shapes", "exact", "--exclude", "compile-fp16"]
     given = ["bench", "--model", model, "--recipe", "bert-int8-residual-fused", *split, *options]
-    return Step(f"{name}-bench", "bench.json", [*given, *BENCH, *PADDED])
+    return Step(name, "bench.json", [*given, *BENCH, *PADDED])
 
 
 def name_run(model: str, task: str, recipe: str, backend: str) -> str:
@@ -130,43 +120,36 @@ def write_squad_lengths(folder: Path, tokenizer: Path) -> Path:
 
 
 def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
-    """All chunks by name, the most wanted first."""
-    attention, residual, exact = "bert-int8-attention", "bert-int8-residual", ["--engine-shapes", "exact"]
-    fused, ffn, lean = f"bert-{FUSED}", "bert-int8-ffn", ["--exclude", "int8-exact"]
-
+    """Return the chunks of benches by name, the most wanted first."""
+    fused, exact = f"bert-{FUSED}", ["--engine-shapes", "exact"]
     both = ["--dataset-batch", "128", "--dataset-batch", "256"]
     tokenizer = ["--tokenizer", str(models / "minilm-l6-sst2")]
-
-    found = {
+    others = [f"bert-{name}" for name in RECIPES if name != FUSED]
+    squad = "--dataset-batch", "128", "--set", "export.max_length=384", *tokenizer
+    return {
         "bench": [
-            bench(
-                "base-exact", "bert-base", fused, *grid(1, 8, 32), *exact, *also(residual, "bert-int8-ffn")
-            ),
-            bench("base-384", "bert-base", residual, *grid(32, length=384), *exact, *also(fused)),
-            bench("large-attention", "bert-large", attention, *grid(8, 128), *also(residual, fused), *lean),
+            bench("bert-base", "bert-base", fused, *grid(1, 8, 32, 128), *exact, *PADDED),
+            bench("bert-base-384", "bert-base", fused, *grid(32, length=384), *exact, *PADDED),
         ],
         "bench-recipes": [
-            bench(
-                "base-recipes",
-                "bert-base",
-                attention,
-                *grid(1, 8, 32, 128),
-                *also(residual, fused, "bert-int8-linears", ffn),
-                *lean,
-            )
+            bench("bert-base-recipes", "bert-base", fused, *grid(1, 8, 32, 128), *also(*others), *PADDED)
         ],
+        "bench-small": [bench("minilm", "minilm", fused, *grid(1, 8, 32), "--length", "32", *exact, *PADDED)],
+        "bench-large": [bench("bert-large", "bert-large", fused, *grid(128), *exact, *PADDED)],
         "families": [
-            bench(f"{size}-bench", size, f"{size.split('-')[0]}-{FUSED}", *grid(32, 128), *exact, *PADDED)
+            bench(size, size, f"{size.split('-')[0]}-{FUSED}", *grid(32, 128), *exact, *PADDED)
             for size in ("roberta-base", "electra-base", "distilbert-base")
         ],
-        "lengths": [lengths(task, task, str(models / "minilm-l6-sst2"), data, *both) for task in TASKS],
+        "lengths": [
+            lengths(f"minilm-l6-{task}", task, str(models / "minilm-l6-sst2"), data, *both) for task in TASKS
+        ],
         "lengths-base": [
-            lengths(f"base-{task}", task, "bert-base", data, "--dataset-batch", "256", *tokenizer)
+            lengths(f"bert-base-{task}", task, "bert-base", data, "--dataset-batch", "256", *tokenizer)
             for task in TASKS
         ],
         "lengths-real": [
             Step(
-                f"{name_run(*run)}-bench",
+                name_run(*run),
                 "bench.json",
                 [
                     *("bench", str(models / name_run(*run)), *grid(128), *exact),
@@ -176,41 +159,31 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
             )
             for run in REAL
         ],
-        "lengths-squad": [
-            lengths(
-                "large-squad",
-                "sst2",
-                "bert-large",
-                str(work / SQUAD),
-                *("--dataset-batch", "128", "--set", "export.max_length=384"),
-                *tokenizer,
-            )
-        ],
-        "unpadded": [
-            bench("base-unpadded", "bert-base", fused, *grid(1, 8, 32, 128), *exact, *PADDED),
-            bench("base-384-unpadded", "bert-base", fused, *grid(32, length=384), *exact, *PADDED),
-        ],
-        "unpadded-small": [
-            bench("minilm-unpadded", "minilm", fused, *grid(1, 8, 32), "--length", "32", *exact, *PADDED)
-        ],
-        "unpadded-large": [bench("large-unpadded", "bert-large", fused, *grid(128), *exact, *PADDED)],
+        "lengths-squad": [lengths("bert-large-squad", "sst2", "bert-large", str(work / SQUAD), *squad)],
     }
-    cuda = ["--backend", "cuda"]
-    for task in TASKS:
-        shared = ["--model", str(models / f"minilm-l6-{task}"), "--task", task, "--data", data]
-        found[f"runs-{task}"] = [
-            Step(f"{task}-bert-{recipe}", "results.json", ["run", f"bert-{recipe}", *shared])
-            for recipe in RECIPES
-        ]
-        found[f"cuda-{task}"] = [
-            Step(f"{task}-cuda-{recipe}", "results.json", ["run", f"bert-{recipe}", *shared, *cuda])
-            for recipe in RECIPES[1:]
-        ]
-    for task, options in TRAINED.items():
-        named = [f"bert-{recipe}" for recipe in STUDIED]
-        shared = ["--model", str(models / "minilm-l6"), "--data", data, "--seeds", "3", "--task", task]
-        found[f"qat-{task}"] = [Step(f"{task}-qat", "study.json", ["study", *named, *shared, *options])]
-    return found
+
+
+def runs(chunk: str, models: Path, data: str) -> list[Step]:
+    """Return the runs of a chunk called `runs:MODEL:TASK:BACKEND`, or `qat:...`; none of another name."""
+    kind, *named = chunk.split(":")
+    recipes = {"runs": RECIPES, "qat": TRAINED}.get(kind, ())
+    if len(named) != 3:
+        return []
+    model, task, backend = named
+    shared = [
+        "--model",
+        str(models / f"{model}-{task}"),
+        "--task",
+        task,
+        "--data",
+        data,
+        "--backend",
+        backend,
+    ]
+    return [
+        Step(name_run(model, task, recipe, backend), "results.json", ["run", recipe, *shared])
+        for recipe in recipes
+    ]
 
 
 def prepare(steps: list[Step], work: Path, until: float) -> None:
@@ -271,12 +244,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--models", type=Path, default=Path("models"))
     parser.add_argument("--data", default="hub")
     parser.add_argument("--work", type=Path, default=Path("runs/tables"), help="run directories")
-    parser.add_argument("--out", type=Path, default=Path("docs/measured"), help="results files")
+    parser.add_argument("--out", type=Path, default=Path("runs/measured"), help="results files")
     parser.add_argument("--limit", type=float, default=530, help="seconds of a chunk")
     parser.add_argument("--keep", action="store_true", help="skip what OUT has already")
     parser.add_argument("--build-only", action="store_true", help="prepare benches, and time them later")
     given = parser.parse_args(arguments)
     known = chunks(given.models, given.data, given.work)
+    known |= {name: steps for name in given.chunks if (steps := runs(name, given.models, given.data))}
     if given.list:
         for name, steps in known.items():
             print(f"{name}: {', '.join(step.name for step in steps)}")
@@ -289,8 +263,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name in given.chunks:
         steps = []
         for step in known[name]:
-            files = (given.out / step.name / name for name in (step.file, SUMMARY_FILE))
-            if there := next((path for path in files if given.keep and path.is_file()), None):
+            if given.keep and (there := given.out / step.name / step.file).is_file():
                 print(f"{step.name}: skipped, {there} is there", flush=True)
             else:
                 steps.append(step)

@@ -36,7 +36,6 @@ from qdqbench.quantize.engine.cuda import names as cuda
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS
 from qdqbench.quantize.lint.findings import Kind, fill, read_kinds
 from qdqbench.quantize.models.families.known import FAMILIES
-from qdqbench.quantize.recipe import shipped
 from qdqbench.quantize.recipe.schema import Recipe, family_free_recipes
 from qdqbench.quantize.tasks.task import KNOWN, TASK_KINDS
 from qdqbench.quantize.training.results import Finetuning
@@ -60,7 +59,6 @@ FILES: dict[str, tuple[type[BaseModel], ...]] = {  # in this order, each schema 
         if isinstance(value, type) and value.__module__ == schemas.__name__
     ),
 }
-RUNTIMES = ("TensorRT", "TensorRT-RTX", "CUDA kernels", "OpenVINO", "ONNX Runtime")
 BOUNDS = {
     "minimum": "at least",
     "exclusiveMinimum": "over",
@@ -231,45 +229,8 @@ def supported_page() -> str:
         for kind in TASK_KINDS.values()
     ]
     lines += table(["kind of task", "`--task`", "model class", "metrics, the default ones first"], rows)
-    lines += ["", "## Measured", "", shipped.describe_choice(shipped.choose_start())]
-    lines += [f"\n{line}" for line in shipped.describe_conditions(shipped.read_figures())]
-    rows = [
-        [
-            f"`{figure.recipe}`",
-            shipped.DEVICES[figure.device],
-            *shipped.format_figure(figure),
-            ", ".join(dict.fromkeys(f"{row.task} (n = {row.n})" for row in figure.accuracy)),
-            ", ".join(dict.fromkeys(row.model for row in figure.accuracy)),
-        ]
-        for figure in shipped.read_figures()
-    ]
-    lines += [
-        "",
-        "Tasks that an engine ran, by family and backend. An empty cell is not measured. CUDA kernels are "
-        "backend `cuda`, whose other engines are in [cuda.md](../results/cuda.md).",
-        "",
-        *table(["family", *RUNTIMES], _measured_rows()),
-        "",
-        "From `recipes/figures.json`, which `tools/tables.py` writes. A recipe that is not here was",
-        "not measured in the form that is shipped.",
-        "",
-        *table(["recipe", "on", *shipped.TITLES, "tasks", "models"], rows),
-    ]
+    lines += ["", "What was measured: [results](../results/README.md).", ""]
     return "\n".join(lines) + "\n"
-
-
-def _measured_rows() -> list[list[str]]:
-    """Return a row for each family: its tasks in engines of each runtime."""
-    tasks: dict[tuple[str, str], dict[str, None]] = {}
-    for figure in shipped.read_figures():
-        family = next(family.name for family in FAMILIES if figure.recipe.startswith(f"{family.name}-"))
-        for row in figure.accuracy:
-            runtime = row.where.rpartition(", ")[2].rpartition(" ")[0]
-            tasks.setdefault((family, runtime), {})[row.task] = None
-    return [
-        [family.name, *(", ".join(tasks.get((family.name, runtime), ())) for runtime in RUNTIMES)]
-        for family in FAMILIES
-    ]
 
 
 def _list(names: Any) -> str:

@@ -1,61 +1,50 @@
-"""Measured tables of the documents, and `recipes/figures.json`, from the results files in `docs/measured*`.
+"""Figures of the documents, and `recipes/figures.json`, from the results files in `docs/measured`.
 
-    python tools/tables.py             write every page, and the figures
-    python tools/tables.py --check     change nothing; exit status 2 where something would change
-    python tools/tables.py --summarize docs/measured
+    python tools/tables.py                  write every figure of the pages, the CSV files and figures.json
+    python tools/tables.py --check          change nothing; exit status 2 where something would change
+    python tools/tables.py --add RUNS ...   take results from folders of finished runs and benches, then write
 
-A page gets its tables between two markers; `cuda.md` has two pairs. The same files give the same bytes, in
-any order. `--summarize` replaces the `results.json` and `study.json` of new runs by a
-`summary.json` of what tables read, which is all that the repository keeps of them.
+A page holds a figure between `<!-- figures:NAME -->` and `<!-- figures:end -->`; NAME is a key of `FIGURES`.
+The same files give the same bytes, in any order. `--add` keeps of a run what figures read, and replaces an
+older result of the same measurement.
 """
 
 import argparse
-import itertools
+import csv
+import io
 import json
 import math
-import statistics
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from pydantic import ValidationError
 
-from qdqbench.eval.bench import report as words
 from qdqbench.eval.bench.results import (
     BENCH_FILE,
     Bench,
     BenchConfig,
-    headline_of,
+    Speedup,
     over_fastest,
-    rate_of,
     read_bench,
     row_of,
 )
 from qdqbench.eval.metrics import figures
-from qdqbench.eval.runs.results import QAT_STAGES, RESULTS_FILE, STAGES, Results, read_results
-from qdqbench.eval.runs.study import STUDY_FILE, Study, conditions
-from qdqbench.quantize.engine.hazards import find_hazards
-from qdqbench.quantize.models.families.known import family_named
+from qdqbench.eval.runs.results import RESULTS_FILE, STAGES, Results, read_results
+from qdqbench.quantize.models.families.known import FAMILIES, family_named
 from qdqbench.quantize.models.modules import ModuleInfo
+from qdqbench.quantize.recipe import shipped
 from qdqbench.quantize.recipe.plan import match_modules
 from qdqbench.quantize.recipe.schema import Recipe, adapt_recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import AUTO
-from qdqbench.quantize.recipe.shipped import UNJUDGED, Accuracy, Figure, Speed
-from qdqbench.quantize.report.document import Cell
-from qdqbench.quantize.report.formats import (
-    clean,
-    cleaned,
-    code,
-    flat,
-    in_points,
-    known,
-    label,
-    model_label,
-    size,
-    text,
-)
+from qdqbench.quantize.recipe.shipped import Accuracy, Figure, Speed
+from qdqbench.quantize.report.formats import clean, cleaned, code, flat, in_points, label, model_label
 from qdqbench.quantize.tasks.task import EMBED, GLUE
 from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils import files
@@ -64,35 +53,17 @@ from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import SECOND
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {
-    "docs/results/cpu.md": "docs/measured-cpu",
-    "docs/results/families.md": "docs/measured-families",
-    "docs/results/cuda.md": "docs/measured-cuda",
-    "docs/results/heads.md": "docs/measured-heads",
-    "docs/results/xlm-r-case.md": "docs/measured-embeddings",
-    "docs/results/lengths.md": "docs/measured-lengths",
-    "docs/results/real-size.md": "docs/measured-real",
-    "docs/results/recipes.md": "docs/measured",
-}
-FIGURES = "recipes/figures.json"
-FIGURES_FROM = (
-    "docs/measured", "docs/measured-cpu", "docs/measured-cuda", "docs/measured-families",
-    "docs/measured-heads", "docs/measured-lengths", "docs/measured-real",
-)  # fmt: skip
-BEGIN, END = "<!-- tables:begin -->", "<!-- tables:end -->"
-KERNELS, KERNEL_MARKS = "docs/results/cuda.md", ("<!-- kernels:begin -->", "<!-- kernels:end -->")
-SUMMARY_FILE = "summary.json"
-CHANGED = "†"
+MEASURED = "docs/measured"
+RUNS, BENCHES = "runs", "benches"  # folders there
+FIGURES_FILE = "recipes/figures.json"
+BEGIN, END = "<!-- figures:{} -->", "<!-- figures:end -->"
 SQUAD = "squad-lengths"  # in the path of made-up rows
 UNPADDED = "unpadded-fp16"  # a system of a bench
-DISTANCES = {"distance": "answers", "hidden": "hidden states"}  # of the log of a QAT
-FEWEST_TASKS = 3  # of a mean, unless a model has less
 SMOOTHING = "calibration.smoothing"
-JOINT = 128, 128  # batch and tokens of the speed next to accuracy
-QAT_NOTE = (
-    "Where a recipe trains (QAT), PTQ fake-quant is the model before training and fake-quant the one after; "
-    "QAT minus PTQ is between these two, with its paired error."
-)
+FUSED, LINEARS = "int8-residual-fused", "int8-linears"
+H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
+TRAINED, TRAINED_FIRST = "bert-base-second", "bert-base"  # two trainings of one model
+NONE = "not measured"
 
 
 class Record(dict[str, Any]):
@@ -104,25 +75,44 @@ class Record(dict[str, Any]):
         return self[name]
 
 
+@dataclass(frozen=True)
+class Data:
+    """All results: of runs, and of benches."""
+
+    runs: Sequence[Record]
+    benches: Sequence[Bench]
+
+    @cached_property
+    def lowest(self) -> "dict[Timed, Speedup]":
+        """The lowest speed-up that benches of one shape measured: the one figure of it everywhere."""
+        found: dict[Timed, Speedup] = {}
+        for bench in self.benches:
+            for recipe, backend, cell, best in timed(bench):
+                shape = cell.batch, cell.length or label(bench.settings.dataset or "")
+                key = _device(bench), bench.target.name, recipe.partition("-")[2], backend, *shape
+                found[key] = min(found.get(key, best), best, key=lambda each: each.value)
+        return found
+
+    @cached_property
+    def figures(self) -> list[Figure]:
+        return figures_of(self.runs, self.benches)
+
+
 def _keep(names: str, **inner: Any) -> dict[str, Any]:
     return dict.fromkeys(names.split()) | inner
 
 
-VERSUS = _keep("delta delta_stderr", agreement=_keep("values stderr"))
-KEPT = {  # what tables read of a file: None is all of a value, "*" every key of an object
-    "run": _keep(
-        "created command recipe model task data seed trained environment",
-        stages={"*": _keep("status n metrics stderr", vs_fp32=VERSUS)},
-        qat_vs_ptq=VERSUS,
-        training=_keep("best_step steps before best"),
-        engine=_keep(
-            "backend version compute_capability int8_gemms expected_int8_gemms attention_int8 "
-            "expected_attention_int8 int8_residuals expected_int8_residuals"
-        ),
-        gate=_keep("state"),
+VERSUS = _keep("delta delta_stderr sqnr_db")
+KEPT = _keep(  # what figures read of a run: None is all of a value, "*" every key of an object
+    "created command recipe model task seed trained environment",
+    stages={"*": _keep("status n metrics stderr", vs_fp32=VERSUS)},
+    training=_keep("best_step steps before best"),
+    engine=_keep(
+        "backend version compute_capability int8_gemms expected_int8_gemms attention_int8 "
+        "expected_attention_int8 int8_residuals expected_int8_residuals"
     ),
-    "study": _keep("created command base task n finetune recipes summary warnings environment"),
-}
+    gate=_keep("state"),
+)
 
 
 def _project(value: Any, kept: dict[str, Any] | None) -> Any:
@@ -132,7 +122,7 @@ def _project(value: Any, kept: dict[str, Any] | None) -> Any:
         return value
     if kept is None or "*" in kept:
         return Record({key: _project(item, kept and kept["*"]) for key, item in value.items()})
-    return Record({key: _project(value[key], inner) for key, inner in kept.items()})
+    return Record({key: _project(value[key], inner) for key, inner in kept.items() if key in value})
 
 
 def run_of(results: Results) -> Record:
@@ -143,7 +133,12 @@ def run_of(results: Results) -> Record:
         derived["training"] = run.model_dump(mode="json") | chosen
     if results.task.get("type") == PAIRS.name:  # STS-B by an embedder is another task than by a regressor
         derived["task"] = results.task | {"name": EMBED.name}
-    return _summary("run", results.model_dump(mode="json") | derived)
+    return _record(results.model_dump(mode="json") | derived)
+
+
+def _record(value: dict[str, Any]) -> Record:
+    record: Record = _project(clean(value), KEPT)
+    return record
 
 
 def _bench(bench: Bench) -> Bench:
@@ -153,94 +148,63 @@ def _bench(bench: Bench) -> Bench:
     return bench.model_copy(update={"settings": bench.settings.model_copy(update={"dataset": "SQuAD-like"})})
 
 
-def _summary(kind: str, value: dict[str, Any]) -> Record:
-    return Record(kind=kind, **_project(clean(value), KEPT[kind]))
+def read_record(path: Path) -> Any:
+    if path.name == RESULTS_FILE:
+        return run_of(read_results(path.parent))
+    if path.name == BENCH_FILE or path.parent.name == BENCHES:
+        return _bench(cleaned(read_bench(path)))
+    return _record(files.read_json(path))
 
 
-READERS: dict[str, Callable[[Path], Any]] = {
-    RESULTS_FILE: lambda path: run_of(read_results(path.parent)),
-    STUDY_FILE: lambda path: _summary(
-        "study", Study.model_validate_json(path.read_text()).model_dump(mode="json")
-    ),
-    SUMMARY_FILE: lambda path: _project(clean(files.read_json(path)), None),
-    BENCH_FILE: lambda path: _bench(cleaned(read_bench(path))),
-}
+def read_data(folder: Path) -> Data:
+    """Read the runs and benches of `docs/measured`, in an order of their contents."""
+    paths = [folder / "report" / RESULTS_FILE, *(folder / RUNS).glob("*"), *(folder / BENCHES).glob("*")]
+    found: dict[tuple[Any, ...], tuple[Path, Any]] = {}
+    for path in filter(Path.is_file, paths):
+        record = read_record(path)
+        key = measurement(record)
+        if key in found:
+            raise UserError(f"{found[key][0]} and {path} measured the same thing; keep only one of them")
+        found[key] = path, record
+    records = [found[key][1] for key in sorted(found)]
+    runs = [record for record in records if not isinstance(record, Bench)]
+    return Data(runs, [record for record in records if isinstance(record, Bench)])
 
 
-def read_records(paths: Sequence[Path]) -> list[Any]:
-    """Read the results files that are named or lie below a named folder, in an order of their contents."""
-    sources: dict[Path, None] = {}
-    for path in paths:
-        below = [file for name in READERS for file in path.rglob(name)] if path.is_dir() else [path]
-        if not below:
-            raise UserError(f"{path} holds no {', '.join(READERS)}; name the folders of finished runs")
-        sources.update(dict.fromkeys(below))
-    records: dict[tuple[Any, ...], tuple[Path, Any]] = {}
-    for path in sources:
-        record = READERS[path.name](path)
-        key = _key(record)
-        if key in records:
-            raise UserError(f"{records[key][0]} and {path} measured the same thing; name only one of them")
-        records[key] = path, record
-    return [records[key][1] for key in sorted(records)]
-
-
-def _key(record: Any) -> tuple[Any, ...]:
+def measurement(record: Any) -> tuple[Any, ...]:
+    """Return what was measured on what, which no two results share."""
     if isinstance(record, Bench):
-        about, chosen = record.target.name, record.settings
+        chosen = record.settings
         shapes = chosen.engine_shapes, tuple(chosen.lengths), tuple(chosen.batches), str(chosen.dataset)
-        return "bench", record.device, about, str(record.recipe.get("name")), words.hardware(record), *shapes
-    if record.kind == "run":
-        of = str(record.recipe.get("name")), _rate(record.recipe), _model_name(record), record.task.name
-        return "run", *of, record.seed, _environment(record)
-    return "study", record.task.name, tuple(sorted(record.recipes)), record.created
+        recipe = str(record.recipe.get("name"))
+        return "bench", record.device, record.target.name, recipe, _device(record), *shapes
+    recipe = str(record.recipe.get("name"))
+    of = recipe, _rate(record.recipe), _model_name(record), record.task.name
+    return "run", *of, record.seed, _where(record)
 
 
-def _of(kind: str, records: Sequence[Any]) -> list[Any]:
-    return [each for each in records if ("bench" if isinstance(each, Bench) else each.kind) == kind]
+def add(folder: Path, measured: Path) -> Iterator[Path]:
+    """Copy the results below a folder into `docs/measured`; yields what was written.
+
+    A file is named after the folder of its result. An older one of the same measurement goes.
+    """
+    paths = [path for name in (RESULTS_FILE, BENCH_FILE) for path in sorted(folder.rglob(name))]
+    if not paths:
+        raise UserError(f"{folder} holds no {RESULTS_FILE} or {BENCH_FILE}; name folders of finished runs")
+    there = {measurement(read_record(path)): path for name in (RUNS, BENCHES)
+             for path in (measured / name).glob("*.json")}  # fmt: skip
+    for path in paths:
+        record = read_record(path)
+        if old := there.get(measurement(record)):
+            old.unlink()
+        kind = BENCHES if isinstance(record, Bench) else RUNS
+        target = measured / kind / f"{path.parent.name}.json"
+        text = path.read_text(encoding="utf-8") if kind == BENCHES else json.dumps(record, indent=1) + "\n"
+        files.write_text(target, text)
+        yield target
 
 
-def summarize(folder: Path) -> list[Path]:
-    written = []
-    for name in (RESULTS_FILE, STUDY_FILE):
-        for path in sorted(folder.rglob(name)):
-            written.append(path.with_name(SUMMARY_FILE))
-            files.write_text(written[-1], json.dumps(READERS[name](path), indent=1) + "\n")
-            path.unlink()
-    return written
-
-
-# Labels of recipes and places, with the notes that explain them
-
-
-class Notes:
-    """Recipes that differ from the shipped one of their name, and where accuracy was measured."""
-
-    def __init__(self) -> None:
-        self.changed: dict[str, dict[str, None]] = {}  # name -> differences, each once
-        self.places: list[str] = []
-
-    def label(self, recipe: dict[str, Any], *, timed: bool = False) -> str:
-        name, length, backend = str(recipe.get("name")), *_own(recipe)
-        if changes := differences(recipe, timed=timed):
-            self.changed[name] = self.changed.get(name, {}) | dict.fromkeys(changes)
-        own = [f", {length} tokens" if length else "", f", {label(backend)}" if backend else ""]
-        own += [f", learning rate {rate}" if (rate := _rate(recipe)) else ""]
-        own += [", shapes: auto" if _follows_data(recipe) else "", f" {CHANGED}" if changes else ""]
-        return code(name) + "".join(own)
-
-    def place(self, run: Record) -> str:
-        line = _environment(run)
-        if line not in self.places:
-            self.places.append(line)
-        return str(self.places.index(line) + 1)
-
-    def parts(self) -> list[str]:
-        lines = [f"- {code(name)}: {text(', '.join(self.changed[name]))}" for name in sorted(self.changed)]
-        mark = f"{CHANGED} Measured with other settings than the shipped recipe of this name has now:"
-        numbered = [f"{number}. {text(line)}" for number, line in enumerate(self.places, 1)]
-        blocks = (mark, lines), ("Accuracy was measured on:", numbered)
-        return ["\n".join([head, "", *below]) for head, below in blocks if below]
+# Recipes that changed since
 
 
 def differences(recipe: dict[str, Any], *, timed: bool = False) -> list[str]:
@@ -256,9 +220,9 @@ def differences(recipe: dict[str, Any], *, timed: bool = False) -> list[str]:
     except ValidationError:
         return ["it is of another version of qdqbench"]
     length, backend = _own(recipe)
-    shapes = AUTO if _follows_data(recipe) else None
-    shipped = adapt_recipe(load_recipe(name), max_length=length, backend=backend, shapes=shapes)
-    now = _settings(shipped if recipe.get("qat") else shipped.ptq)
+    shapes = AUTO if recipe.get("engine", {}).get("shapes") == AUTO else None
+    now_shipped = adapt_recipe(load_recipe(name), max_length=length, backend=backend, shapes=shapes)
+    now = _settings(now_shipped if recipe.get("qat") else now_shipped.ptq)
     written = _settings(load_recipe(name))["engine.shapes"]
     if then["engine.shapes"] == written:  # `--set export.max_length` leaves them; `--max-length` does not
         now["engine.shapes"] = written
@@ -283,219 +247,59 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     return dict(flat(recipe.model_dump(mode="json") | {"rules": [*rules.items()]}))
 
 
-def _follows_data(recipe: dict[str, Any]) -> bool:
-    return bool(recipe.get("engine", {}).get("shapes") == AUTO)
-
-
 def _own(recipe: dict[str, Any]) -> tuple[int | None, str | None]:
     if (name := str(recipe.get("name"))) not in shipped_recipes():
         return None, None
-    shipped, length = load_recipe(name), recipe.get("export", {}).get("max_length")
+    as_shipped, length = load_recipe(name), recipe.get("export", {}).get("max_length")
     backend = recipe.get("engine", {}).get("backend")
     return (
-        None if length in (None, shipped.export.max_length) else int(length),
-        None if backend in (None, shipped.engine.backend) else str(backend),
+        None if length in (None, as_shipped.export.max_length) else int(length),
+        None if backend in (None, as_shipped.engine.backend) else str(backend),
     )
 
 
 def _rate(recipe: dict[str, Any]) -> str:
     """Return the learning rate of a QAT where it is another than the shipped recipe's."""
     rate, name = (recipe.get("qat") or {}).get("learning_rate"), str(recipe.get("name"))
-    shipped = load_recipe(name).qat if name in shipped_recipes() else None
-    return "" if rate is None or (shipped and shipped.learning_rate == rate) else f"{rate:g}"
+    as_shipped = load_recipe(name).qat if name in shipped_recipes() else None
+    return "" if rate is None or (as_shipped and as_shipped.learning_rate == rate) else f"{rate:g}"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table, unpadded so that a new figure changes one line; cells are Markdown already."""
-    return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *rows])
-
-
-# Accuracy
-
-
-def accuracy_tables(runs: Sequence[Record], notes: Notes) -> list[str]:
-    parts = []
-    for task in sorted({run.task.name for run in runs}, key=_task_order):
-        same = [run for run in runs if run.task.name == task]
-        trained = any(run.trained for run in same)
-        parts.append(
-            f"### {text(label(task))}: {text(label(_metric(same[0])))} by stage\n\nIn points; ± is one "
-            "standard error over the samples. The difference is the last stage that ran minus FP32, with "
-            "its paired error."
-        )
-        parts += [QAT_NOTE] if trained else []
-        header = [
-            "recipe", "model", *map(label, QAT_STAGES if trained else STAGES), "difference",
-            *(["QAT minus PTQ"] if trained else []), "INT8 proven", "n", "seed", "gate", "where",
-        ]  # fmt: skip
-        parts.append(table(header, [_accuracy_row(run, notes, trained=trained) for run in same]))
-        if agreeing := [line for run in same if (line := _agreement(run, notes))]:
-            parts.append("\n".join(agreeing))
-        limited = {str(limit) for run in same if (limit := run.data.get("limit")) is not None}
-        if limited:
-            parts.append(f"Partial data: evaluated on {', '.join(sorted(limited))} rows.")
-    return parts
-
-
-def _accuracy_row(run: Record, notes: Notes, *, trained: bool) -> list[str]:
-    last = _last(run, STAGES[::-1])
-    counts = {row.n for name, row in run.stages.items() if name in STAGES and row.status == "done"}
-    return [
-        notes.label(run.recipe),
-        text(_model_name(run)),
-        *(_metric_cell(run, name) for name in (QAT_STAGES if trained else STAGES)),
-        _difference(run, last and run.stages[last].vs_fp32),
-        *([_difference(run, run.qat_vs_ptq)] if trained else []),
-        _proven(run.engine),
-        ", ".join(map(str, sorted(counts))),
-        str(run.seed),
-        {"passed": "✓", "failed": "✗"}.get(run.gate.state, "?"),
-        notes.place(run),
-    ]
+# What runs and benches say
 
 
 def _model_name(run: Record) -> str:
     return Path(run.model.name).name
 
 
-def _without_seed(run: Record) -> str:
-    return _model_name(run).partition("-seed-")[0]
-
-
 def _metric(run: Record) -> str:
     return str(run.task.metrics[0])
+
+
+def _short(recipe: Mapping[str, Any]) -> str:
+    """Return the name of a recipe without its family."""
+    return str(recipe["name"]).partition("-")[2]
 
 
 def _last(run: Record, stages: Sequence[str]) -> str | None:
     return next((name for name in stages if name in run.stages and run.stages[name].vs_fp32), None)
 
 
-def _proven(engine: Record | None) -> str:
-    if engine is None:
-        return "no engine"
-    counts = [f"{engine.int8_gemms}/{engine.expected_int8_gemms}"]
-    counts = counts if engine.expected_int8_gemms else ["none asked"]
-    if engine.expected_attention_int8:
-        counts.append(f"attention {engine.attention_int8}/{engine.expected_attention_int8}")
-    if engine.expected_int8_residuals:
-        counts.append(f"residuals {engine.int8_residuals}/{engine.expected_int8_residuals}")
-    return ", ".join(counts)
+def _hardware(environment: dict[str, Any], *, on_cpu: bool) -> str:
+    if on_cpu:
+        return f"{environment.get('cpu')}, {environment.get('cores')} cores"
+    return str(environment.get("gpu"))
 
 
-def _agreement(run: Record, notes: Notes) -> str:
-    last = _last(run, STAGES[::-1])
-    agreement = last and run.stages[last].vs_fp32.agreement
-    if not agreement:
-        return ""
-    values, stderr = agreement["values"].items(), agreement["stderr"]
-    figures = ", ".join(f"{label(name)} {value:.4f} ± {stderr[name]:.4f}" for name, value in values)
-    return f"- {notes.label(run.recipe)}, {text(_model_name(run))}, last stage: {text(figures)}"
+def _device(bench: Bench) -> str:
+    return _hardware(bench.environment, on_cpu=bench.device == "cpu")
 
 
-def _difference(run: Record, versus: Record | None) -> str:
-    metric = _metric(run)
-    return in_points(versus.delta[metric], versus.delta_stderr.get(metric), "+") if versus else ""
-
-
-def _metric_cell(run: Record, stage: str) -> str:
-    if stage == "ptq" and not run.trained:
-        return "no QAT"
-    row, metric = run.stages.get(stage), _metric(run)
-    if row is None or metric not in row.metrics:
-        return "not measured"
-    return in_points(row.metrics[metric], row.stderr.get(metric))
-
-
-def training_tables(runs: Sequence[Record], notes: Notes) -> list[str]:
-    """Return what QAT did to the distances from FP32 on held-out rows, which choose its weights."""
-    rows = []
-    for run in runs:
-        if not (training := run.get("training")) or "distance" not in training.before:
-            continue
-        cells = [notes.label(run.recipe), text(_model_name(run)), f"{training.best_step} of {training.steps}"]
-        for name in DISTANCES:
-            before, best = training.before.get(name), training.best.get(name)
-            cells.append(f"{before:.5f} → {best:.5f} ({best / before - 1:+.0%})" if before and best else "")
-        rows.append(cells)
-    title = (
-        "### Distance from FP32 on held-out rows\n\nBefore QAT → at the step whose weights are kept. That "
-        "step has the smallest sum of both distances."
-    )
-    header = ["recipe", "model", "step", *DISTANCES.values()]
-    return [title, table(header, rows)] if rows else []
-
-
-def mean_tables(runs: Sequence[Record], notes: Notes) -> list[str]:
-    """Return the means of each model over each set of tasks that a recipe was measured on."""
-    by_model: dict[str, list[Record]] = defaultdict(list)
-    for run in runs:
-        if run.task.name != UNJUDGED:
-            by_model[_without_seed(run).removesuffix(f"-{run.task.name}")].append(run)
-    return [part for model, same in by_model.items() for part in _mean_tables(model, same, notes)]
-
-
-def _mean_tables(model: str, runs: Sequence[Record], notes: Notes) -> Iterator[str]:
-    groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
-    for run in runs:
-        groups[notes.label(run.recipe), str(run.seed), notes.place(run)].append(run)
-    sets = {tuple(sorted({run.task.name for run in same}, key=_task_order)) for same in groups.values()}
-    fewest = min(FEWEST_TASKS, max(2, len({run.task.name for run in runs})))
-    for tasks in sorted((each for each in sets if len(each) >= fewest), key=lambda each: (-len(each), each)):
-        chosen = {key: [run for run in same if run.task.name in tasks] for key, same in groups.items()}
-        # elsewhere a task is missing, or has several models
-        whole = {
-            key: same
-            for key, same in chosen.items()
-            if sorted(run.task.name for run in same) == sorted(tasks)
-        }
-        if not whole:
-            continue
-        stages = QAT_STAGES if any(run.trained for same in whole.values() for run in same) else STAGES
-        rows = []
-        for (recipe, *where), same in whole.items():
-            untrained = not any(run.trained for run in same)
-            cells = ["no QAT" if stage == "ptq" and untrained else _mean(same, stage) for stage in stages]
-            rows.append([recipe, *cells, _mean_difference(same), *where])
-        title = (
-            f"### {text(model)}: mean over {', '.join(text(label(task)) for task in tasks)}\n\n"
-            "Of the primary metrics, in points; the difference is engine minus FP32, its standard error from "
-            "the paired errors of the tasks."
-        )
-        yield title
-        yield table(["recipe", *map(label, stages), "difference", "seed", "where"], rows)
-
-
-def _mean(runs: Sequence[Record], stage: str) -> str:
-    values = [run.stages[stage].metrics.get(_metric(run)) if stage in run.stages else None for run in runs]
-    if None in values:
-        return "not measured"
-    return f"{100 * sum(values) / len(values):.2f}"
-
-
-def _mean_difference(runs: Sequence[Record]) -> str:
-    pairs = [(_metric(run), run.stages.engine.vs_fp32) for run in runs if _last(run, ["engine"])]
-    if len(pairs) < len(runs):
-        return "not measured"
-    delta = sum(versus.delta[metric] for metric, versus in pairs) / len(pairs)
-    # of different samples, so errors add up as squares
-    squares = sum(versus.delta_stderr.get(metric, math.nan) ** 2 for metric, versus in pairs)
-    error = math.sqrt(squares) / len(pairs)
-    return in_points(delta, error if math.isfinite(error) else None, "+")
-
-
-def _environment(run: Record) -> str:
-    about, versions, engine = run.environment, run.environment.get("versions", {}), run.engine
-    device = f"GPU {about.get('gpu') or 'none'}"
-    device += f", driver {about['driver']}" if about.get("driver") else ""
-    if engine and engine.backend in CPU_BACKENDS:
-        device = f"CPU {about['cpu']}, {about['cores']} cores"
-    names = ("torch", "transformers", "nvidia-modelopt", "onnxruntime", "qdqbench")
-    used = [f"{name} {versions[name]}" for name in names if name in versions]
-    line = ", ".join([device, _backend(engine.backend, engine.version) if engine else "no engine", *used])
-    targets = engine.compute_capability if engine else []
-    return "; ".join(
-        [line, *(each for at in targets for each in find_hazards(engine.backend, engine.version, at))]
-    )
+def _where(run: Record) -> str:
+    """Return the hardware and the library that ran the last stage."""
+    ran = run.engine if _last(run, ("engine",)) else None
+    where = _hardware(run.environment, on_cpu=ran is None or ran.backend in CPU_BACKENDS)
+    return where if ran is None else f"{where}, {_backend(ran.backend, ran.version)}"
 
 
 def _backend(name: str, version: str) -> str:
@@ -507,343 +311,427 @@ def _task_order(task: str) -> tuple[int, str]:
     return (order.index(task) if task in order else len(order), task)
 
 
-# Accuracy and speed in one row
+def timed(bench: Bench) -> Iterator[tuple[str, str, BenchConfig, Speedup]]:
+    """Yield recipe, backend, shape and speed-up over the fastest FP16 of each INT8 engine of a bench.
 
-
-def joint_tables(runs: Sequence[Record], benches: Sequence[Bench], notes: Notes) -> list[str]:
-    """Return a row for each model, recipe and runtime whose engine was scored and timed, over seeds."""
-    timed: dict[tuple[str, str, Any], list[Bench]] = defaultdict(list)
-    for bench in benches:
-        if bench.settings.dataset:
-            gpu = bench.environment.get("gpu")  # one machine scored and timed
-            timed[bench.target.name, bench.settings.dataset, gpu].append(bench)
-    groups: dict[tuple[str, str, str, str], list[Record]] = defaultdict(list)
-    for run in runs:
-        model, task = _without_seed(run), run.task.name
-        if run.engine and _last(run, ["engine"]) and (model, task, run.environment.get("gpu")) in timed:
-            groups[model, task, str(run.recipe["name"]), run.engine.backend].append(run)
-    rows = []
-    for (model, task, recipe, backend), same in groups.items():
-        first, pairs = same[0], [(run.stages.engine, _metric(run)) for run in same]
-        points = [row.vs_fp32.delta[metric] for row, metric in pairs]
-        errors = [row.vs_fp32.delta_stderr.get(metric) or 0.0 for row, metric in pairs]
-        found = (
-            _joint_speeds(bench, recipe, backend)
-            for bench in timed[model, task, first.environment.get("gpu")]
-        )
-        if (speeds := next(filter(any, found), None)) is None:
-            continue
-        spread = f"{100 * statistics.stdev(points):.2f}" if len(points) > 1 else "one seed"
-        rows.append(
-            [
-                text(model), text(f"{label(task)}, {label(_metric(first))}"), notes.label(first.recipe),
-                *(_mean(same, stage) for stage in ("fp32", "fake_quant", "engine")),
-                in_points(statistics.fmean(points), statistics.fmean(errors), "+"),
-                spread, str(len(points)), str(first.stages.engine.n),
-                *(speed or "not measured" for speed in speeds), notes.place(first),
-            ]
-        )  # fmt: skip
-    if not rows:
-        return []
-    title = (
-        "### Accuracy and speed\n\nAccuracy in points: means over the seeds of the fine-tuning. Differences "
-        "are engine minus FP32, ± the paired standard error of one seed; sd is over seeds. Speed-ups are of "
-        "that recipe in that runtime, over the fastest other of its bench. Those at the task's lengths are "
-        "of its largest batches."
-    )
-    header = ["model", "task", "recipe", "FP32", "fake-quant", "engine", "difference", "sd", "seeds", "n"]
-    return [title, table([*header, "task's lengths", "128 x 128", "where"], rows)]
-
-
-def _joint_speeds(bench: Bench, recipe: str, backend: str) -> list[str]:
-    """Return the speed-ups at the task's lengths and at 128 x 128, empty where not measured."""
+    A recipe that is shipped otherwise now has other kernels, and is left out.
+    """
     own = str(bench.recipe.get("name"))
-    systems = [
-        each.name
-        for each in bench.systems
-        if each.precision == "int8"
-        and each.backend.split()[0] == backend
-        and str((each.recipe or {}).get("name", own)) == recipe
-    ]
-    cells = []
-    for wanted in (lambda c: c.kind == "dataset", lambda c: (c.batch, c.length) == JOINT):
-        config = max(filter(wanted, bench.configs), key=lambda each: each.batch, default=None)
-        found = [over_fastest(bench.systems, config, name) for name in systems] if config else []
-        best = max(filter(None, found), key=lambda each: each.value, default=None)
-        cells.append("" if best is None else _ratio_cell(figures.speed(best)))
-    return cells
-
-
-# QAT over seeds
-
-
-def study_tables(studies: Sequence[Record], notes: Notes) -> list[str]:
-    parts = []
-    for base in sorted({study.base.sha256 for study in studies}):
-        same = [study for study in studies if study.base.sha256 == base]
-        places = list(dict.fromkeys(map(_study_place, same)))
-        rows = [
-            [
-                text(study.task.name), text(_metric(study)), notes.label(study.recipes[name]),
-                str(row.qat.n), str(study.n), *(_spread(row[stage]) for stage in ("fp32", "ptq", "qat")),
-                *(_spread(row[f"{stage}_minus_fp32"], "+") for stage in ("ptq", "qat")),
-                str(places.index(_study_place(study)) + 1),
-            ]
-            for study in same
-            for name, row in study.summary.items()
-        ]  # fmt: skip
-        title = (
-            f"### QAT over seeds: {text(same[0].base.name)}\n\nMean ± standard deviation over seeds of "
-            "the validation metric in percent, fake-quant in PyTorch. Differences are taken seed by seed. "
-            "For each seed, the model is fine-tuned, then taken through PTQ and QAT."
-        )
-        header = ["task", "metric", "recipe", "seeds", "n", "FP32", "PTQ", "QAT", "PTQ - FP32", "QAT - FP32"]
-        lines = [f"- {number}: {text(line)}" for number, line in enumerate(places, 1)]
-        lines += [f"- {text(study.task.name)}: {text(line)}" for study in same for line in study.warnings]
-        parts += [title, table([*header, "where"], rows + _study_means(same, notes)), "\n".join(lines)]
-    return parts
-
-
-def _study_means(studies: Sequence[Record], notes: Notes) -> list[list[str]]:
-    groups: dict[str, list[tuple[str, Record]]] = defaultdict(list)
-    for study in studies:
-        for name, summary in study.summary.items():
-            groups[notes.label(study.recipes[name])].append((study.task.name, summary))
-    rows = []
-    for recipe, pairs in groups.items():
-        if len(pairs) == len({task for task, _ in pairs}) > 1:
-            differences = [[row[f"{stage}_minus_fp32"].mean for _, row in pairs] for stage in ("ptq", "qat")]
-            means = [f"{100 * (sum(values) / len(pairs)):+.2f}" for values in differences]
-            rows.append([f"mean of {len(pairs)}", "", recipe, *[""] * 5, *means, ""])
-    return rows
-
-
-def _study_place(study: Record) -> str:
-    return conditions(study.environment, study.finetune, study.recipes)
-
-
-def _spread(spread: Record, sign: str = "") -> str:
-    return in_points(spread.mean, spread.sd, sign)
-
-
-# Benches
-
-
-def without_changed(bench: Bench) -> Bench:
-    """Return a bench without the `--extra-recipe` engines of recipes that are shipped otherwise now."""
-    outdated = {
-        about.name: about.label for about in bench.systems if differences(about.recipe or {}, timed=True)
-    }
-    if not outdated:
-        return bench
-    warning = f"left out because the shipped recipe has changed since: {', '.join(outdated.values())}"
-    rest = [system for system in bench.systems if system.name not in outdated]
-    configs = []
-    for config in bench.configs:
-        rows = [row for row in config.rows if row.system not in outdated]
-        ratios = [ratio for ratio in config.speedups if not {ratio.system, ratio.baseline} & {*outdated}]
-        left = config.model_copy(update={"rows": rows, "speedups": ratios})
-        configs.append(left.model_copy(update={"headline": headline_of(rest, left)}))
-    changes = {"configs": configs, "systems": rest, "warnings": [*bench.warnings, warning]}
-    return bench.model_copy(update=changes)
-
-
-def length_tables(benches: Sequence[Bench], notes: Notes) -> list[str]:
-    cells = [(bench, cell) for bench in benches for cell in bench.configs if cell.kind == "dataset"]
-    if not cells:
-        return []
-    title = (
-        "### Real lengths\n\nThe whole validation split, sorted by length; every system gets the same "
-        "batches. Sequences per second of the split's rows, from the median time of a launch; the ratio is "
-        "over the fastest other system of that run, with its 95% interval. All times are below."
-    )
-    over = " or ".join(dict.fromkeys(words.headline_title(bench) for bench, _ in cells))
-    header = ["model", "recipe", "split", "batch", "padded to", "padding", "INT8", "fastest other", over]
-    return [title, table(header, [_length_row(bench, cell, notes) for bench, cell in cells])]
-
-
-def _length_row(bench: Bench, cell: BenchConfig, notes: Notes) -> list[str]:
-    names = {about.name: about.label for about in bench.systems}
-    lengths, best = cell.padded_to, cell.headline
-
-    def rate(name: str) -> str:
-        row = row_of(cell, name)
-        return "" if row is None else f"{row.sequences_per_s:,.0f} ({text(names[name])})"
-
-    return [
-        _bench_model(bench),
-        notes.label(bench.recipe, timed=True),
-        text(label(bench.settings.dataset or "")),
-        str(cell.batch),
-        ", ".join(map(str, lengths)) if len(lengths) <= 8 else f"{lengths[0]} to {lengths[-1]} by 8",
-        f"{1 - cell.real_tokens / cell.padded_tokens:.1%}",
-        rate(best.system if best else ""),
-        rate(best.baseline if best else ""),
-        _ratio_cell(figures.speed(best)),
-    ]
-
-
-def _bench_model(bench: Bench) -> str:
-    return f"{text(bench.target.name)}{' (random weights)' if bench.target.random_weights else ''}"
-
-
-def _ratio_cell(cell: Cell) -> str:
-    return f"**{cell.text} ✗**" if cell.state == "bad" else cell.text
-
-
-def latency_tables(bench: Bench, notes: Notes) -> list[str]:
-    shape = bench.target.shape
-    on_gpu = bench.device == "gpu"
-    profile = words.ENGINE_SHAPES[bench.settings.engine_shapes] if on_gpu else "engines for any shape"
-    title = (
-        f"### Latency: {_bench_model(bench)}, {notes.label(bench.recipe, timed=True)}, {profile}\n\n"
-        f"{text(words.hardware(bench))}. {shape.get('layers')} layers, hidden {shape.get('hidden')}, "
-        f"{shape.get('heads')} heads, {shape.get('parameters', 0) / 1e6:.0f}M parameters. "
-        f"Median milliseconds. {text(words.method(bench))}"
-    )
-    names = {about.name: about.label for about in bench.systems}
-    shapes = [text(words.config_text(bench, cell)) for cell in bench.configs]
-    heads = []
-    for name, cell in zip(shapes, bench.configs, strict=True):
-        ratio, *sides = words.headline_cells(bench, cell)
-        heads.append([name, _ratio_cell(ratio), *(text(side.text) for side in sides)])
-    marks = (*words.latency_rows(bench), *words.ratio_rows(bench))
-    remarks = [
-        *bench.notes,
-        *_built_as(bench),
-        *_proofs(bench),
-        words.clocks(bench),
-        *words.slow_lines(bench),
-    ]
-    lines = [] if bench.complete else ["- interrupted: not every shape was measured"]
-    if on_gpu and UNPADDED not in names:
-        without = "without the unpadded FP16 baseline, so the fastest FP16 may be faster than here"
-        lines.append(f"- measured {without}")
-    lines += [f"- {text(line)}" for line in (*remarks, *bench.errors, *bench.warnings)]
-    return [
-        title,
-        table(["shape", text(words.headline_title(bench)), "INT8, ms", "over, ms"], heads),
-        "Medians, and ratios with their intervals:",
-        table(["ms", *shapes], [[text(name), *map(_ratio_cell, row)] for name, row in marks]),
-        *_throughput(bench, names),
-        *_memory(bench, names),
-        "\n".join(lines),
-    ]
-
-
-def _built_as(bench: Bench) -> list[str]:
-    if bench.settings.engine_shapes == "exact" or bench.device == "cpu":
-        return []
-    shapes = bench.recipe["engine"]["shapes"]
-    if shapes == AUTO:
-        return ["optimization profiles: those of the data (shapes: auto)"]
-    profiles = [shapes] if isinstance(shapes, dict) else shapes
-    remarks = "; ".join(f"batch {list(each['batch'])}, length {list(each['length'])}" for each in profiles)
-    return [f"optimization profiles [min, opt, max]: {remarks}"]
-
-
-def _proofs(bench: Bench) -> list[str]:
-    rows = [row for cell in bench.configs for row in cell.rows]
-    counts = {(r.int8_gemms, r.expected_int8_gemms) for r in rows if r.expected_int8_gemms is not None}
-    remarks = [f"INT8 proven in {done} of {all_} GEMMs of the timed engines" for done, all_ in sorted(counts)]
-    if fused := sorted({row.kernels.fused_attention for row in rows if row.kernels}):
-        counted = ", ".join(map(str, fused))
-        remarks.append(f"fused attention kernels of each PyTorch baseline, by torch.profiler: {counted}")
-    return remarks
-
-
-def _throughput(bench: Bench, names: dict[str, str]) -> list[str]:
-    rows = []
-    for cell, streams in itertools.product(bench.configs, bench.settings.streams):
-        rates = [rate_of(cell, name, streams) for name in names]
-        if any(rates):
-            shown = [known(rate, ",.0f") for rate in rates]
-            rows.append([text(words.config_text(bench, cell)), str(streams), *shown])
-    header = ["shape", "streams", *map(text, names.values())]
-    return ["Sequences per second:", table(header, rows)] if rows else []
-
-
-def _memory(bench: Bench, names: dict[str, str]) -> list[str]:
-    sizes: dict[str, dict[str, str]] = defaultdict(dict)
-    for cell in bench.configs:
-        for row in cell.rows:
-            if row.engine_bytes is not None and row.activation_bytes is not None:
-                both = f"{size(row.engine_bytes)} + {size(row.activation_bytes)}"
-                sizes[text(words.config_text(bench, cell))][row.system] = both
-    built = [name for name in names if any(name in engines for engines in sizes.values())]
-    rows = [[shape, *(engines.get(name, "") for name in built)] for shape, engines in sizes.items()]
-    header = ["shape", *(text(names[name]) for name in built)]
-    return ["Memory on the GPU, engine + one context:", table(header, rows)] if rows else []
-
-
-def markdown(records: Sequence[Any]) -> str:
-    notes, runs = Notes(), _of("run", records)
-    benches = [without_changed(bench) for bench in _of("bench", records)]
-    parts = [
-        "Written by `tools/tables.py` from results files; do not edit by hand.",
-        *accuracy_tables(runs, notes),
-        *training_tables(runs, notes),
-        *mean_tables(runs, notes),
-        *joint_tables(runs, benches, notes),
-        *study_tables(_of("study", records), notes),
-        *length_tables(benches, notes),
-        *(part for bench in benches for part in latency_tables(bench, notes)),
-    ]
-    return "\n\n".join(part for part in [*parts, *notes.parts()] if part)
-
-
-def kernel_tables(benches: Sequence[Bench]) -> str:
-    """Return a table for each GPU: `cuda` and TensorRT-RTX in one bench, each over the fastest FP16."""
-    backends = "cuda", "tensorrt_rtx"
-    rows: dict[str, list[list[str]]] = defaultdict(list)
-    for bench in sorted(benches, key=lambda each: not each.target.random_weights):
-        about = {each.name: each for each in bench.systems}
-        int8 = {each.backend.split()[0]: name for name, each in about.items() if each.precision == "int8"}
-        if not int8.keys() >= {*backends}:
+    for system in bench.systems:
+        recipe = system.recipe or bench.recipe
+        if system.precision != "int8" or differences(recipe, timed=True):
             continue
-        fixed = [cell for cell in bench.configs if cell.kind == "fixed"]
-        splits = sorted(
-            (cell for cell in bench.configs if cell.kind == "dataset"), key=lambda each: each.batch
+        name, backend = str(recipe.get("name", own)), system.backend.split()[0]
+        for cell in bench.configs:
+            if best := over_fastest(bench.systems, cell, system.name):
+                yield name, backend, cell, best
+
+
+Timed = tuple[str, str, str, str, int, int | str]  # device, model, recipe, backend, batch, tokens or data set
+
+
+def speed_of(data: Data, *key: Any) -> Speedup | None:
+    """Return the speed-up over the fastest FP16 of a device, model, recipe, backend, batch and tokens."""
+    return data.lowest.get(key)  # type: ignore[call-overload, no-any-return]
+
+
+def _ratio(speed: Speedup | None, *, interval: bool = False) -> str:
+    if speed is None:
+        return ""
+    cell = figures.speed(speed)
+    shown = cell.text if interval else f"{speed.value:.2f}x{', slower' if cell.state == 'bad' else ''}"
+    return f"**{shown}**" if cell.state == "bad" else shown
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, unpadded so that a new figure changes one line; cells are Markdown already."""
+    lines = [f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *rows]]
+    return "\n".join(["\n", *lines, "\n"])
+
+
+# Figures of pages: each is a table, or words within a sentence
+
+
+def _find(data: Data, model: str, task: str, recipe: str, backend: str) -> Record | None:
+    """Return the run of a model, a task, a recipe without its family and a backend, of seed 0."""
+    for run in data.runs:
+        named = _model_name(run) in (model, f"{model}-{task}"), run.task.name == task, run.seed == 0
+        engine = run.engine.backend if run.engine else ""
+        if all(named) and (_short(run.recipe), engine) == (recipe, backend) and not _rate(run.recipe):
+            return run
+    return None
+
+
+def _loss(run: Record | None, metric: str | None = None, stage: str = "engine") -> str:
+    """Return what a stage gained, or lost, against FP32: in points, with its paired error."""
+    if run is None or _last(run, (stage,)) is None:
+        return ""
+    versus, metric = run.stages[stage].vs_fp32, metric or _metric(run)
+    return in_points(versus.delta[metric] + 0.0, versus.delta_stderr.get(metric), "+")
+
+
+def _score(run: Record | None, stage: str, metric: str | None = None) -> str:
+    row = run and run.stages.get(stage)
+    return "" if not run or not row or not row.metrics else f"{row.metrics[metric or _metric(run)]:.4f}"
+
+
+def _mean(runs: Sequence[Record], stage: str = "engine") -> str:
+    """Return the mean difference from FP32 over tasks, with the error of the paired errors."""
+    pairs = [(run.stages[stage].vs_fp32, _metric(run)) for run in runs]
+    error = math.hypot(*(versus.delta_stderr.get(metric) or 0.0 for versus, metric in pairs)) / len(pairs)
+    return in_points(fmean(versus.delta[metric] for versus, metric in pairs) + 0.0, error, "+")
+
+
+def _task(name: str) -> str:
+    return "STS-B by cosine" if name == EMBED.name else label(name)
+
+
+def _tasks(names: Sequence[str]) -> str:
+    return ", ".join(_task(name) for name in sorted(names, key=_task_order))
+
+
+def speed_table(data: Data) -> str:
+    """BERT-base on one H200, by backend."""
+    shapes = [(1, 128), (8, 128), (32, 128), (128, 128), (32, 384)]
+    header = ["BERT-base, batch x tokens", *(f"{batch} x {length}" for batch, length in shapes)]
+    rows = [
+        [name, *(_ratio(speed_of(data, H200, "bert-base", FUSED, backend, *shape)) for shape in shapes)]
+        for name, backend in (("`cuda`, our kernels", "cuda"), ("TensorRT-RTX", "tensorrt_rtx"))
+    ]
+    return table(header, rows)
+
+
+def kernels_table(data: Data) -> str:
+    """`cuda` and TensorRT-RTX on two GPUs, at fixed shapes."""
+    return _by_gpu(data, lambda tokens: isinstance(tokens, int), lambda batch, tokens: f"{batch} x {tokens}")
+
+
+def lengths_table(data: Data) -> str:
+    """`cuda` and TensorRT-RTX on two GPUs, at the lengths of data sets, in the largest batches."""
+    return _by_gpu(
+        data, lambda tokens: isinstance(tokens, str), lambda batch, data_set: f"{data_set}, {batch}"
+    )
+
+
+def _by_gpu(data: Data, wanted: Callable[[Any], bool], shape: Callable[[int, Any], str]) -> str:
+    columns = [(gpu, backend) for gpu in (H200, H100) for backend in ("cuda", "tensorrt_rtx")]
+    keys = [key for key in data.lowest if key[0] in (H200, H100) and key[2] == FUSED and wanted(key[5])]
+    largest: dict[tuple[str, Any], int] = {}
+    for key in keys:
+        largest[key[1], key[5]] = max(largest.get((key[1], key[5]), 0), key[4])
+    shown = dict.fromkeys(
+        (key[1], *key[4:])
+        for key in sorted(keys, key=lambda key: (key[1], str(key[5]).zfill(4), key[4]))
+        if not isinstance(key[5], str) or key[4] == largest[key[1], key[5]]
+    )
+    rows = []
+    for model, batch, tokens in shown:
+        cells = [speed_of(data, gpu, model, FUSED, backend, batch, tokens) for gpu, backend in columns]
+        rows.append([model, shape(batch, tokens), *map(_ratio, cells)])
+    names = [f"{gpu.split()[1]}, {label(backend)}" for gpu, backend in columns]
+    return table(["model", "batch x tokens" if wanted(1) else "split, batch", *names], rows)
+
+
+def cpu_table(data: Data) -> str:
+    """INT8 on a CPU over the fastest without INT8, and over NNCF's engine."""
+    rows = []
+    for bench in (bench for bench in data.benches if bench.device == "cpu"):
+        names = {system.name: system.label for system in bench.systems}
+        for cell in bench.configs:
+            best, ours = over_fastest(bench.systems, cell, "int8"), row_of(cell, "int8")
+            if best is None or ours is None or ours.median_ms is None:
+                continue
+            nncf = next(
+                (s for s in cell.speedups if (s.system, s.baseline) == ("int8", "nncf-openvino")), None
+            )
+            shape = (
+                f"{cell.batch} x {cell.length}"
+                if cell.length
+                else f"{label(bench.settings.dataset or '')} split"
+            )
+            rows.append(
+                [bench.target.name, shape, figures.latency(ours.median_ms), names[best.baseline],
+                 _ratio(best, interval=True), _ratio(nncf, interval=True)]
+            )  # fmt: skip
+    header = [
+        "model",
+        "batch x tokens",
+        "INT8, ms",
+        "fastest without INT8",
+        "INT8 over it",
+        "INT8 over NNCF's INT8",
+    ]
+    return table(header, rows)
+
+
+def recipes_table(data: Data) -> str:
+    """What each shipped recipe costs and brings: what `recipes list` shows, and the speed of `cuda`."""
+    rows = []
+    for figure in (figure for figure in data.figures if figure.accuracy):
+        name = figure.recipe.partition("-")[2]
+        own = (
+            speed_of(data, H200, f"{TRAINED}-sst2", name, "cuda", 128, 128)
+            if figure.device == "gpu"
+            else None
         )
-        for cell in [*fixed, *splits[-1:]]:
-            medians = {row.system: row.median_ms for row in cell.rows}
-            ratios = [over_fastest(bench.systems, cell, int8[backend]) for backend in backends]
-            fastest = next((each.baseline for each in ratios if each), "")
-            split = f"{text(label(bench.settings.dataset or ''))} lengths, batches of {cell.batch}"
-            other = f", {about[fastest].label}" if fastest not in ("", UNPADDED) else ""
-            line = [
-                _bench_model(bench),
-                split if cell.length is None else f"{cell.batch} x {cell.length}",
-                figures.latency(medians.get(fastest)) + other,
-                *(figures.latency(medians.get(int8[backend])) for backend in backends),
-                *(_ratio_cell(figures.speed(each)) for each in ratios),
-            ]
-            rows[str(bench.environment["gpu"])].append(line)
-    names = [code("cuda"), label("tensorrt_rtx")]
-    head = ["model", "batch x tokens", "fastest FP16, ms", *(f"{name}, ms" for name in names)]
-    head += [f"{name} over FP16" for name in names]
-    return "\n\n".join(f"## One {gpu}\n\n{table(head, rows[gpu])}" for gpu in sorted(rows, reverse=True))
+        own = own if figure.recipe.startswith("bert-") else None
+        tasks = _tasks([*{row.task for row in figure.judged}])
+        cells = ["" if cell == NONE else cell for cell in shipped.format_figure(figure)]
+        rows.append([code(figure.recipe), shipped.DEVICES[figure.device], *cells, _ratio(own), tasks])
+    return table(["recipe", "on", *shipped.TITLES, "`cuda`, 128 x 128", "tasks"], rows)
 
 
-def insert(before: str, tables: str, name: str, begin: str = BEGIN, end: str = END) -> str:
-    if before.count(begin) != 1 or before.count(end) != 1 or before.index(begin) > before.index(end):
-        raise UserError(f"{name} must hold the line {begin} once and after it {end} once; add them")
-    head, _, rest = before.partition(begin)
-    return f"{head}{begin}\n{tables.strip()}\n{end}{rest.partition(end)[2]}"
+def recipes_words(data: Data) -> str:
+    choice = shipped.describe_choice(shipped.choose_start())
+    return "\n\n".join([choice, *shipped.describe_conditions(data.figures)])
 
 
-# Figures of `recipes list`
+def bert_table(data: Data) -> str:
+    """`int8-residual-fused` in `cuda` on two trainings of BERT-base, by task."""
+    rows = []
+    for task in sorted({run.task.name for run in data.runs}, key=_task_order):
+        found = [_find(data, model, task, FUSED, "cuda") for model in (TRAINED, TRAINED_FIRST)]
+        if (run := found[0]) is None:
+            continue
+        speed = speed_of(data, H200, f"{TRAINED}-{task}", FUSED, "cuda", 256, label(task))
+        for metric in (_metric(run), _metric(run) + SECOND):
+            if metric in run.stages.engine.metrics:
+                scores = [_score(run, stage, metric) for stage in ("fp32", "engine")]
+                rows_of = f", n = {run.stages.engine.n:,}" if metric == _metric(run) else ""
+                what = f"{_task(task)}, {label(metric)}{rows_of}"
+                losses = [_loss(each, metric) for each in found]
+                rows.append([what, *scores, *losses, _ratio(speed) if metric == _metric(run) else ""])
+    header = ["task", "FP32", "INT8", "difference, points", "of the first training", "speed-up"]
+    return table(header, rows)
 
 
-def figures_of(records: Sequence[Any]) -> list[Figure]:
+def backends_table(data: Data) -> str:
+    """The mean loss in `cuda` and in another backend, over the tasks that both ran."""
+    rows = []
+    for recipe in (FUSED, "int8-attention", LINEARS):
+        for backend in ("tensorrt_rtx", "openvino"):
+            tasks = sorted({run.task.name for run in data.runs}, key=_task_order)
+            pairs = [[_find(data, TRAINED, task, recipe, own) for own in ("cuda", backend)] for task in tasks]
+            both = [(ours, theirs) for ours, theirs in pairs if ours and theirs]
+            if len(both) > 1:
+                ours, theirs = ([pair[index] for pair in both] for index in (0, 1))
+                named = _tasks([run.task.name for run in ours])
+                means = _mean(ours, "fake_quant"), _mean(ours), label(backend), _mean(theirs)
+                rows.append([code(recipe), named, *means])
+    return table(["recipe", "mean over", "fake-quant", "`cuda`", "other backend", "there"], rows)
+
+
+def published_table(data: Data) -> str:
+    """all-mpnet-base-v2 with its own weights, by task and backend."""
+    rows = []
+    for recipe, backend in ((FUSED, "tensorrt_rtx"), (LINEARS, "tensorrt_rtx"), (LINEARS, "openvino")):
+        for task in sorted({run.task.name for run in data.runs}, key=_task_order):
+            if run := _find(data, "mpnet", task, recipe, backend):
+                what = f"{_task(task)}, {label(_metric(run))}"
+                scores = [_score(run, stage) for stage in ("fp32", "engine")]
+                rows.append([what, code(recipe), label(backend), *scores, _loss(run)])
+    return table(["task", "recipe", "backend", "FP32", "INT8", "difference, points"], rows)
+
+
+def qat_table(data: Data) -> str:
+    """What training changed: the distance from FP32 on held-out rows, and the score."""
+    groups: dict[tuple[str, float], list[Record]] = defaultdict(list)
+    for run in data.runs:
+        if run.trained and "distance" in run.training.before:
+            groups[_short(run.recipe), run.recipe.qat["learning_rate"]].append(run)
+    rows = []
+    for (recipe, rate), same in groups.items():
+        changes = [run.training.best["distance"] / run.training.before["distance"] - 1 for run in same]
+        before = [run for each in same if (run := _untrained(data, each))]
+        rows.append([
+            code(recipe), f"{rate:g}", _tasks([run.task.name for run in same]),
+            f"{sum(change < 0 for change in changes)} of {len(changes)}",
+            f"{min(changes):+.0%} to {max(changes):+.0%}",
+            _mean(before) if len(before) == len(same) else "", _mean(same),
+        ])  # fmt: skip
+    header = ["recipe", "learning rate", "tasks", "nearer to FP32", "distance", "PTQ, points", "QAT, points"]
+    return table(header, rows)
+
+
+def _untrained(data: Data, run: Record) -> Record | None:
+    recipe = _short(run.recipe).removesuffix("-qat")
+    return _find(data, _model_name(run), run.task.name, recipe, run.engine.backend)
+
+
+def families_table(data: Data) -> str:
+    """The tasks that an engine ran with the present code, by family and backend."""
+    tasks: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
+    for run in data.runs:
+        if _last(run, ("engine",)) and not differences(run.recipe):
+            tasks[run.recipe.model["family"], label(run.engine.backend)][run.task.name] = None
+    backends = sorted({backend for _, backend in tasks})
+    rows = [
+        [f"`{family.name}`", *(_tasks([*tasks.get((family.name, backend), ())]) for backend in backends)]
+        for family in FAMILIES
+    ]
+    return table(["family", *backends], rows)
+
+
+@cache
+def _foreign() -> Any:
+    return json.loads((ROOT / MEASURED / "foreign-tools.json").read_text(encoding="utf-8"))
+
+
+TOOLS = {
+    "ort-qdq": "ONNX Runtime `quantize_static`",
+    "ort-qdq-uint8": "the same, UINT8, weights by channel",
+    "ort-qoperator": "the same, QOperator",
+    "ort-dynamic": "ONNX Runtime `quantize_dynamic`, which needs no data",
+    "modelopt": "ModelOpt ONNX, INT8 max",
+    "nncf": "NNCF on ONNX, transformer",
+}
+
+
+def foreign_table(data: Data) -> str:
+    """Files of six tools in TensorRT-RTX and ONNX Runtime, before and after `fix`."""
+    rows = [["FP32 export", "", "", "", f"{_foreign()['rows']['fp32']['accuracy']:.4f}", ""]]
+    for name, title in TOOLS.items():
+        row = _foreign()["rows"][name]
+        before, after = (row["report"][f"engine_{when}"] for when in ("before", "after"))
+        fused = f"{after['attention_fused']} of {after['attentions']} ({after['attention_int8']})"
+        scores = [f"{row[f'accuracy_{when}']:.4f}" for when in ("before", "after")]
+        rows.append([title, *map(_gemms, (before, after)), fused, *scores])
+    header = [
+        "made by",
+        "INT8 linears, before",
+        "after `fix`",
+        "attentions fused (INT8)",
+        "accuracy before",
+        "after",
+    ]
+    return table(header, rows)
+
+
+def _gemms(engine: dict[str, Any]) -> str:
+    return "refused" if engine["refused"] else f"{engine['int8_gemms']} of {engine['gemms']}"
+
+
+def foreign_words(data: Data) -> str:
+    refused = sum(bool(_foreign()["rows"][name]["report"]["engine_before"]["refused"]) for name in TOOLS)
+    made = _foreign()["rows"]["modelopt"]
+    counts = _gemms(made["report"]["engine_before"])
+    return (
+        f"TensorRT-RTX refuses {refused} of the {len(TOOLS)} files. Of ModelOpt's file it puts {counts} "
+        f"linear layers in INT8, and accuracy in ONNX Runtime is {made['accuracy_before']:.4f} against "
+        f"{_foreign()['rows']['fp32']['accuracy']:.4f}; after `fix` it is {made['accuracy_after']:.4f}"
+    )
+
+
+def _start(data: Data) -> Figure:
+    return next(each for each in data.figures if (each.recipe, each.device) == (f"bert-{FUSED}", "gpu"))
+
+
+def beyond_words(data: Data) -> str:
+    rows = [row for row in _start(data).judged if row.stderr and row.points < -2 * row.stderr]
+    losses = [f"{-row.points:.2f} ± {row.stderr:.2f} ({label(row.task)}, {_runtime(row)})" for row in rows]
+    of = f"{len(losses)} of {len(_start(data).judged)} measurements"
+    return f"{of} lose more than two standard errors: {', '.join(losses)}"
+
+
+def _runtime(row: Accuracy) -> str:
+    return row.where.rpartition(", ")[2].rpartition(" ")[0]
+
+
+def loss_words(data: Data) -> str:
+    worst = _start(data).worst
+    assert worst is not None
+    return f"{-worst.points:.2f} ± {worst.stderr:.2f} points ({label(worst.task)}, n = {worst.n})"
+
+
+def mean_words(data: Data) -> str:
+    mean = _start(data).mean
+    assert mean is not None
+    return f"{-mean.points:.2f} ± {mean.stderr:.2f} points over {mean.tasks} tasks"
+
+
+def real_words(data: Data) -> str:
+    run = _find(data, TRAINED, "sst2", FUSED, "cuda")
+    assert run is not None
+    proven = f"{run.engine.int8_gemms} of {run.engine.expected_int8_gemms}"
+    scores = f"{_score(run, 'engine')} against {_score(run, 'fp32')} in FP32"
+    return f"{scores} ({_loss(run)} points, n = {run.stages.engine.n}), with {proven} GEMMs in INT8"
+
+
+def cpu_words(data: Data) -> str:
+    """The larger model of the CPU benches, at 8 x 128 tokens."""
+    found = [
+        (bench, best)
+        for bench in data.benches
+        for cell in bench.configs
+        if bench.device == "cpu" and (cell.batch, cell.length) == (8, 128)
+        and (best := over_fastest(bench.systems, cell, "int8"))
+    ]  # fmt: skip
+    bench, best = max(found, key=lambda each: each[0].target.shape.get("parameters", 0))
+    names = {system.name: system.label for system in bench.systems}
+    return f"{best.value:.2f}x {best.interval} over {names[best.baseline]}"
+
+
+def squad_words(data: Data) -> str:
+    """Rows a second of BERT-large in `cuda` at the lengths of SQuAD."""
+    found = []
+    for bench in data.benches:
+        for cell in bench.configs:
+            if bench.settings.dataset == "SQuAD-like":
+                row = next(row_of(cell, s.name) for s in bench.systems if s.backend.split()[0] == "cuda")
+                found.append(f"{row.sequences_per_s:,.0f} on the {_device(bench).split()[1]}")  # type: ignore[union-attr]
+    return " and ".join(sorted(found, reverse=True))
+
+
+FIGURES: dict[str, Callable[[Data], str]] = {
+    "speed": speed_table,
+    "kernels": kernels_table,
+    "lengths": lengths_table,
+    "cpu": cpu_table,
+    "recipes": recipes_table,
+    "recipes-words": recipes_words,
+    "bert": bert_table,
+    "backends": backends_table,
+    "published": published_table,
+    "qat": qat_table,
+    "families": families_table,
+    "foreign": foreign_table,
+    "foreign-words": foreign_words,
+    "beyond-words": beyond_words,
+    "loss-words": loss_words,
+    "mean-words": mean_words,
+    "real-words": real_words,
+    "cpu-words": cpu_words,
+    "squad-words": squad_words,
+}
+
+
+def fill(before: str, page: str, made: Callable[[str], str]) -> str:
+    """Return a page with each figure as it is measured.
+
+    Raises:
+        UserError: An unknown figure, or a mark without its other.
+    """
+    names = re.findall(r"<!-- figures:([\w-]+) -->", before)
+    if names[1::2] != ["end"] * (len(names) // 2) or len(names) % 2 or "end" in names[::2]:
+        raise UserError(f"{page}: each figure begins with {BEGIN.format('NAME')} and ends with {END}")
+    if unknown := sorted({*names} - {*FIGURES, "end"}):
+        raise UserError(f"{page} has unknown figures: {', '.join(unknown)}; there are {', '.join(FIGURES)}")
+    figure = re.escape(BEGIN).replace(r"\{\}", "([^ ]*)") + f".*?{re.escape(END)}"
+    return re.sub(figure, lambda at: f"{BEGIN.format(at[1])}{made(at[1])}{END}", before, flags=re.S)
+
+
+# Figures of `recipes list`, and all rows as CSV
+
+
+def figures_of(runs: Sequence[Record], benches: Sequence[Bench]) -> list[Figure]:
     accuracy: dict[tuple[str, str], list[Accuracy]] = defaultdict(list)
     speed: dict[tuple[str, str], dict[tuple[str, int, int], Speed]] = defaultdict(dict)
-    for run in _of("run", records):
+    for run in runs:
         name = run.recipe["name"]
         device = "cpu" if run.engine and run.engine.backend in CPU_BACKENDS else "gpu"
         if name in shipped_recipes() and not differences(run.recipe):
             accuracy[name, device] += _accuracies(run)
-    for bench in _of("bench", records):
+    for bench in benches:
         for recipe, row in _speeds(bench):
             least, shape = speed[recipe, bench.device], (row.model, row.length, row.batch)
             # the smallest, as benches do not all time the same others
@@ -864,9 +752,7 @@ def _accuracies(run: Record) -> Iterator[Accuracy]:
     """Yield the primary metric of the last stage that ran, on both splits where the task has two."""
     if (stage := _last(run, ("engine", "onnxruntime", "fake_quant"))) is None:
         return
-    versus, engine = run.stages[stage].vs_fp32, run.engine
-    ran = engine if stage == "engine" else None
-    where = _hardware(run.environment, on_cpu=ran is None or ran.backend in CPU_BACKENDS)
+    versus = run.stages[stage].vs_fp32
     for metric in (_metric(run), _metric(run) + SECOND):
         if metric not in versus.delta:
             continue
@@ -879,76 +765,107 @@ def _accuracies(run: Record) -> Iterator[Accuracy]:
             stderr=None if error is None else round(100 * error, 4),
             n=run.stages[stage].n,
             stage=stage,
-            where=where if ran is None else f"{where}, {_backend(ran.backend, ran.version)}",
+            where=_where(run),
         )
 
 
-def _hardware(environment: dict[str, Any], *, on_cpu: bool) -> str:
-    if on_cpu:
-        return f"{environment.get('cpu')}, {environment.get('cores')} cores"
-    return str(environment.get("gpu"))
-
-
 def _speeds(bench: Bench) -> Iterator[tuple[str, Speed]]:
-    """Of the engines for the recipe's shapes, its own and those of `--extra-recipe`, at fixed shapes."""
-    if bench.device == "gpu" and bench.settings.engine_shapes == "exact":
-        return  # engines for each shape alone are not what `run` builds
-    about = {each.name: each for each in bench.systems}
-    recipes = {name: each.recipe or {} for name, each in about.items()} | {"int8": bench.recipe}
-    engines = {  # where its recipe was not recorded, a system is called after it
-        name: recipe.get("name", name.removeprefix("int8-"))
-        for name, recipe in recipes.items()
-        if not differences(recipe, timed=True)
-    }
-    device = _hardware(bench.environment, on_cpu=bench.device == "cpu")
-    for cell in bench.configs:
-        for system, recipe in engines.items():
-            best = over_fastest(bench.systems, cell, system)
-            if recipe not in shipped_recipes() or cell.length is None or best is None:
-                continue  # not a recipe of ours, or real lengths, which are another measure
-            peer = row_of(cell, UNPADDED)
-            padded = bench.device == "gpu" and (peer is None or peer.median_ms is None)
-            yield (
-                recipe,
-                Speed(
-                    model=bench.target.name,
-                    batch=cell.batch,
-                    length=cell.length,
-                    value=round(best.value, 4),
-                    low=best.ci95_low and round(best.ci95_low, 4),
-                    high=best.ci95_high and round(best.ci95_high, 4),
-                    over=about[best.baseline].precision.upper(),
-                    where=f"{device}, {_backend(*about[system].backend.split())}",
-                    padded=padded,
-                ),
-            )
+    """Yield the speed-ups of shipped recipes at fixed shapes, but for backend `cuda`, which is no default."""
+    for recipe, backend, cell, best in timed(bench):
+        if recipe not in shipped_recipes() or cell.length is None or backend == "cuda":
+            continue
+        peer = row_of(cell, UNPADDED)
+        system = next(each for each in bench.systems if each.name == best.system)
+        baseline = next(each for each in bench.systems if each.name == best.baseline)
+        yield (
+            recipe,
+            Speed(
+                model=bench.target.name,
+                batch=cell.batch,
+                length=cell.length,
+                value=round(best.value, 4),
+                low=best.ci95_low and round(best.ci95_low, 4),
+                high=best.ci95_high and round(best.ci95_high, 4),
+                over=baseline.precision.upper(),
+                where=f"{_device(bench)}, {_backend(*system.backend.split())}",
+                padded=bench.device == "gpu" and (peer is None or peer.median_ms is None),
+            ),
+        )
 
 
-def figures_json(records: Sequence[Any]) -> str:
-    return json.dumps([figure.model_dump(mode="json") for figure in figures_of(records)], indent=1) + "\n"
+def accuracy_rows(data: Data) -> Iterator[dict[str, Any]]:
+    for run in data.runs:
+        last, engine = _last(run, STAGES[::-1]), run.engine
+        for metric in (_metric(run), _metric(run) + SECOND):
+            if metric not in run.stages.fp32.metrics:
+                continue
+            scored = {stage: row.metrics.get(metric) for stage, row in run.stages.items() if row.metrics}
+            versus = run.stages[last].vs_fp32 if last else Record(delta={}, delta_stderr={})
+            yield {
+                "model": _model_name(run), "task": run.task.name, "recipe": run.recipe["name"],
+                "learning_rate": _rate(run.recipe), "seed": run.seed, "where": _where(run), "metric": metric,
+                **{stage: _digits(scored.get(stage)) for stage in STAGES},
+                "difference": _digits(versus.delta.get(metric)),
+                "stderr": _digits(versus.delta_stderr.get(metric)), "n": run.stages.fp32.n,
+                "int8_gemms": f"{engine.int8_gemms} of {engine.expected_int8_gemms}" if engine else "",
+                "gate": run.gate.state, "created": run.created[:10],
+            }  # fmt: skip
+
+
+def speed_rows(data: Data) -> Iterator[dict[str, Any]]:
+    for bench in data.benches:
+        labels = {system.name: system.label for system in bench.systems}
+        for cell in bench.configs:
+            for row in (row for row in cell.rows if row.median_ms is not None):
+                best = over_fastest(bench.systems, cell, row.system)
+                yield {
+                    "model": bench.target.name, "recipe": bench.recipe.get("name"), "where": _device(bench),
+                    "engine_shapes": bench.settings.engine_shapes, "batch": cell.batch,
+                    "tokens": cell.length or bench.settings.dataset, "system": labels[row.system],
+                    "median_ms": _digits(row.median_ms), "over": labels[best.baseline] if best else "",
+                    "speedup": _digits(best and best.value), "ci95_low": _digits(best and best.ci95_low),
+                    "ci95_high": _digits(best and best.ci95_high), "created": bench.created[:10],
+                }  # fmt: skip
+
+
+def _digits(value: float | None) -> str:
+    return "" if value is None else f"{value:.5g}"
+
+
+def _csv(rows: Sequence[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def contents() -> Iterator[tuple[Path, str]]:
-    records = {folder: read_records([ROOT / folder]) for folder in {*PAGES.values(), *FIGURES_FROM}}
-    measured = [record for folder in FIGURES_FROM for record in records[folder]]
-    for page, folder in PAGES.items():
-        before = (ROOT / page).read_text(encoding="utf-8")
-        if page == KERNELS:
-            before = insert(before, kernel_tables(_of("bench", measured)), page, *KERNEL_MARKS)
-        yield ROOT / page, insert(before, markdown(records[folder]), page)
-    yield ROOT / FIGURES, figures_json(measured)
+    data = read_data(ROOT / MEASURED)
+    made = cache(lambda name: FIGURES[name](data))
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        before = path.read_text(encoding="utf-8")
+        if END in before:
+            yield path, fill(before, str(path.relative_to(ROOT)), made)
+    yield ROOT / MEASURED / "accuracy.csv", _csv([*accuracy_rows(data)])
+    yield ROOT / MEASURED / "speed.csv", _csv([*speed_rows(data)])
+    rows = [figure.model_dump(mode="json") for figure in data.figures]
+    yield ROOT / FIGURES_FILE, json.dumps(rows, indent=1) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 2 where it would")
-    parser.add_argument("--summarize", type=Path, nargs="+", metavar="FOLDER", help="of new results files")
+    parser.add_argument("--add", type=Path, nargs="+", metavar="RUNS", help="folders of new results")
     options = parser.parse_args(arguments)
-    if options.summarize:
-        for path in (path for folder in options.summarize for path in summarize(folder)):
-            print(path)
-        return 0
-    stale = [(path, page) for path, page in contents() if path.read_text(encoding="utf-8") != page]
+    for folder in options.add or ():
+        for path in add(folder, ROOT / MEASURED):
+            print(f"{path.relative_to(ROOT)} added")
+    stale = [
+        (path, page)
+        for path, page in contents()
+        if not path.is_file() or path.read_text(encoding="utf-8") != page
+    ]
     for path, page in stale:
         print(f"{path.relative_to(ROOT)} {'does not hold these results' if options.check else 'written'}")
         if not options.check:

@@ -273,7 +273,7 @@ def text_sets(
     """Return input sets of whole texts, one behind the other, int64 [batch, length], without padding.
 
     INT8 scales hold for texts. On random token ids the INT8 logits of a sound engine can lie far from FP32's:
-    0.61 (relative) for BERT-base on MRPC (`docs/measured-real`, its bench at 128 x 128).
+    0.61 (relative) for BERT-base on MRPC, in its bench at 128 x 128.
 
     Args:
         texts: token ids of each. A row begins where a text does, unless all begin with as many equal tokens.

@@ -19,7 +19,7 @@ from .tiny import results, write_data
 
 @pytest.fixture
 def folder(whole_run):
-    """Run directory of texts without labels; docs/results/xlm-r-case.md is about a model of this type."""
+    """Run directory of texts without labels."""
     return whole_run("embed")
 
 

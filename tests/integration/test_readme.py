@@ -1,6 +1,5 @@
 """Every command, option, recipe, link and file that the documents name is there."""
 
-import itertools
 import json
 import re
 import shlex
@@ -14,12 +13,10 @@ import typer
 import yaml
 
 from qdqbench.cli.app import app
-from qdqbench.eval.bench.results import read_bench
 from qdqbench.quantize.models.families import known
 from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.recipe.shipped import choose_start as start_by_device
 from qdqbench.quantize.recipe.shipped import find_fastest, read_figures
-from qdqbench.quantize.report.formats import in_points, label
 from qdqbench.quantize.tasks.task import get_task
 
 from ..support.families import write_model
@@ -53,8 +50,7 @@ def lines(text):
 
 def spans(document):
     """Inline code."""
-    written = re.sub(r"<!-- tables:begin -->.*<!-- tables:end -->", "", document.read_text(), flags=re.DOTALL)
-    text = re.sub(r"^```.*?^```$", "", written, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"^```.*?^```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
     return re.findall(r"`([^`\n]+)`", text)
 
 
@@ -113,174 +109,22 @@ def test_what_users_look_up_fits_one_screen():
     assert {page for page in pages if len((ROOT / "docs" / page).read_text().splitlines()) >= 45} == set()
 
 
-def figures_between(name):
-    """The text of the README between two markers, so that its words can change freely."""
-    text = " ".join((ROOT / "README.md").read_text().split())
-    return re.search(rf"<!-- figures:{name} -->(.*?)<!-- figures:end -->", text).group(1)
-
-
-def speed_up_of(system, config):
-    """Its least speed-up over a system without INT8."""
-    fp16 = [each for each in config.speedups if each.system == system and "16" in each.baseline]
-    return min(fp16, key=lambda each: each.value)
-
-
-def configs_of(folder):
-    return read_bench(ROOT / "docs" / folder / "bench.json").configs
-
-
-def ratios(backend, folder, **asked):
-    """Speed-ups of a backend's INT8 over the fastest FP16, of the configs that are asked for."""
-    bench = read_bench(ROOT / "docs" / folder / "bench.json")
-    ours = [
-        each.name for each in bench.systems if (each.precision, each.backend.split()[0]) == ("int8", backend)
-    ]
-    configs = [each for each in bench.configs if asked.items() <= dict(each).items()]
-    return [speed_up_of(system, each) for system in ours for each in configs]
-
-
-def test_the_speed_ups_of_the_readme_are_measured_against_the_unpadded_encoder():
-    fixed = ["measured/base-unpadded", "measured/base-384-unpadded"]
-    tasks = "sst2", "mrpc", "stsb"
-    real = [f"measured-real/bert-base-second-{task}-int8-residual-fused-cuda-bench" for task in tasks]
-    real += [f"measured-lengths/{task}-bench" for task in tasks]
-    assert not any(read_bench(ROOT / "docs" / name / "bench.json").target.random_weights for name in real)
-    tables = ("speed", fixed, {"kind": "fixed"}), ("lengths", real, {"kind": "dataset", "batch": 256})
-    for table, folders, asked in tables:
-        for config in itertools.chain.from_iterable(map(configs_of, folders)):
-            assert "unpadded-fp16" in {row.system for row in config.rows if row.status == "done"}
-        backends = ("cuda", "tensorrt_rtx")
-        found = [each for own in backends for folder in folders for each in ratios(own, folder, **asked)]
-        assert len(found) == {"speed": 10, "lengths": 12}[table]
-        assert re.findall(r"\d\.\d\dx", figures_between(table)) == [f"{each.value:.2f}x" for each in found]
-        assert figures_between(table).count("slower") == sum(each.verdict == "slower" for each in found)
-
-
-def test_the_speed_up_of_the_readme_on_a_cpu_is_measured():
-    bench = read_bench(ROOT / "docs/measured-real/mpnet-embed-bench-openvino/bench.json")
-    (config,) = (each for each in bench.configs if (each.batch, each.length) == (8, 128))
-    without_int8 = ("fp32-", "bf16-", "torch-", "compile-")
-    rows = [each for each in config.speedups if each.baseline.startswith(without_int8)]
-    best = min(rows, key=lambda each: each.value)
-    assert (len(rows), best.baseline) == (7, "bf16-openvino")
-    interval = f"[{best.ci95_low:.2f}, {best.ci95_high:.2f}]"
-    assert figures_between("cpu") == f"{best.value:.2f}x {interval} over OpenVINO in BF16"
-
-
-def test_the_real_model_of_the_readme_is_measured():
-    folder = ROOT / "docs/measured-real/bert-base-second-sst2-int8-residual-fused-cuda"
-    run = json.loads((folder / "summary.json").read_text())
-    scores = {stage: run["stages"][stage]["metrics"]["accuracy"] for stage in ("fp32", "engine")}
-    versus, engine = run["stages"]["engine"]["vs_fp32"], run["engine"]
-    assert figures_between("real") == (
-        f"{scores['engine']:.4f} against {scores['fp32']:.4f} in FP32 "
-        f"({versus['delta']['accuracy']:+.4f} ± {versus['delta_stderr']['accuracy']:.4f}, n = "
-        f"{run['stages']['engine']['n']}), INT8 in {engine['int8_gemms']} of {engine['expected_int8_gemms']} "
-        "GEMMs"
-    )
-
-
-def test_the_published_model_of_the_readme_is_measured():
-    folder = ROOT / "docs/measured-real/mpnet-embed-int8-linears-openvino"
-    run = json.loads((folder / "summary.json").read_text())
-    engine, fp32 = (run["stages"][stage] for stage in ("engine", "fp32"))
-    gemms = f"{run['engine']['int8_gemms']} of {run['engine']['expected_int8_gemms']}"
-    assert figures_between("published") == (
-        f"Spearman {engine['metrics']['spearman']:.4f} on STS-B against {fp32['metrics']['spearman']:.4f} in "
-        f"FP32 (n = {engine['n']}), INT8 in {gemms} GEMMs"
-    )
-
-
-def test_the_rows_of_bert_base_are_measured():
-    page = (ROOT / "docs/results/real-size.md").read_text()
-    rows = re.findall(r"^\| (SST-2|MRPC|STS-B|RTE|MNLI|QQP)([^|]*), n = \d+ \|(.*)\|$", page, re.MULTILINE)
-    assert len(rows) == 7
-    for task, what, told in rows:
-        run = f"{task.lower().replace('-', '')}-int8-residual-fused-cuda"
-        second, first = (
-            ROOT / f"docs/measured-real/{model}-{run}" for model in ("bert-base-second", "bert-base")
-        )
-        stages, others = (
-            json.loads((each / "summary.json").read_text())["stages"] for each in (second, first)
-        )
-        metric = "f1" if "F1" in what else "pearson" if "Pearson" in what else "accuracy"
-        metric += "_mm" * ("mismatched" in what)
-        known = ("fp32", "fake_quant", "onnxruntime", "engine")
-        expected = [f"{stages[each]['metrics'][metric]:.4f}" if each in stages else "" for each in known]
-        losses = [
-            in_points(versus["delta"][metric], versus["delta_stderr"][metric], "+")
-            for versus in (stages["engine"]["vs_fp32"], others["engine"]["vs_fp32"])
-        ]
-        speeds = ["", ""]
-        if (path := second.with_name(f"{second.name}-bench") / "bench.json").is_file():
-            best = [speed_up_of("int8", config) for config in read_bench(path).configs[::-1]]
-            speeds = [f"**{each.value:.2f}x** [{each.ci95_low:.2f}, {each.ci95_high:.2f}]" for each in best]
-        assert [cell.strip() for cell in told.split("|")] == [*expected, losses[0], *speeds, losses[1]]
-
-
-def test_the_losses_of_the_readme_are_those_of_the_recipe_to_start_with():
-    text = " ".join((ROOT / "README.md").read_text().split())
-    chosen = find_fastest("gpu", read_figures())
-    (figure,) = (each for each in read_figures() if (each.recipe, each.device) == (chosen, "gpu"))
-    loss = f"{-figure.worst.points:.2f} ± {figure.worst.stderr:.2f} points"
-    assert figures_between("loss").startswith(loss)
-    assert f"n = {figure.worst.n}" in figures_between("loss")
-    sure = [each for each in figure.accuracy if each.stderr and each.points < -2 * each.stderr]
-    losses = [f"{-each.points:.2f} ± {each.stderr:.2f} {label(each.task)}" for each in sure]
-    assert re.findall(r"(\d\.\d\d ± \d\.\d\d)(?: points)? \(([^)]+)\)", figures_between("beyond")) == [
-        tuple(loss.rsplit(" ", 1)) for loss in losses
-    ]
-    assert ["TensorRT-RTX" in each.where for each in sure] == [False, True, True]
-    assert f"Of {figure.mean.measurements} measurements" in text
-    assert (figure.mean.tasks, figure.worst.task) == (7, "rte")
-    assert "Over seven tasks" in text
-    assert figures_between("mean") == f"{-figure.mean.points:.2f} ± {figure.mean.stderr:.2f} points"
+def test_the_recipes_to_start_with_are_those_of_the_figures():
     free = start_by_device()
+    text = " ".join((ROOT / "README.md").read_text().split())
     assert f"On a GPU start with `{free['gpu']}`, on a CPU with `{free['cpu']}`" in text
+    assert (
+        f"`{find_fastest('gpu', read_figures()).partition('-')[2]}` loses <!-- figures:mean-words -->" in text
+    )
 
 
 def test_every_tool_of_the_table_has_a_source():
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/explanation/other-tools.md").read_text()
     rows = re.findall(r"^\| \[([\w ]+)\]\((https://[^)]+)\) \|(.*)$", text, re.MULTILINE)
     assert {name for name, _, _ in rows} == {
         "ModelOpt", "Optimum", "ONNX Runtime", "NNCF", "Neural Compressor", "Polygraphy",
     }  # fmt: skip
     assert len({row.count("|") for _, _, row in rows}) == 1
-
-
-def test_what_the_readme_says_of_other_tools_was_measured():
-    rows = json.loads((ROOT / "docs/measured-foreign/sst2.json").read_text())["rows"]
-    said = figures_between("tools")
-    made = {
-        "modelopt": "ModelOpt ONNX",
-        "nncf": "NNCF",
-        "ort-qdq": "ONNX Runtime, static",
-        "ort-dynamic": "ONNX Runtime, dynamic",
-    }
-    assert f"| FP32 | | {rows['fp32']['accuracy']:.4f} |" in said
-    assert said.count("0.") == 1 + 2 * len(made)
-    for name, title in made.items():
-        row, engine = rows[name], rows[name]["report"]["engine_before"]
-        built = f"{engine['int8_gemms']} of {engine['gemms']} " if not engine["refused"] else "refused: "
-        figures = f"| {row['accuracy_before']:.4f} | {row['accuracy_after']:.4f} |"
-        assert re.search(rf"\| {title}[^|]*\| {re.escape(built)}[^|]*{re.escape(figures)}", said), title
-    engines = {rows[name]["report"]["engine_after"]["engine"] for name in made}
-    assert engines == {
-        f"{figures_between('built').replace('TensorRT-RTX', 'tensorrt_rtx')}, built ahead of time"
-    }
-    assert {rows[name]["report"]["engine_after"]["gemms"] for name in made} == {38}
-
-
-def test_what_the_readme_says_of_its_own_run_was_measured():
-    ours = json.loads((ROOT / "docs/measured-lengths/sst2-int8-linears/summary.json").read_text())
-    stages, engine = ours["stages"], ours["engine"]
-    assert figures_between("ours") == (
-        f"{stages['onnxruntime']['metrics']['accuracy']:.4f} in ONNX Runtime, {engine['int8_gemms']} of "
-        f"{engine['expected_int8_gemms']} linear layers of the encoder in INT8, and "
-        f"{stages['engine']['metrics']['accuracy']:.4f} in the TensorRT-RTX {engine['version']} engine, run "
-        f"on one {ours['environment']['gpu'].removeprefix('NVIDIA ')}"
-    )
-    assert ours["recipe"]["calibration"]["samples"] == 512
 
 
 def test_documents_show_commands():

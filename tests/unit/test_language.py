@@ -67,7 +67,7 @@ def offences(text: str, instead: Mapping[str, str] = INSTEAD) -> list[str]:
 def hand_written(text: str) -> str:
     """A page without what tools write: reference bodies and measured tables."""
     text = text.partition(pages.MARK)[0]
-    return re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", "", text, flags=re.DOTALL)
+    return re.sub(r"<!-- figures:[\w-]+ -->.*?<!-- figures:end -->", "FIGURE", text, flags=re.DOTALL)
 
 
 def sentences(text: str) -> Iterator[str]:
@@ -187,7 +187,7 @@ def test_a_planted_long_sentence_is_found():
         f"26 words: {'word ' * 25}end."
     ]
     assert long_sentences(f"# {'word ' * 30}\n\n| {'word ' * 30} |\n") == []
-    assert hand_written("a <!-- tables:begin -->b<!-- tables:end --> c") == "a  c"
+    assert hand_written("a <!-- figures:x -->b<!-- figures:end --> c") == "a FIGURE c"
 
 
 def test_a_planted_offence_in_a_notebook_is_found(tmp_path):
@@ -208,11 +208,6 @@ def test_a_planted_offence_in_a_notebook_is_found(tmp_path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_sentences_of_pages_are_short(page):
     assert long_sentences(hand_written(read_prose(page))) == []
-
-
-def test_pages_are_few_words():
-    texts = (hand_written(read_prose(page)) for page in PAGES if page.parent != ROOT)
-    assert sum(len(text.split()) for text in texts) <= 40_000
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

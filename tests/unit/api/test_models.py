@@ -24,7 +24,7 @@ from ...integration.tiny import write_data, write_model
 from ...support.tiny_bert import assert_same_state, calibrate, calibration_batches, recipe_with
 from ...support.tiny_embedder import write_sentence_folder
 
-MEASURED = Path(__file__).parents[3] / "docs" / "measured-cpu"
+MEASURED = Path(__file__).parents[3] / "docs" / "measured"
 
 
 def recipe():
@@ -102,8 +102,8 @@ def test_a_notebook_shows_one_line_and_a_small_table(made, tmp_path):
     assert re.search(r"amax spread: median \d+\.\d%, largest \d+\.\d%", repr(made))
     assert str(exported.path) in repr(exported)
     assert f"INT8 GEMMs: {linears} of {len(report.gemms)}" in repr(report)
-    results = read_results(MEASURED / "sst2-openvino-int8-linears")
-    bench = read_bench(MEASURED / "sst2-bench-128" / "bench.json")
+    results = read_results(MEASURED / "report")
+    bench = read_bench(MEASURED / "benches" / "minilm-l6-sst2-openvino.json")
     assert "fp32: accuracy 0.8968, " in repr(results)
     assert "gate: passed" in repr(results)
     best = next(each.headline for each in bench.configs if (each.batch, each.length) == (8, 128))

@@ -16,12 +16,13 @@ from tools.measure_tables import (
     main,
     measure,
     name_run,
+    runs,
     write_squad_lengths,
 )
 
 from qdqbench.cli.app import app
 from qdqbench.quantize.models.load import load_tokenizer
-from qdqbench.quantize.recipe.schema import shipped_recipes
+from qdqbench.quantize.recipe.schema import family_free_recipes, shipped_recipes
 from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.data.load import load_split
 from qdqbench.quantize.tasks.task import get_task
@@ -39,7 +40,9 @@ raise SystemExit(int(sys.argv[3]))
 
 @pytest.fixture
 def known(tmp_path):
-    return chunks(Path("models"), "glue", tmp_path)
+    found = chunks(Path("models"), "glue", tmp_path)
+    asked = "runs:minilm-l6:sst2:cuda", "qat:minilm-l6:sst2:openvino"
+    return found | {name: runs(name, Path("models"), "glue") for name in asked}
 
 
 def test_every_command_and_option_and_recipe_exists(known, tmp_path):
@@ -57,9 +60,9 @@ def test_every_command_and_option_and_recipe_exists(known, tmp_path):
         ]
         asked += itertools.takewhile(lambda word: not word.startswith("--"), rest)
         assert asked
-        runs = {each for each in asked if Path(each).parent == Path("models")}
-        assert {Path(each).name for each in runs} <= {name_run(*run) for run in REAL}
-        assert set(asked) - runs <= set(shipped_recipes()), step
+        finished = {each for each in asked if Path(each).parent == Path("models")}
+        assert {Path(each).name for each in finished} <= {name_run(*run) for run in REAL}
+        assert set(asked) - finished <= {*shipped_recipes(), *family_free_recipes()}, step
 
 
 def test_made_up_rows_have_the_lengths_of_squad(tiny_bert, tmp_path):
@@ -72,8 +75,8 @@ def test_made_up_rows_have_the_lengths_of_squad(tiny_bert, tmp_path):
     assert abs(lengths.mean() - 177) < 0.5
 
 
-def test_folders_are_named_once(known):
-    names = [step.name for steps in known.values() for step in steps]
+def test_results_are_named_once(known):
+    names = [(step.file, step.name) for steps in known.values() for step in steps]
     assert len(set(names)) == len(names)
 
 
@@ -84,8 +87,8 @@ def test_results_are_kept_and_what_is_not_done_is_told(tmp_path, monkeypatch):
         Step("done", "bench.json", ["bench.json", "0", "0"]),
         Step("gate", "results.json", ["results.json", "0", "2"]),
         Step("failed", "results.json", ["results.json", "0", "1"]),
-        Step("slow", "study.json", ["other.json", "30", "0"]),
-        Step("late", "study.json", ["study.json", "0", "0"]),
+        Step("slow", "results.json", ["other.json", "30", "0"]),
+        Step("late", "results.json", ["results.json", "0", "0"]),
     ]
     lines = list(measure(steps, tmp_path / "work", tmp_path / "out", time.monotonic() + 1.5))
     assert [line.split(":")[0] for line in lines] == [step.name for step in steps]
@@ -113,7 +116,8 @@ def test_benches_are_prepared_once_and_timed_later(tmp_path, monkeypatch):
 
 def test_the_list_and_unknown_chunks(capsys):
     assert main(["--list"]) == 0
-    assert "bench: base-exact, base-384, large-attention" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["bsae"])
-    assert "no chunk is called bsae" in capsys.readouterr().err
+    assert "bench: bert-base, bert-base-384" in capsys.readouterr().out
+    for name in ("bsae", "runs:minilm-l6"):
+        with pytest.raises(SystemExit):
+            main([name])
+        assert f"no chunk is called {name}" in capsys.readouterr().err

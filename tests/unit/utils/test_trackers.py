@@ -14,7 +14,7 @@ from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.progress import reporter
 from qdqbench.quantize.utils.trackers import LogRow, open_tracker, require_tracker
 
-MEASURED = Path(__file__).parents[3] / "docs/measured-cpu/sst2-openvino-int8-linears"
+MEASURED = Path(__file__).parents[3] / "docs/measured/report"
 CONFIG = {"recipe": "bert-int8-linears"}
 
 
