@@ -91,8 +91,11 @@ def describe_config(session: Session, results: MeasuredRun, labels: Sequence[str
 def save_tokenizer(session: Session, length: int) -> dict[str, bytes]:
     """Return the files of the tokenizer, which cuts at the length that was evaluated."""
     tokenizer: Any = session.tokenizer
-    tokenizer.backend_tokenizer.no_truncation()  # what the last call asked for is no part of it
-    tokenizer.backend_tokenizer.no_padding()
+    backend = tokenizer.backend_tokenizer  # transformers sets both with each call, others do not
+    backend.enable_truncation(length, direction=tokenizer.truncation_side)
+    backend.enable_padding(
+        direction=tokenizer.padding_side, pad_id=tokenizer.pad_token_id, pad_token=tokenizer.pad_token
+    )
     with tempfile.TemporaryDirectory(prefix="qdqbench-tokenizer-") as saved:
         tokenizer.save_pretrained(saved)
         paths = sorted(path for path in Path(saved).rglob("*") if path.is_file())

@@ -87,6 +87,7 @@ def describe_texts(kind: TaskKind, columns: int) -> dict[str, Any]:
         "answer": answer,  # template
         "texts": texts,
         "words": words,  # texts are words between spaces
+        "over_tokens": kind.over_tokens,  # outputs are of tokens
         "windows": kind.windows,  # a second text that is too long is read in windows
         "truncation": "only_second" if kind.windows else "longest_first",  # strategy of `tokenizers`
         "example": " ".join(f'"{text}"' for text in texts),  # arguments of a command line
@@ -167,7 +168,7 @@ def find_runtimes(
 def _describe_onnxruntime(optimized: outcomes.OptimizedRun | None, max_drop: float) -> str:
     exported = "the graph as exported, as the run evaluated it (stage onnxruntime): slow. "
     if optimized is None:
-        told = "`ORT_ENABLE_ALL` in `model.json` makes it faster, and its answers may differ a little"
+        told = '`level = "ORT_ENABLE_ALL"` in it is faster, and its answers may differ a little'
         return exported + told
     if lost := optimized.describe_loss(max_drop):
         return f"{exported}Not with ONNX Runtime's optimizations: {lost}"
@@ -273,7 +274,6 @@ def _collect(
         "prompts": [*dict.fromkeys(task.prompts)],
         "gpu": gpu_graph is not None,
         "gpu_model": MODEL if gpu_graph in (None, model) else GPU_MODEL,
-        "engines": gpu_graph is not None or any(runtime.backend == "cuda" for runtime in runtimes),
         "hub": hub,
         "kind": task.kind.name,
         "optimum": task.kind.model_class.replace("Auto", "ORT"),

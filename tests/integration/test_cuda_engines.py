@@ -41,9 +41,9 @@ import re
 from cuda_engine.errors import QdqError
 from cuda_engine.reader import parse_engine
 from cuda_engine.tokens import pack_tokens
-from model import read_engine, tokenizer, tokens
+from model import read, tokenizer, tokens
 version = re.search(r'"([^"]+-\\w{12})"', open(__file__.replace("pack.py", "run_cuda.py")).read())[1]
-plan, arrays, _ = parse_engine(read_engine("cuda.engine"), "cuda.engine", version)
+plan, arrays, _ = parse_engine(read("cuda.engine"), "cuda.engine", version)
 batch = tokens(tokenizer.encode_batch(sys.argv[1:]))
 starts = pack_tokens(plan, arrays, batch).starts.tolist()
 batch["input_ids"][0, 0] = 99999

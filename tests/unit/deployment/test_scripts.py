@@ -38,12 +38,11 @@ TOLD = {
 }
 
 
-def scripts(kind: str, gpu: bool = True, engines: bool = True) -> dict[str, str]:
+def scripts(kind: str, gpu: bool = True) -> dict[str, str]:
     """Every script of a kind of task."""
     context = describe_texts(TASK_KINDS[kind], TASK_KINDS[kind].text_columns[0])
     context |= {
         "gpu": gpu,
-        "engines": engines,
         "backend": "tensorrt_rtx",
         "title": "TensorRT-RTX",
         "version": "1-a",
@@ -75,12 +74,11 @@ def test_weights_that_layers_share_are_not_made_uint8(shared):
 
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_scripts_are_small_and_lint_clean(kind, tmp_path):
-    for gpu, engines in ((True, True), (False, True), (False, False)):
-        made = scripts(kind, gpu, engines)
+    for gpu in (True, False):
+        made = scripts(kind, gpu)
         assert ("def fitted" in made["model.py"]) == gpu
-        assert ("def read_engine" in made["model.py"]) == engines
         for name, source in made.items():
-            assert effective(source) <= MOST_LINES.get(name, 75 + 15 * TASK_KINDS[kind].windows), name
+            assert effective(source) <= MOST_LINES.get(name, 80 + 15 * TASK_KINDS[kind].windows), name
             assert "qdqbench" not in source
             (tmp_path / name).write_text(source)
         command = [Path(sys.executable).parent / "ruff", "--isolated"]
@@ -113,14 +111,20 @@ def deployed(request, tmp_path, monkeypatch):
     if TASK_KINDS[request.param].windows:
         outputs = dict.fromkeys(("start_logits", "end_logits"), "float32")
         about = TOLD | {"outputs": outputs, "stride": 10, "truncation": "only_second"}
-    (tmp_path / "model.json").write_text(json.dumps(about))
     (tmp_path / "tensorrt_rtx.engine").write_bytes(b"engine")
-    (tmp_path / "SHA256SUMS").write_text(f"{hashlib.sha256(b'engine').hexdigest()}  tensorrt_rtx.engine\n")
+    tell(tmp_path, about)
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("model", "run_tensorrt_rtx"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield tmp_path
     sys.modules.pop("model", None)
+
+
+def tell(folder: Path, about: dict) -> None:
+    (folder / "model.json").write_text(json.dumps(about))
+    names = ("model.json", "tokenizer.json", "tensorrt_rtx.engine")
+    digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    (folder / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
 
 
 def loaded(folder: Path, name: str):
@@ -194,7 +198,7 @@ class TestTensorRT:
 
     def test_another_engine_is_not_loaded_but_one_that_was_built_here_is(self, deployed, gpu):
         (deployed / "tensorrt_rtx.engine").write_bytes(b"evil")
-        with pytest.raises(SystemExit, match="is not the engine that was deployed or built here"):
+        with pytest.raises(SystemExit, match="is not what was deployed or built here"):
             loaded(deployed, "run_tensorrt_rtx")
         replace_engine(deployed, b"evil")
         assert loaded(deployed, "run_tensorrt_rtx").engine is not None
@@ -207,13 +211,46 @@ class TestTensorRT:
 
 
 def test_a_failed_run_warns_with_each_use(deployed, monkeypatch, capsys):
-    (deployed / "model.json").write_text(json.dumps(TOLD | {"failed": "the drop is 0.2"}))
+    tell(deployed, TOLD | {"failed": "the drop is 0.2"})
     model = loaded(deployed, "model")
     monkeypatch.setattr(sys, "argv", ["run.py", "a film"])
     model.main(lambda tokens: {"logits": np.zeros((1, 2), dtype=np.float32)})
     told = capsys.readouterr()
     assert told.err == "warning: not for use, the drop is 0.2\n"
     assert json.loads(told.out) == {"label": "bad", "scores": {"bad": 0.5, "good": 0.5}}
+
+
+@pytest.mark.parametrize("name", ["model.json", "tokenizer.json", "SHA256SUMS"])
+def test_no_file_that_changed_or_went_is_used(deployed, name):
+    with (deployed / name).open("a") as stream:
+        stream.write(" ")
+    if name != "SHA256SUMS":
+        with pytest.raises(
+            SystemExit, match=f"{name} is not what was deployed or built here: see SHA256SUMS"
+        ):
+            loaded(deployed, "model")
+    (deployed / name).unlink()
+    with pytest.raises(SystemExit, match=f"No such file or directory: '.*{name}'"):
+        loaded(deployed, "model")
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_an_answer_that_is_no_number_is_an_error(deployed, monkeypatch, bad):
+    model = loaded(deployed, "model")
+    monkeypatch.setattr(sys, "argv", ["run.py", "a film"])
+    with pytest.raises(SystemExit, match="answers NaN or infinity"):
+        model.main(lambda tokens: {"logits": np.array([[0, bad]], dtype=np.float32)})
+
+
+@pytest.mark.parametrize("deployed", ["question answering"], indirect=True)
+def test_padding_may_have_any_answer(deployed):
+    def infer(tokens):
+        logits = np.where(tokens["attention_mask"], 1, np.nan).astype(np.float32)
+        return {"start_logits": logits, "end_logits": logits}
+
+    model = loaded(deployed, "model")
+    made = model.predict(infer, [("a", "good film film"), ("a", "good")])
+    assert [each["score"] for each in made] == [2, 2]
 
 
 @pytest.mark.parametrize("deployed", ["question answering"], indirect=True)
