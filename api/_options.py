@@ -61,7 +61,7 @@ class TaskOptions(Options):
 
     model: str | None = field("Model folder or hub id (default: the embedded default).", default=None)
     task: str | None = field(
-        "GLUE task, embed, tokens, qa, squad, squad_v2, or any name (default: that of your own --data).",
+        "GLUE task, embed, multi-label, tokens, qa, squad, or any name (default: that of your own --data).",
         default=None,
     )
     data: str = field(
@@ -72,7 +72,9 @@ class TaskOptions(Options):
     text_column: list[str] | None = field(
         "Text column of your own data (default: text); two for pairs.", default=None
     )
-    label_column: str | None = field("Label column of your own data (default: label).", default=None)
+    label_column: str | None = field(
+        "Label column of your own data (default: label); a,b,c are columns of 0 and 1.", default=None
+    )
     num_labels: int | None = field(
         "Classes of your own data (default: counted); 1 is regression.", default=None, ge=1
     )
@@ -91,15 +93,17 @@ class TaskOptions(Options):
 
     def find_task(self) -> "Task":
         """Return the task, without model and task the embedded default's; errors as `tasks.task.get_task`."""
-        from qdqbench.quantize.tasks.data.load import count_classes
+        from qdqbench.quantize.tasks.data.load import count_classes, has_label_lists
         from qdqbench.quantize.tasks.task import DEFAULT_TEXT, EMBEDDED, KNOWN, find_nearest, get_task
+        from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL
 
         name, count, columns = self.task, self.num_labels, self.text_column or ()
         own = self.data != "hub" or bool(columns)
+        slip = name and find_nearest(name)
         if name is None and own:
             stem = re.sub(r"[^\w.-]+", "-", Path(self.data).resolve().stem)
             name = f"own-{stem}" if stem in KNOWN else stem
-        if name is not None and own and not columns and not find_nearest(name):
+        if name is not None and own and not columns and not slip:
             columns = [DEFAULT_TEXT]
         if (self.model is None) != (name is None):
             raise UserError(
@@ -108,15 +112,20 @@ class TaskOptions(Options):
             )
         if name is None:
             return EMBEDDED
-        if count is None and columns and name not in KNOWN:
+        kind = None
+        if columns and name not in KNOWN:
             counted = get_task(name, text_columns=columns, label_column=self.label_column, num_labels=2)
-            count = count_classes(counted, self.data, self._count_outputs())
+            if has_label_lists(counted, self.data):
+                kind = MULTI_LABEL
+            elif count is None:
+                count = count_classes(counted, self.data, self._count_outputs())
         return get_task(
             name,
             text_columns=columns,
             label_column=self.label_column,
             num_labels=count,
             metrics=self.metric or (),
+            kind=kind,
         )
 
     def _count_outputs(self) -> int | None:

@@ -271,7 +271,8 @@ class StageResult(Strict):
     metrics: dict[str, float] = field(
         "Metrics by name, primary first, from 0 to 1 (correlations from -1): `accuracy`, `f1`, `matthews`, "
         "`pearson`, `spearman`; entities: `f1`, `precision`, `recall` (seqeval, micro) and `accuracy` by "
-        "word; questions: `f1` and `exact_match` (SQuAD); the suffix `_mm` is MNLI's mismatched split.",
+        "word; questions: `f1` and `exact_match` (SQuAD); several labels: `f1_micro`, `f1_macro`, "
+        "`exact_match`; the suffix `_mm` is MNLI's mismatched split.",
         default={},
     )
     stderr: dict[str, float] = field(

@@ -19,6 +19,7 @@ from qdqbench.quantize.pipeline.session import QAT, Session
 from qdqbench.quantize.tasks.data.splits import hub_set, is_hub_source
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
 from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
+from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL
 from qdqbench.quantize.tasks.types.questions import QUESTIONS
 from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.tasks.types.tokens import TOKENS
@@ -33,13 +34,20 @@ HIDDEN = "last_hidden_state"  # output that libraries pool by themselves
 PIPELINES = {
     CLASSIFICATION.name: "text-classification",
     REGRESSION.name: "text-classification",
+    MULTI_LABEL.name: "text-classification",
     RERANKING.name: "text-ranking",
     TOKENS.name: "token-classification",
     QUESTIONS.name: "question-answering",
     PAIRS.name: "sentence-similarity",
     TEXTS_ALONE.name: "sentence-similarity",
 }
-METRICS = {"matthews": "matthews_correlation", "pearson": "pearsonr", "spearman": "spearmanr"}
+METRICS = {
+    "matthews": "matthews_correlation",
+    "pearson": "pearsonr",
+    "spearman": "spearmanr",
+    "f1_micro": "f1",
+    "f1_macro": "f1",
+}
 SENTENCE = "sentence_transformers.models"  # a name of these classes that all its versions read
 DROPPED = ("auto_map", "is_local", "local_files_only")  # code of the model's own, where it was read
 MOST_CARD_BYTES = 1 << 20
@@ -79,7 +87,7 @@ def describe_config(session: Session, results: MeasuredRun, labels: Sequence[str
         about["id2label"] = {str(number): str(name) for number, name in sorted(named.items())}
         about["label2id"] = {name: int(number) for number, name in about["id2label"].items()}
     about["architectures"] = [architecture]
-    if kind in (CLASSIFICATION, REGRESSION):
+    if kind in (CLASSIFICATION, REGRESSION, MULTI_LABEL):
         about["problem_type"] = kind.problem_type
     if kind is REGRESSION:  # else CrossEncoder would answer the sigmoid of the score
         about.setdefault("sentence_transformers", {"activation_fn": "torch.nn.modules.linear.Identity"})
@@ -245,7 +253,7 @@ def describe_card(session: Session, results: MeasuredRun, *, title: str, openvin
     repository, subset, _ = hub_set(config.task, data) if is_hub_source(data) else (None, "", None)
     stages = ((name, results.stages.get(name)) for name in ("engine", "onnxruntime"))
     measured = next(((name, row) for name, row in stages if row and row.status == "done"), None)
-    metrics = [METRICS.get(name, name) for name in config.task.metrics]
+    metrics = [*dict.fromkeys(METRICS.get(name, name) for name in config.task.metrics)]
     card: dict[str, Any] = {
         **{key: value for key, value in base.items() if quantizes or key == "base_model"},
         "library_name": "sentence-transformers" if scores else "transformers.js",

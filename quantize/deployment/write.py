@@ -38,6 +38,7 @@ from qdqbench.quantize.tasks.data.encode import OVERLAP
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
 from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
 from qdqbench.quantize.tasks.types.kind import TaskKind
+from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL
 from qdqbench.quantize.tasks.types.questions import QUESTIONS
 from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.tasks.types.tokens import TOKENS
@@ -69,6 +70,7 @@ TEXTS = "a text", "its second text"
 ANSWERS = {
     CLASSIFICATION.name: ("classes", TEXTS),
     REGRESSION.name: ("score", TEXTS),
+    MULTI_LABEL.name: ("labels", TEXTS),
     RERANKING.name: ("score", ("a query", "a passage")),
     TOKENS.name: ("words", ("words with spaces between them",)),
     QUESTIONS.name: ("span", ("a question", "its context")),
@@ -97,7 +99,7 @@ def describe_texts(kind: TaskKind, columns: int) -> dict[str, Any]:
 
 def read_labels(session: Session) -> list[str]:
     """Return the names of the answers' columns; empty where they are no classes."""
-    classified = session.config.task.kind in (CLASSIFICATION, TOKENS)
+    classified = session.config.task.kind in (CLASSIFICATION, MULTI_LABEL, TOKENS)
     return [*session.class_names] if classified else []
 
 

@@ -18,7 +18,7 @@ from qdqbench.quantize.pipeline.session import CHECKPOINTS, RECORD
 from qdqbench.quantize.recipe.sections import Training
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.data.encode import encode
-from qdqbench.quantize.tasks.data.load import add_label_values, add_tag_classes, load_split
+from qdqbench.quantize.tasks.data.load import add_data_classes, add_label_values, load_split
 from qdqbench.quantize.tasks.data.splits import is_hub_source, read_split
 from qdqbench.quantize.tasks.task import Task, merge_splits, with_classes
 from qdqbench.quantize.tasks.types.encoded import Encoded
@@ -139,7 +139,7 @@ def _load(request: FinetuneRequest) -> _FinetuneData:
     if task.kind.names_classes and request.keep_head:
         task = with_classes(task, read_class_names(base, revision, task.kind))
     elif task.kind.names_classes:
-        task = add_tag_classes(task, request.data)
+        task = add_data_classes(task, request.data)
     task = add_label_values(task, request.data)
     request.task = task = with_classes(task, task.values) if task.values else task
     tokenizer = load_matching_tokenizer(base, revision, task.kind)

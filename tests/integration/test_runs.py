@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from sklearn.metrics import f1_score
 
 from qdqbench.eval.runs.results import Results
 from qdqbench.eval.verification.blocks import stitch
@@ -193,6 +194,9 @@ METRICS = {
     "matthews": lambda logits, labels: np.corrcoef(logits.argmax(1), labels)[0, 1],  # of two classes
     "pearson": lambda logits, labels: np.corrcoef(logits[:, 0], labels)[0, 1],
     "spearman": lambda logits, labels: np.corrcoef(ranks(logits[:, 0]), ranks(labels))[0, 1],
+    "f1_micro": lambda logits, labels: f1_score(labels, logits > 0, average="micro"),
+    "f1_macro": lambda logits, labels: f1_score(labels, logits > 0, average="macro"),
+    "exact_match": lambda logits, labels: np.mean((labels == (logits > 0)).all(axis=1)),
 }
 
 
@@ -212,7 +216,7 @@ def metrics_are_those_of_the_answers(run):
         assert sum(map(len, logits.values())) == EVAL_ROWS * len(splits)
         for metric, value in made.metrics.items():
             split = [*splits][metric.endswith("_mm")]
-            labels = np.array(splits[split][0].dataset[run.session.config.task.label_column])
+            labels = splits[split][1].gold
             known = METRICS[metric.removesuffix("_mm")](logits[split], labels)
             assert value == pytest.approx(known, abs=1e-3 if metric == "spearman" else 1e-5), (name, metric)
 
@@ -267,6 +271,8 @@ def what_is_deployed_answers_as_the_run(run):
         np.testing.assert_allclose([each["score"] for each in made], known[:, 0], atol=most)
     else:
         shares = np.exp(known - np.logaddexp.reduce(known, axis=1, keepdims=True))
+        if run.case.brings == "multi-label":
+            shares = 1 / (1 + np.exp(-known))
         np.testing.assert_allclose([[*each["scores"].values()] for each in made], shares, atol=most)
 
 

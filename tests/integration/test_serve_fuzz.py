@@ -18,7 +18,7 @@ from qdqbench.quantize.deployment.server.batches import Metrics, Model
 from qdqbench.quantize.deployment.server.served import ModelFile, Served
 from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.tasks.task import EMBED, OVER_TOKENS, RERANK, get_task, with_classes
+from qdqbench.quantize.tasks.task import EMBED, NAMED, RERANK, get_task, with_classes
 from qdqbench.quantize.utils.errors import UserError
 
 from ..support.http_client import call, finished
@@ -32,8 +32,8 @@ TASKS = {  # by endpoint: the task, and the width of an answer, of each token wh
     "predict pairs": (get_task("stsb"), 1),
     "embed": (EMBED, 16),
     "rank": (RERANK, 1),
-    "tokens": (with_classes(OVER_TOKENS["tokens"], TAGS), -5),
-    "qa": (OVER_TOKENS["qa"], -2),
+    "tokens": (with_classes(NAMED["tokens"], TAGS), -5),
+    "qa": (NAMED["qa"], -2),
 }
 GOOD = {
     "predict": {"texts": ["a good film"]},

@@ -26,7 +26,9 @@ COLUMNS = {
     "mrpc": ("sentence1", "sentence2"),
     "stsb": ("sentence1", "sentence2"),
     "mnli": ("premise", "hypothesis"),
+    "multi-label": ("text",),
 }
+SIDES = {"blame": -1, "praise": 1}  # classes of texts that have words of a side; some have both
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,9 @@ def rows(task: str, count: int, seed: int) -> dict[str, list]:
     table: dict[str, list] = {columns[0]: texts}
     if len(columns) == 2:
         table[columns[1]] = sentences(count, seed + 2)[0]
+    if task == "multi-label":
+        known = [{WORDS.get(word) for word in text.split()} for text in texts]
+        return table | {"labels": [[name for name, side in SIDES.items() if side in each] for each in known]}
     labels: list = [int(total > 0) for total in sums]
     if task == "stsb":
         table["label"] = [float(total + 3) + float(random.normal(0, 0.3)) for total in sums]
@@ -255,7 +260,12 @@ def write_model(folder: Path, task: str, steps: int | None = None) -> Path:
     num_labels = {"stsb": 1, "mnli": 3}.get(task, 2)
     model, words = new_model(num_labels), tokenizer()
     table = rows(task, 4 * TRAIN_ROWS, 7)
-    labels = torch.tensor(table["label"], dtype=torch.float32 if num_labels == 1 else torch.int64)
+    if task == "multi-label":
+        model.config.problem_type = "multi_label_classification"
+        model.config.id2label = dict(enumerate(SIDES))
+        table["label"] = [[float(name in each) for name in SIDES] for each in table["labels"]]
+    floats = num_labels == 1 or task == "multi-label"
+    labels = torch.tensor(table["label"], dtype=torch.float32 if floats else torch.int64)
     texts = [table[column] for column in COLUMNS[task]]
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     order = np.random.default_rng(0)

@@ -21,6 +21,7 @@ from qdqbench.quantize.tasks.data.splits import Split
 from qdqbench.quantize.tasks.task import EMBED, Task
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
 from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
+from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL
 from qdqbench.quantize.tasks.types.questions import QUESTIONS, Questions
 from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.tasks.types.tokens import TOKENS, Tagged
@@ -169,6 +170,23 @@ class Class(Answer):
         return answers
 
 
+class ClassList(Answer):
+    """The classes that are there."""
+
+    labels: list[str] = Field(description="Whose probability is above 0.5.")
+    scores: dict[str, float] = Field(description="Probability of each class.")
+
+    @classmethod
+    def read(cls, request: Any, rows: Rows, classes: Sequence[str]) -> "list[ClassList]":
+        answers = []
+        for sample, logits in rows:
+            shares = 1 / (1 + np.exp(-logits.astype(np.float64)))
+            scores = dict(zip(classes, shares.tolist(), strict=True))
+            there = [label for label, share in scores.items() if share > 0.5]
+            answers.append(cls(labels=there, scores=scores, **_about(sample)))
+        return answers
+
+
 class Score(Answer):
     """A score."""
 
@@ -270,6 +288,8 @@ ENDPOINTS = {
     (CLASSIFICATION.name, 2): Endpoint("predict", Pairs, Class),
     (REGRESSION.name, 1): Endpoint("predict", Texts, Score),
     (REGRESSION.name, 2): Endpoint("predict", Pairs, Score),
+    (MULTI_LABEL.name, 1): Endpoint("predict", Texts, ClassList),
+    (MULTI_LABEL.name, 2): Endpoint("predict", Pairs, ClassList),
     (RERANKING.name, 2): Endpoint("rank", Ranking, Ranked),
     (TOKENS.name, 1): Endpoint("tokens", Sentences, Tags),
     (QUESTIONS.name, 2): Endpoint("qa", QuestionRequest, Span),

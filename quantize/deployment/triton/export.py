@@ -20,7 +20,9 @@ from qdqbench.quantize.pipeline import data_profiles, graphs, outcomes
 from qdqbench.quantize.pipeline.ownership import locked_for_reading
 from qdqbench.quantize.pipeline.pipeline import require_recorded
 from qdqbench.quantize.pipeline.session import Session, read_config
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
+from qdqbench.quantize.report.formats import clean
+from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL
+from qdqbench.quantize.tasks.types.tokens import TOKENS
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 
@@ -166,7 +168,8 @@ def _describe_model(session: Session, graph: Path, profiles: Sequence[Profile]) 
         warm.append((min(profile.opt[0], max_batch), nearest))
     warm.append((max_batch, lengths[-1]))
     texts = describe_texts(kind, len(task.text_columns))
-    labels = [re.sub(r"\s+", " ", name) for name in read_labels(session) if kind is CLASSIFICATION]
+    # Triton counts lines; it knows no class of a token
+    labels = [re.sub(r"\s+", " ", clean(name)) for name in read_labels(session) if kind is not TOKENS]
     outputs = [_tensor(value) for value in read.output]
     extras = [Tensor(name, "TYPE_INT64", dims) for name, dims in EXTRAS.get(kind.name, {}).items()]
     return {
@@ -177,6 +180,7 @@ def _describe_model(session: Session, graph: Path, profiles: Sequence[Profile]) 
         "names": [each.name for each in (*outputs, *extras)],
         "labels": labels,
         "labelled": bool(labels),
+        "several": kind is MULTI_LABEL,
         "words": texts["words"],
         "truncation": texts["truncation"],
         "pad_id": session.pad_id,

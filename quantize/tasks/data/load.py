@@ -3,17 +3,20 @@
 import difflib
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from qdqbench.quantize.tasks.data.splits import Split, is_hub_source, read_split
-from qdqbench.quantize.tasks.task import GLUE, MULTI_LABEL, Task, with_classes
+from qdqbench.quantize.tasks.task import GLUE, Task, with_classes
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.kind import NUMBERS
+from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL, count_labels
 from qdqbench.quantize.tasks.types.tokens import class_names
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.system.quiet import quiet
 
 if TYPE_CHECKING:
     import datasets
@@ -41,7 +44,7 @@ def load_split(  # noqa: PLR0913
     if limit is not None and limit < 1:
         raise UserError(f"{limit} samples of split {split!r} were asked for; ask for at least 1")
     labelled = labelled and task.kind.labelled
-    loaded = read_split(task, source, split)
+    loaded = join_columns(read_split(task, source, split), task)
     columns = _check_columns(loaded, task, labelled)
     dataset, notes = loaded.dataset.select_columns(columns), [*loaded.notes]
     if labelled and task.values:
@@ -74,6 +77,42 @@ def _ordered(dataset: "datasets.Dataset", task: Task, seed: int | None) -> "data
     count = int(samples.max()) + 1
     order = np.arange(count) if seed is None else np.random.default_rng(seed).permutation(count)
     return dataset.select(np.argsort(np.argsort(order)[samples], kind="stable"))
+
+
+def has_label_lists(task: Task, source: str) -> bool:
+    """Return whether labels of the train split are lists of classes, or columns with commas between them."""
+    if "," in task.label_column:
+        return True
+    try:
+        dataset = read_split(task, source, task.train_split).dataset
+    except UserError:
+        return False  # whoever needs the split says so
+    there = task.label_column in dataset.column_names
+    kind = str(dataset.data.column(task.label_column).type) if there else ""
+    return re.fullmatch(MULTI_LABEL.label_type, kind) is not None
+
+
+def join_columns(split: Split, task: Task) -> Split:
+    """Return a split whose label column lists those of several label columns that are 1 in each row."""
+    dataset, column = split.dataset, task.label_column
+    names = [name.strip() for name in column.split(",")]
+    if len(names) == 1 or column in dataset.column_names or not {*names} <= {*dataset.column_names}:
+        return split
+    columns = dataset.select_columns(names)[:]
+    for name, values in columns.items():
+        if strange := sorted({repr(value) for value in values if value not in (0, 1)}):
+            raise UserError(
+                f"the labels (column {name!r}) of {split.source} are 0 or 1 in columns with commas between "
+                f"them, not {name_list(strange)}; correct them or --label-column"
+            )
+    import datasets
+
+    there = [[number for number, name in enumerate(names) if columns[name][row]] for row in range(split.rows)]
+    feature = datasets.Sequence(datasets.ClassLabel(names=names))
+    with quiet("datasets"):
+        return replace(
+            split, dataset=dataset.remove_columns(names).add_column(column, there, feature=feature)
+        )
 
 
 MOST_VALUES = 1000  # different texts up to which a column may be one of classes
@@ -157,11 +196,6 @@ def _read_labels(
 def _require_plain(column: Any, name: str, source: str) -> None:
     """Refuse labels that are neither numbers, booleans nor texts."""
     kind = str(column.type)
-    if kind.startswith(("list", "large_list", "fixed_size_list")):
-        raise UserError(
-            f"the labels (column {name!r}) of {source} are lists ({kind}); {MULTI_LABEL}. Name a column with "
-            "one label a row (--label-column)"
-        )
     numbers = ("int", "uint", "float", "halffloat", "double", "decimal", "null")
     if not kind.startswith((*numbers, "string", "large_string", "bool", "dictionary")):
         raise UserError(
@@ -186,14 +220,19 @@ def _number_labels(dataset: "datasets.Dataset", task: Task, source: str) -> tupl
     return dataset.select_columns(others).add_column(column, labels), note
 
 
-def add_tag_classes(task: Task, source: str) -> Task:
-    loaded = read_split(task, source, task.train_split)
+def add_data_classes(task: Task, source: str) -> Task:
+    """Return a task with the classes of its train split, by name where labels have names."""
+    loaded = join_columns(read_split(task, source, task.train_split), task)
     _check_columns(loaded, task, labelled=True)
     labels = f"the labels (column {task.label_column!r}) of {loaded.source}"
     kind = str(loaded.dataset.data.column(task.label_column).type)
     if not re.fullmatch(task.kind.label_type, kind):
         raise UserError(f"{labels} are {kind}, not {task.kind.label_values}; name the right --label-column")
-    if not (names := class_names(loaded.dataset, task.label_column)):
+    names = class_names(loaded.dataset, task.label_column)
+    if not names and task.kind is MULTI_LABEL:
+        count = count_labels(loaded.dataset, task.label_column)
+        names = tuple(f"LABEL_{number}" for number in range(count))
+    if not names:
         raise UserError(f"{labels} are numbers without names; write the tags as texts, such as B-PER")
     return with_classes(task, names)
 

@@ -65,7 +65,7 @@ def class_names(dataset: "Dataset", column: str) -> tuple[str, ...]:
     feature = dataset.features[column].feature
     if names := getattr(feature, "names", None):
         return tuple(names)
-    if "int" in str(feature.dtype):
+    if "string" not in str(feature.dtype):
         return ()
     import pyarrow.compute as pc
 
@@ -86,7 +86,8 @@ def is_named(classes: tuple[str, ...]) -> bool:
     return not all(name == f"LABEL_{number}" for number, name in enumerate(classes))
 
 
-def _names_problem(names: tuple[str, ...], task: TaskFields, *, texts: bool) -> str:
+def explain_names(names: tuple[str, ...], task: TaskFields, *, texts: bool) -> str:
+    """Return why names of the data's classes do not fit those of the model; empty: they do."""
     if not is_named(task.classes):
         if texts:
             return (
@@ -94,12 +95,12 @@ def _names_problem(names: tuple[str, ...], task: TaskFields, *, texts: bool) -> 
                 "id2label, or a label column of numbers"
             )
         if names and len(names) != task.num_labels:
-            return f"have {len(names)} tags, but the model has {task.num_labels} classes without names"
+            return f"have {len(names)} names, but the model has {task.num_labels} classes without names"
         return ""
     if lost := sorted({*names} - {*task.classes}):
         return (
             f"are not those of the model: it does not know {name_list(lost)}, only "
-            f"{', '.join(task.classes)}; give a model that was fine-tuned on these tags"
+            f"{', '.join(task.classes)}; give a model that was fine-tuned on these labels"
         )
     return ""
 
@@ -164,7 +165,7 @@ class TokenClassification(TaskKind):
                 f"are no IOB2 tags (B-, I- and O) but {name_list(strange)}, so there are no entities to "
                 "score; take --metric accuracy"
             )
-        return _names_problem(names, task, texts="int" not in str(flat.type))
+        return explain_names(names, task, texts="int" not in str(flat.type))
 
     def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
         names, classes, warnings = class_names(dataset, task.label_column), task.classes, []

@@ -16,7 +16,7 @@ from qdqbench.eval.metrics.answers import (
     list_changed_answers,
     predict_answers,
 )
-from qdqbench.quantize.tasks.task import EMBED, TOKEN_TASK, get_task, with_classes
+from qdqbench.quantize.tasks.task import EMBED, NAMED, get_task, with_classes
 from qdqbench.quantize.tasks.types.tokens import Tagged
 
 SST2 = get_task("sst2")
@@ -111,7 +111,7 @@ def test_a_class_without_samples_has_no_recall(sentences):
 
 def test_words_of_one_sentence_go_together(tmp_path):
     names = ["O", "B-PER"]
-    task = with_classes(TOKEN_TASK, names)
+    task = with_classes(NAMED["tokens"], names)
     gold = Tagged(np.array([0, 1, 1, 0]), np.array([3, 1]), tuple(names))
     before = np.eye(2)[[0, 1, 1, 0]]
     after = np.eye(2)[[0, 0, 0, 0]]

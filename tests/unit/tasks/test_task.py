@@ -81,11 +81,6 @@ def test_model_head_against_task(task, labels, problem_type, fits):
             check_model_fits(get_task(task), model_labels=labels, problem_type=problem_type)
 
 
-def test_several_labels_a_text_are_refused_by_name():
-    with pytest.raises(UserError, match=r"several labels a text .*; multi-label classification"):
-        check_model_fits(get_task("sst2"), model_labels=2, problem_type="multi_label_classification")
-
-
 def test_wrong_head_names_the_tasks_it_would_fit():
     with pytest.raises(UserError, match=r"such a head: stsb\)"):
         check_model_fits(get_task("sst2"), model_labels=1, problem_type="regression")

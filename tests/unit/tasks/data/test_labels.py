@@ -188,8 +188,7 @@ def test_what_has_another_form_is_not_called_damaged_alone(tmp_path):
 @pytest.mark.parametrize(
     ("label", "said"),
     [
-        ([0, 1], "are lists .*; multi-label classification has no metrics here"),
-        (["joy", "anger"], "are lists .*; multi-label classification"),
+        ([[0], [1]], "are list<.*list<.*, neither numbers nor texts"),
         ({"a": 1}, "are struct.*, neither numbers nor texts"),
         (datetime(2026, 1, 1), "are timestamp.*, neither numbers nor texts"),
         (b"a", "are binary, neither numbers nor texts"),

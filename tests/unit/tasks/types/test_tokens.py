@@ -11,7 +11,7 @@ from seqeval import metrics as seqeval
 
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.data.encode import encode
-from qdqbench.quantize.tasks.data.load import add_tag_classes, load_split
+from qdqbench.quantize.tasks.data.load import add_data_classes, load_split
 from qdqbench.quantize.tasks.task import get_task, with_classes
 from qdqbench.quantize.tasks.types.tokens import TOKENS, Tagged
 from qdqbench.quantize.utils.errors import UserError
@@ -109,12 +109,12 @@ def test_numbers_with_names_are_matched_by_name_and_without_by_order(tmp_path):
     rows.to_parquet(tmp_path / "train.parquet")
     task = with_classes(get_task("tokens"), heads.TAGS)
     assert encode(load_split(task, str(tmp_path), "train"), task, tokenizer(), 8).labels.tolist() == [0, 3]
-    assert add_tag_classes(get_task("tokens"), str(tmp_path)).classes == ("B-BAD", "O")
+    assert add_data_classes(get_task("tokens"), str(tmp_path)).classes == ("B-BAD", "O")
     (tmp_path / "train.parquet").unlink()
     encoded = encode(split_of(tmp_path, {"tokens": [["a"]], "ner_tags": [[3]]}, task), task, tokenizer(), 8)
     assert (encoded.labels.tolist(), "without names" in encoded.warnings[0]) == ([3], True)
     with pytest.raises(UserError, match="numbers without names; write the tags as texts"):
-        add_tag_classes(get_task("tokens"), str(tmp_path))
+        add_data_classes(get_task("tokens"), str(tmp_path))
 
 
 @pytest.mark.parametrize(
