@@ -27,7 +27,6 @@ LOCK = ROOT / "constraints.lock"
 BUILD = ("setuptools", "wheel", "setuptools-scm")  # what this project and seqeval are built with
 LOCAL_TORCH = re.compile(r"torch-[^-]*\+")  # a build for one device: not of PyPI, so you pointed pip at it
 NOT_COMPILED = r"[/\\](tests|transformers[/\\]models)[/\\]"  # a third of the time; few are imported
-MEASURE = ["bench", "runs/bert-int8-linears-embedded", "--batch", "32", "--length", "32", "--no-baselines"]
 BIN = VENV / ("Scripts" if os.name == "nt" else "bin")
 
 
@@ -137,12 +136,8 @@ def main() -> None:
         install("quantize,rtx,openvino")
         # not in ROOT: the paths among the arguments are the caller's
         environment = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-        commands = [sys.argv[1:]] if sys.argv[2:] else [["run"], MEASURE]
-        for words in commands:
-            done = subprocess.run([str(BIN / "qdqbench"), *words], env=environment, check=False)
-            if done.returncode:
-                sys.exit(done.returncode)
-        return
+        done = subprocess.run([str(BIN / "qdqbench"), *sys.argv[1:]], env=environment, check=False)
+        sys.exit(done.returncode)
     if sys.argv[1:2] == ["test"]:
         test(sys.argv[2:])
     if sys.argv[1:] == ["lint"]:

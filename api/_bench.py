@@ -13,7 +13,7 @@ from qdqbench._runs import Progress
 from qdqbench.eval.bench.cpu import CpuWork
 from qdqbench.eval.bench.gpu import GpuWork, background, start_compiles, start_export
 from qdqbench.eval.bench.report import write_bench_reports
-from qdqbench.eval.bench.results import BENCH_FILE, TENSORRT_SYSTEMS, Bench, write_bench
+from qdqbench.eval.bench.results import BENCH_FILE, TENSORRT_SYSTEMS, Bench, read_earlier, write_bench
 from qdqbench.eval.bench.run import require_gpu, run_bench
 from qdqbench.eval.bench.systems import TABLE, BenchPlan, own_backend
 from qdqbench.eval.bench.target import (
@@ -109,7 +109,15 @@ def start_bench(target: str | Path | None, options: BenchOptions) -> tuple[Bench
             plan = plan.model_copy(update={"splits": splits})
         check_lengths(opened, plan.lengths)
         save = partial(write_bench, place / BENCH_FILE)
-        result = run_bench(opened, plan, work, command=invocation(), backend=backend, save=save)
+        result = run_bench(
+            opened,
+            plan,
+            work,
+            command=invocation(),
+            backend=backend,
+            save=save,
+            earlier=read_earlier(place / BENCH_FILE, opened.about.files),
+        )
         return (result, []) if options.build_only else _report(result, place)
 
 

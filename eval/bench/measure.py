@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from filelock import FileLock, Timeout
 
-from qdqbench.eval.bench.results import compare_rounds
+from qdqbench.eval.bench.results import Shape, compare_rounds
 from qdqbench.eval.metrics.results import Speedup
 from qdqbench.quantize.engine.build import build, require_int8
 from qdqbench.quantize.engine.cpu_runtimes import Compute
@@ -55,7 +55,6 @@ LEAST_ROWS = 4  # to check: two can have the same logits in BF16
 # A fast wrong answer is no result: INT8 q, k and v without an INT8 softmax gave 0.8.
 MAX_REL_ERROR = {"int8": 0.5, "fp16": 0.1, "bf16": 0.1, "fp32": 0.1}
 INPUT_SETS = 4
-Shape = tuple[int, int]  # batch, length
 
 
 class Lane(Protocol):
@@ -518,7 +517,8 @@ def measure_speedup(engine: OpenEngine, baseline: OpenEngine, shape: Shape) -> S
             raise CheckFailed(f"{what} gives {error} at {config}")
     bursts = measure_rounds([ours, theirs], effort)
     own, base = ([burst.median_ms for burst in bursts[system.name]] for system in (ours, theirs))
-    return compare_rounds(ours.name, theirs.name, config, own, base, session.config.seed)
+    ratio = compare_rounds(own, base, session.config.seed)
+    return Speedup(**ratio.model_dump(), system=ours.name, baseline=theirs.name, config=config)
 
 
 @contextlib.contextmanager

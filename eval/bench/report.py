@@ -1,8 +1,8 @@
 """The report of a bench: its page, Markdown and screen, a section of the run's report, and rows of tables."""
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from qdqbench.eval.bench.results import (
     BenchRow,
     config_label,
     headline_of,
+    list_speed,
     over_fastest,
     rate_of,
     read_bench,
@@ -23,7 +24,8 @@ from qdqbench.eval.bench.results import (
     speedup_of,
 )
 from qdqbench.eval.metrics import figures
-from qdqbench.eval.metrics.results import Speedup, SpeedVerdict
+from qdqbench.eval.metrics.gate import judge_shapes
+from qdqbench.eval.metrics.results import Speedup
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.figures import share
@@ -74,7 +76,7 @@ ENGINE_SHAPES = {
 }
 GPU_UNITS = {"clock_mhz": "MHz", "power_w": "W", "temperature_c": "°C"}
 QUICK = (
-    "This is the quick bench that ends a run: one shape and one twin. `qdqbench bench RUN` measures more "
+    "This is the quick bench that ends a run: a few shapes and one twin. `qdqbench bench RUN` adds other "
     "shapes, PyTorch and other quantizers."
 )
 Rows = list[tuple[str, list[doc.Cell]]]
@@ -170,18 +172,17 @@ def write_bench_reports(bench: Bench, folder: Path) -> list[Path]:
 
 def bench_report(bench: Bench) -> doc.Report:
     bench = cleaned(bench)
-    ratios = [headline_of(bench.systems, config) for config in bench.configs]
     facts = {"Settings": flat(bench.settings.model_dump()), "Model": flat(bench.target.model_dump())}
     title = f"{model_label(bench.target.name)}{' (random weights)' if bench.target.random_weights else ''}"
     about = [str(bench.recipe.get("name", "recipe"))]
     return doc.Report(
         doc.page_of(bench, "speed", title, about, BENCH_FILE, facts=facts),
         [doc.Section("speed", "Speed", _blocks(bench))],
-        _verdict(bench, ratios),
+        _verdict(bench),
         tiles=[
             _tile(bench, config, ratio)
-            for config, ratio in [*zip(bench.configs, ratios, strict=True)][:5]
-            if ratio is not None
+            for config in bench.configs[:5]
+            if (ratio := headline_of(bench.systems, config)) is not None
         ],
         warnings=bench.warnings,
         notes=bench.notes,
@@ -190,8 +191,7 @@ def bench_report(bench: Bench) -> doc.Report:
 
 def _tile(bench: Bench, config: BenchConfig, ratio: Speedup) -> doc.Tile:
     remark = f"over {_named(bench, config, ratio.baseline).text} ms"
-    if ratio.verdict == "inconclusive":
-        remark += f"; inconclusive: {ratio.interval}"
+    remark = f"{ratio.leading.interval} {remark}".strip()
     return doc.Tile(config_text(bench, config), figures.speed_text(ratio), remark, figures.speed(ratio).state)
 
 
@@ -207,7 +207,7 @@ def bench_blocks(found: Bench | str) -> list[doc.Block]:
         *([QUICK] if bench.settings.quick else []),
         *(doc.Prose(line, "unclear") for line in bench.warnings),
         *(doc.Prose(line, "quiet") for line in bench.notes),
-        *_blocks(bench),
+        *_blocks(bench, timed=False),
     ]
 
 
@@ -268,7 +268,7 @@ def slow_lines(bench: Bench) -> list[str]:
         if bench.device == "cpu":
             ratios = [ratio for ratio in config.speedups if ratio.system == "int8"]
         for ratio in ratios:
-            if ratio is not None and ratio.verdict == "slower":
+            if ratio is not None and ratio.leading.verdict == "slower":
                 reasons = config.slow_reasons if ratio == same_backend else []
                 what = f"{bench.labels[ratio.system]} is slower than {bench.labels[ratio.baseline]}"
                 why = f": {'; '.join(reasons)}" if reasons else ""
@@ -351,53 +351,81 @@ def ratio_rows(bench: Bench) -> Rows:
     labels, configs = bench.labels, bench.configs
     measured = {(ratio.system, ratio.baseline) for config in configs for ratio in config.speedups}
     rows = [
-        (f"{labels[a]} over {labels[b]}", [figures.speed(speedup_of(config, a, b)) for config in configs])
+        (f"{labels[a]} over {labels[b]}", [_short(speedup_of(config, a, b)) for config in configs])
         for a, b in NAMED_RATIOS
         if (a, b) in measured
     ]
     title = headline_title(bench).removeprefix("INT8 ")
     for name in labels:
         if bench.device == "gpu" and name.startswith("int8-") and name not in OURS:
-            cells = [figures.speed(over_fastest(bench.systems, config, name)) for config in configs]
+            cells = [_short(over_fastest(bench.systems, config, name)) for config in configs]
             rows.append((f"{labels[name]} {title}", cells))
     return rows
 
 
-def _verdict(bench: Bench, ratios: Sequence[Speedup | None]) -> doc.Verdict:
-    verdicts, slow = Counter(ratio.verdict for ratio in ratios if ratio is not None), slow_lines(bench)
-    state: doc.State = "" if slow else "good"
-    if bench.errors or not bench.configs or verdicts["slower"]:
-        state = "bad"
-    elif verdicts["inconclusive"]:
-        state = "unclear"
-    return doc.Verdict(state, _title(bench, verdicts, state), hardware(bench), [*bench.errors, *slow])
+def _short(ratio: Speedup | None) -> doc.Cell:
+    return replace(figures.speed(ratio), short=figures.speed_text(ratio)) if ratio else doc.Cell()
 
 
-def _title(bench: Bench, verdicts: Mapping[SpeedVerdict, int], state: doc.State) -> str:
-    shapes = count_of(len(bench.configs), "shape")
+def _verdict(bench: Bench) -> doc.Verdict:
+    shapes = judge_shapes([*list_speed(bench)])
+    text, state = figures.speed_verdict(shapes)
     if bench.errors or not bench.configs:
+        state = "bad"
+    lines: list[doc.Line] = [("Speed", text, state), ("Machine", hardware(bench), "")]
+    return doc.Verdict(
+        state, _title(bench, shapes), failures=[*bench.errors, *slow_lines(bench)], lines=lines
+    )
+
+
+def _title(bench: Bench, shapes: Sequence[Speedup]) -> str:
+    if bench.errors or not shapes:
         return "The measurement has errors" if bench.errors else "Nothing was measured"
-    if state == "bad":
-        return f"INT8 is slower at {verdicts['slower']} of {shapes}"
-    if state == "unclear":
-        return f"Inconclusive at {verdicts['inconclusive']} of {shapes}"
-    return "INT8 is faster" if state == "good" else "INT8 is as fast"
+    verdict = shapes[0].leading.verdict
+    where = f" {figures.places(shapes)}" if verdict in ("slower", "inconclusive") else ""
+    return f"Speed cannot be told{where}" if verdict == "inconclusive" else f"INT8 is {verdict}{where}"
 
 
-def _blocks(bench: Bench) -> list[doc.Block]:
+def speed_table(speed: Sequence[Speedup], title: str = "") -> doc.Table:
+    """Return every shape that was timed, the slowest first, with CPU time and conditions."""
+    return doc.table_of(
+        sorted(speed, key=lambda row: row.leading.value),
+        ("shape", lambda row: row.config),
+        ("times as fast", figures.speed),
+        *([("by CPU time", figures.cpu_speed)] if any(map(figures.cpu_speed, speed)) else []),
+        ("INT8, ms", lambda row: doc.Cell(figures.latency(row), note=row.system)),
+        ("baseline, ms", lambda row: doc.Cell(figures.latency(row.baseline_ms), note=row.baseline)),
+        ("measured", _conditions),
+        title=title,
+        texts=(0, -1),
+        look="full cards",
+        screen=range(4 + any(map(figures.cpu_speed, speed))),
+        on=doc.EVERYWHERE,
+    )
+
+
+def _conditions(row: Speedup) -> doc.Cell:
+    about = row.conditions
+    when = about.created.replace("T", " ").replace("+00:00", " UTC") if about else ""
+    parts = ["at the end of the run"] if row.quick else []
+    parts += [f"{count_of(about.rounds, 'round')}"] if about else []
+    parts += [count_of(about.threads, "thread")] if about and about.threads else []
+    parts += [f"others took {row.other_cores:.1f} cores"] if row.other_cores else []
+    return doc.Cell(when, note=", ".join(parts))
+
+
+def _blocks(bench: Bench, *, timed: bool = True) -> list[doc.Block]:
+    """Return tables and charts of a bench, with `timed` also what was timed of the same files before."""
     names = [config_text(bench, config) for config in bench.configs]
     medians = [*latency_rows(bench), *ratio_rows(bench)]
-    heads = [
-        doc.row(name, *headline_cells(bench, each)) for name, each in zip(names, bench.configs, strict=True)
-    ]
-    columns = ["shape", headline_title(bench), "INT8, ms", "baseline, ms"]
     draws: list[Callable[[Bench], str]] = [latency_svg, speedup_svg, throughput_svg]
     interrupted = doc.Prose(
         "Interrupted: only the shapes that were finished are here.", "unclear", doc.EVERYWHERE
     )
     count = sum(len(config.rows) for config in bench.configs)
     blocks: list[doc.Block] = [] if bench.complete else [interrupted]
-    blocks.append(doc.Table(columns, heads, look="full cards", on=doc.EVERYWHERE))
+    if timed:
+        blocks.append(speed_table([*list_speed(bench)], headline_title(bench)))
     rows = [doc.row(name, *cells) for name, cells in medians]
     blocks.append(doc.Table(["median latency, ms", *names], rows, look="full names"))
     for part in (slice(first, first + SCREEN_CONFIGS) for first in range(0, len(names), SCREEN_CONFIGS)):

@@ -1,13 +1,14 @@
 """Schema of `bench.json`, every number of one `qdqbench bench` (documented in docs/reference/results.md)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from qdqbench.eval.metrics.results import Speedup
+from qdqbench.eval.metrics.results import Conditions, Ratio, Speedup
 from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import TENSORRT
 from qdqbench.quantize.utils.schema import Strict, Tabular, field, read
 
@@ -17,6 +18,7 @@ OURS = ("int8", "int8-exact")  # INT8 engines that a bench is about
 # those of TensorRT where the bench is about kernels of backend cuda; else these are `int8-cuda`
 TENSORRT_SYSTEMS = [f"int8-{name}{shapes}" for name in TENSORRT for shapes in ("", "-exact")]
 Device = Literal["gpu", "cpu"]
+Shape = tuple[int, int]  # batch, length
 Precision = Literal["int8", "fp16", "bf16", "fp32"]
 EngineShapes = Literal["both", "exact", "recipe"]
 
@@ -52,8 +54,9 @@ class BenchSettings(Strict):
     )
     seed: int = field("Seed of random weights, inputs and bootstrap.")
     threads: int | None = field("Threads of each system on a CPU; null on a GPU.", default=None)
-    quick: bool = field(
-        "True for the bench that ends a run: its own engine and one twin at one shape.", default=False
+    quick: bool = field("True for the bench that ends a run: its own engine and one twin.", default=False)
+    shapes: list[Shape] = field(
+        "Batch and length of each shape, in place of all batches at all lengths; empty without.", default=[]
     )
 
 
@@ -116,6 +119,9 @@ class BenchRow(Strict):
         "99th percentile of the latency in ms; null below 100 inferences.", default=None
     )
     round_ms: list[float] = field("Median latency of each round in ms.", default=[])
+    round_cpu_ms: list[float] = field(
+        "CPU time of all threads per inference in ms by round; empty on a GPU.", default=[]
+    )
     cpu_ms: float | None = field(
         "CPU time of all threads per inference in ms, median over rounds; null on a GPU.", default=None
     )
@@ -190,6 +196,10 @@ class BenchConfig(Strict):
     elapsed_s: float | None = field(
         "Wall time of preparing and measuring this config in seconds; null if not known.", default=None
     )
+    other_cores: float | None = field(
+        "Cores that other processes took while it was timed, in the mean; null on a GPU or if not known.",
+        default=None,
+    )
 
 
 class BenchCpu(Strict):
@@ -233,6 +243,7 @@ class Bench(Tabular):
         "Wall time of builds and compilations before the first config in seconds; null if not known.",
         default=None,
     )
+    earlier: list["Bench"] = field("Benches of the same files before this one, the latest first.", default=[])
 
     def facts(self) -> dict[str, Any]:
         """Return what a notebook shows of it."""
@@ -243,6 +254,11 @@ class Bench(Tabular):
     @property
     def labels(self) -> dict[str, str]:
         return {system.name: system.label for system in self.systems}
+
+    @property
+    def all(self) -> list["Bench"]:
+        """This bench and those before it."""
+        return [self, *self.earlier]
 
     def rows(self) -> Iterator[dict[str, Any]]:
         shape = {"kind", "batch", "length", "sequences"}
@@ -258,6 +274,16 @@ def write_bench(path: Path, bench: Bench) -> None:
     files.write_json(path, bench.model_dump(mode="json"))
 
 
+def read_earlier(path: Path, measured: Mapping[str, str]) -> list[Bench]:
+    """Return the benches in a file that are of the same files as a new one, by their SHA-256."""
+    try:
+        known = read_bench(path).all if path.is_file() else []
+    except UserError:  # of another version
+        return []
+    kept = [bench for bench in known if bench.configs and bench.target.files == measured]
+    return [bench.model_copy(update={"earlier": []}) for bench in kept]
+
+
 def row_of(config: BenchConfig, system: str) -> BenchRow | None:
     return next((row for row in config.rows if row.system == system and row.status == "done"), None)
 
@@ -268,16 +294,9 @@ def rate_of(config: BenchConfig, system: str, streams: int) -> float | None:
     return rates.get(streams)
 
 
-def compare_rounds(  # noqa: PLR0913, PLR0917
-    system: str,
-    baseline: str,
-    config: str,
-    system_rounds: Sequence[float],
-    baseline_rounds: Sequence[float],
-    seed: int = 0,
-) -> Speedup:
+def compare_rounds(system: Sequence[float], baseline: Sequence[float], seed: int = 0) -> Ratio:
     """Return the ratio of the medians of rounds (milliseconds), with 95% by paired bootstrap over rounds."""
-    own, base = np.asarray(system_rounds), np.asarray(baseline_rounds)
+    own, base = np.asarray(system), np.asarray(baseline)
     own_ms, base_ms = float(np.median(own)), float(np.median(base))
     value, low, high = base_ms / own_ms, None, None
     if len(base) >= 3:
@@ -286,19 +305,12 @@ def compare_rounds(  # noqa: PLR0913, PLR0917
         # the value is the estimate: an interval of a few rounds must not exclude it by interpolation
         low, high = (float(edge) for edge in np.percentile(ratios, [2.5, 97.5]))
         low, high = min(low, value), max(high, value)
-    return Speedup(
-        system=system,
-        baseline=baseline,
-        config=config,
-        value=value,
-        ci95_low=low,
-        ci95_high=high,
-        system_ms=own_ms,
-        baseline_ms=base_ms,
-    )
+    return Ratio(value=value, ci95_low=low, ci95_high=high, system_ms=own_ms, baseline_ms=base_ms)
 
 
-def compute_speedups(rows: Sequence[BenchRow], config: str, seed: int) -> list[Speedup]:
+def compute_speedups(
+    rows: Sequence[BenchRow], config: str, seed: int, other_cores: float | None = None
+) -> list[Speedup]:
     """Return INT8 over all others, these over the FP16 engine, and other recipes over what is not INT8."""
     done = {row.system: row for row in rows if row.status == "done"}
     pairs = [(own, name) for own in OURS for name in done if name not in OURS]
@@ -306,10 +318,25 @@ def compute_speedups(rows: Sequence[BenchRow], config: str, seed: int) -> list[S
     pairs += [(own, name) for own in more for name in done if not name.startswith("int8")]
     pairs += [(name, "fp16") for name in done if name not in (*OURS, *more, "fp16")] + [OURS[::-1]]
     return [
-        compare_rounds(system, baseline, config, done[system].round_ms, done[baseline].round_ms, seed)
+        speedup_between(done[system], done[baseline], config, seed, other_cores)
         for system, baseline in pairs
         if done.keys() >= {system, baseline}
     ]
+
+
+def speedup_between(
+    own: BenchRow, base: BenchRow, config: str, seed: int, other_cores: float | None
+) -> Speedup:
+    wall = compare_rounds(own.round_ms, base.round_ms, seed)
+    times = own.round_cpu_ms, base.round_cpu_ms
+    return Speedup(
+        **wall.model_dump(),
+        system=own.system,
+        baseline=base.system,
+        config=config,
+        cpu=compare_rounds(*times, seed) if all(map(all, times)) and all(times) else None,
+        other_cores=other_cores,
+    )
 
 
 def speedup_of(config: BenchConfig, system: str, baseline: str) -> Speedup | None:
@@ -326,10 +353,29 @@ def headline_of(systems: Sequence[BenchSystem], config: BenchConfig) -> Speedup 
 def over_fastest(systems: Sequence[BenchSystem], config: BenchConfig, name: str) -> Speedup | None:
     floats = {system.name for system in systems if system.precision != "int8"}
     ratios = [s for s in config.speedups if s.system == name and s.baseline in floats]
-    return min(ratios, key=lambda ratio: ratio.value, default=None)
+    return min(ratios, key=lambda ratio: ratio.leading.value, default=None)
 
 
 def config_label(config: BenchConfig, task: str | None) -> str:
     if config.kind == "fixed":
         return f"b{config.batch} s{config.length}"
     return f"b{config.batch} {task} lengths"
+
+
+def list_speed(bench: Bench) -> Iterator[Speedup]:
+    """Yield the headline of each config with labels and conditions; also those of earlier benches."""
+    for each in bench.all:
+        machine = each.environment.get("cpu" if each.device == "cpu" else "gpu")
+        conditions = Conditions(
+            created=each.created,
+            command=each.command,
+            machine=str(machine or "unknown"),
+            threads=each.settings.threads,
+            rounds=each.settings.rounds,
+            load_before=each.cpu.load_before if each.cpu else None,
+        )
+        more = {"quick": each.settings.quick, "conditions": conditions}
+        for config in each.configs:
+            if (best := headline_of(each.systems, config)) is not None:
+                names = {"system": each.labels[best.system], "baseline": each.labels[best.baseline]}
+                yield best.model_copy(update=names | more)

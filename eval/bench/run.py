@@ -42,7 +42,7 @@ from qdqbench.quantize.lint.inspection import explain_slowdown
 from qdqbench.quantize.report.figures import uncovered
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.utils.progress import report_phase, reporter
-from qdqbench.quantize.utils.system.cpu import cpu_hazards, find_cpu
+from qdqbench.quantize.utils.system.cpu import CpuUse, cpu_hazards, find_cpu
 from qdqbench.quantize.utils.system.environment import describe_environment, now
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
@@ -178,6 +178,7 @@ def run_bench(  # noqa: PLR0913
     command: str,
     backend: tuple[str, str] = ("", ""),
     save: Callable[[Bench], None] = lambda bench: None,
+    earlier: Sequence[Bench] = (),
 ) -> Bench:
     """Measure every config; `save` gets what is known after each."""
     on_cpu, clock = options.device == "cpu", time.monotonic()
@@ -202,6 +203,7 @@ def run_bench(  # noqa: PLR0913
         warnings=[],
         errors=[],
         environment=describe_environment(),
+        earlier=[*earlier],
     )
     monitor = None if on_cpu else GpuMonitor(gpu_uuid())
     if not options.keep_engines:
@@ -243,7 +245,9 @@ def _measure_config(result: Bench, here: Preparation[Any], monitor: GpuMonitor |
         report_phase("verifying outputs")
         reference = _check(entries)
         ready = [entry.system for entry in entries if entry.system is not None]
+        before = CpuUse.read()
         measured = measure_rounds(ready, effort)
+        others = CpuUse.read().others_since(before) if on_cpu else None
         _check(entries)  # several streams or a graph may have spoilt what was right before
         _read_kernels(result, entries, label)
         for entry in entries:
@@ -251,7 +255,8 @@ def _measure_config(result: Bench, here: Preparation[Any], monitor: GpuMonitor |
                 bursts = measured[entry.row.system]
                 fill_row(entry.row, bursts, config.sequences, effort.streams)
                 if on_cpu:
-                    entry.row.cpu_ms = float(np.median([burst.cpu_ms for burst in bursts]))
+                    entry.row.round_cpu_ms = [burst.cpu_ms for burst in bursts]
+                    entry.row.cpu_ms = float(np.median(entry.row.round_cpu_ms))
                 windows = [(burst.start, burst.end) for burst in bursts]
                 for name, value in (monitor.during(windows) if monitor else {}).items():
                     setattr(entry.row, name, value)
@@ -269,8 +274,10 @@ def _measure_config(result: Bench, here: Preparation[Any], monitor: GpuMonitor |
             rows=[entry.row for entry in entries],
             speedups=[],
             elapsed_s=round(time.monotonic() - clock, 1),
+            other_cores=others,
         )
-        row.speedups = compute_speedups(row.rows, config_label(row, result.settings.dataset), options.seed)
+        where = config_label(row, result.settings.dataset)
+        row.speedups = compute_speedups(row.rows, where, options.seed, others)
         row.headline = headline_of(result.systems, row)
         row.slow_reasons = _slow_reasons(row, entries)
         for entry in entries:
@@ -325,7 +332,7 @@ def _slow_reasons(config: BenchConfig, entries: Sequence[Entry]) -> list[str]:
     ratio = speedup_of(config, "int8", "fp16")
     layers = {entry.row.system: entry.layers for entry in entries}
     int8, fp16 = layers.get("int8"), layers.get("fp16")
-    slower = ratio is not None and ratio.verdict == "slower"
+    slower = ratio is not None and ratio.leading.verdict == "slower"
     return list(explain_slowdown(int8, fp16)) if slower and int8 and fp16 else []
 
 

@@ -61,7 +61,8 @@ class Config:
 
 
 def configs_of(options: BenchPlan) -> list[Config]:
-    fixed = [Config(batch, length, None) for length in options.lengths for batch in options.batches]
+    every = [(batch, length) for length in options.lengths for batch in options.batches]
+    fixed = [Config(*shape, None) for shape in options.shapes or every]
     return fixed + [Config(split.batch, None, split) for split in options.splits]
 
 

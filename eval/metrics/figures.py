@@ -1,13 +1,25 @@
 """How what is measured is put into words: once for tiles, cells, sentences and lines of a stage."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from qdqbench.eval.metrics.results import Comparison, Speedup, SpeedVerdict
+from qdqbench.eval.metrics.results import Comparison, Ratio, Speedup, SpeedVerdict
 from qdqbench.quantize.report.document import Cell, State
 from qdqbench.quantize.report.formats import in_points, label, with_error
 
-SPEED_STATES: dict[SpeedVerdict, State] = {"faster": "", "slower": "bad", "inconclusive": "unclear"}
+SPEED_STATES: dict[SpeedVerdict, State] = {
+    "faster": "",
+    "as fast": "",
+    "slower": "bad",
+    "inconclusive": "unclear",
+}
+VERDICT_STATES: dict[SpeedVerdict, State] = {**SPEED_STATES, "faster": "good"}
+SPEED_WORDS: dict[SpeedVerdict, str] = {
+    "faster": "faster",
+    "as fast": "as fast",
+    "slower": "SLOWER",
+    "inconclusive": "cannot be told",
+}
 
 
 class Scored(Protocol):
@@ -70,29 +82,58 @@ def divergence(versus: Comparison) -> Cell:
 
 
 def speed(ratio: Speedup | None) -> Cell:
-    """Return a speed-up with its interval, and the verdict unless it is faster: 0.90x [0.85, 0.95] slower."""
+    """Return a speed-up with its interval, and the verdict unless it is faster: 0.90x [0.85, 0.95] slower.
+
+    Where other processes took the cores, it is that of CPU times, and that of wall times is the note.
+    """
     if ratio is None:
         return Cell()
-    value = f"{ratio.value:.2f}x"
-    verdict = "" if ratio.verdict == "faster" else ratio.verdict
-    text = " ".join(filter(None, (value, ratio.interval, verdict)))
-    return Cell(text, SPEED_STATES[ratio.verdict], short=value, sort=ratio.value)
+    leads = ratio.leading
+    verdict = "" if leads.verdict == "faster" else leads.verdict
+    by = "by CPU time" if ratio.by_cpu_time else ""
+    text = " ".join(filter(None, (speed_text(ratio), leads.interval, by, verdict)))
+    note = f"by wall time {_bare(ratio)}" if ratio.by_cpu_time else ""
+    return Cell(text, SPEED_STATES[leads.verdict], note=note, sort=leads.value)
 
 
 def speed_text(ratio: Speedup | None) -> str:
-    return f"{ratio.value:.2f}x" if ratio else ""
+    return f"{ratio.leading.value:.2f}x" if ratio else ""
 
 
-def speed_clause(ratio: Speedup) -> str:
-    """Return a speed-up in a sentence on INT8: 1.40x as fast as FP16 engine at b32 s128."""
-    slower, unclear = ratio.verdict == "slower", ratio.verdict == "inconclusive"
-    about = [speed_text(ratio)] if slower else []
-    about += ["quick bench"] if ratio.quick else []
-    about += [f"95% CI {ratio.interval}"] if ratio.interval and (ratio.quick or unclear) else []
-    about += ["inconclusive"] if unclear else []
-    text = "SLOWER than" if slower else f"{speed_text(ratio)} as fast as"
-    remark = f" ({', '.join(about)})" if about else ""
-    return f"{text} {ratio.baseline} at {ratio.config}{remark}"
+def _bare(ratio: Ratio) -> str:
+    return f"{ratio.value:.2f}x {ratio.interval}".strip()
+
+
+def cpu_speed(ratio: Speedup) -> str:
+    """Return the speed-up by CPU time, empty where it was not read or leads already."""
+    return "" if ratio.cpu is None or ratio.by_cpu_time else _bare(ratio.cpu)
+
+
+def speed_place(ratio: Speedup) -> str:
+    """Return a speed-up and where it was measured: 1.40x [1.38, 1.42] over FP16 engine at b32 s128."""
+    by = " by CPU time" if ratio.by_cpu_time else ""
+    return f"{_bare(ratio.leading)}{by} over {ratio.baseline} at {ratio.config}"
+
+
+def slower_at(shapes: Sequence[Speedup]) -> str:
+    """Return where INT8 is slower of shapes with the worst first, empty if nowhere: at 1 of 3 shapes."""
+    return places(shapes) if shapes and shapes[0].leading.verdict == "slower" else ""
+
+
+def places(shapes: Sequence[Speedup]) -> str:
+    """Return where the worst verdict was, of shapes with the worst first: at 1 of 3 shapes."""
+    same = sum(row.leading.verdict == shapes[0].leading.verdict for row in shapes)
+    return f"at {shapes[0].config}" if len(shapes) == 1 else f"at {same} of {len(shapes)} shapes"
+
+
+def speed_verdict(shapes: Sequence[Speedup]) -> tuple[str, State]:
+    """Return the verdict on speed at shapes that have the worst first: slower at 1 of 3 shapes: ..."""
+    if not shapes:
+        return "not measured until `qdqbench bench RUN`", ""
+    worst, best = shapes[0], shapes[-1]
+    text = f"{SPEED_WORDS[worst.leading.verdict]} {places(shapes)}: {speed_place(worst)}"
+    text += f"; best {speed_place(best)}" if worst is not best else ""
+    return text, VERDICT_STATES[worst.leading.verdict]
 
 
 def latency(measured: Speedup | float | None) -> str:

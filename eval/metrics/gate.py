@@ -1,13 +1,15 @@
 """The gate's `max_drop`: what it means, for every command that judges a drop by it."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
-from qdqbench.eval.metrics.results import Comparison, GateIssue, Speedup
+from qdqbench.eval.metrics.results import Comparison, GateIssue, Speedup, SpeedVerdict
 from qdqbench.quantize.tasks.metrics import NOISE
 
 RULE_OF_THREE = 3  # samples that may differ where none did (Hanley and Lippman-Hand 1983), at 95 %
 LEAST_SAMPLES = 10  # a correlation of two is 1 or -1 and has no standard error
+SPEED_RANKS: tuple[SpeedVerdict, ...] = ("slower", "inconclusive", "as fast", "faster")  # worst first
 MOST_SAMPLES = 10**9  # that are asked for: a drop at `max_drop` itself takes any number
 
 
@@ -48,9 +50,23 @@ def drop_issue(comparison: Comparison, max_drop: float, **where: Any) -> GateIss
 
 def slow_issues(speedup: Speedup | None, min_speedup: float | None) -> list[GateIssue]:
     """Return a speed-up below `min_speedup`, or one that could not be measured (None), as an issue."""
-    if min_speedup is None or (speedup is not None and speedup.value >= min_speedup):
+    if min_speedup is None or (speedup is not None and speedup.leading.value >= min_speedup):
         return []
     issue = GateIssue(code="min_speedup", state="failed", limit=min_speedup)
     if speedup is not None:
-        issue.value, issue.config, issue.baseline = speedup.value, speedup.config, speedup.baseline
+        value = speedup.leading.value
+        issue.value, issue.config, issue.baseline = value, speedup.config, speedup.baseline
     return [issue]
+
+
+def judge_shapes(speed: Sequence[Speedup]) -> list[Speedup]:
+    """Return the measurement that tells the speed at each shape, the worst first.
+
+    Of several at a shape the slowest conclusive one counts, whatever was measured later.
+    """
+    shapes: dict[str, Speedup] = {}
+    for row in sorted(speed, key=lambda row: (row.leading.verdict == "inconclusive", row.leading.value)):
+        shapes.setdefault(row.config, row)
+    return sorted(
+        shapes.values(), key=lambda row: (SPEED_RANKS.index(row.leading.verdict), row.leading.value)
+    )

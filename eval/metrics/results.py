@@ -229,25 +229,23 @@ class LayerErrors(Strict):
     rows: list[LayerError] = field("Linear layers, then blocks, in the order of the model.")
 
 
-SpeedVerdict = Literal["faster", "slower", "inconclusive"]
+SpeedVerdict = Literal["faster", "as fast", "slower", "inconclusive"]
+OTHER_CORES = 0.2  # taken by other processes, above which CPU time leads
+AS_FAST = 0.05  # distance from 1 within which a 95% interval that contains 1 says that both are as fast
 
 
-class Speedup(Strict):
-    """Speed-up of a system over its baseline, timed interleaved in the same rounds."""
+class Ratio(Strict):
+    """How many times as fast a system is as its baseline."""
 
-    system: str = field("Name of the system.")
-    baseline: str = field("Name of the baseline.")
-    config: str = field("Config that both ran, such as `b32 s128`.")
-    value: float = field("`baseline_ms` / `system_ms`; below 1: slower.")
+    value: float = field("Time of the baseline / time of the system; below 1: slower.")
     ci95_low: float | None = field(
         "Lower end of the 95% confidence interval, by bootstrap over rounds; null with fewer than three."
     )
     ci95_high: float | None = field(
         "Upper end of the 95% confidence interval; null with fewer than three rounds."
     )
-    system_ms: float = field("Latency of the system in ms: median over rounds of the rounds' medians.")
-    baseline_ms: float = field("Latency of the baseline in ms, likewise.")
-    quick: bool = field("True in results of a run whose bench is the quick one.", default=False)
+    system_ms: float = field("Time of the system in ms: median over rounds of the rounds' medians.")
+    baseline_ms: float = field("Time of the baseline in ms, likewise.")
 
     @property
     def interval(self) -> str:
@@ -258,9 +256,44 @@ class Speedup(Strict):
 
     @property
     def verdict(self) -> SpeedVerdict:
-        if self.ci95_low is not None and self.ci95_high is not None and self.ci95_low <= 1 <= self.ci95_high:
-            return "inconclusive"
+        low, high = self.ci95_low, self.ci95_high
+        if low is not None and high is not None and low <= 1 <= high:
+            return "as fast" if low >= 1 - AS_FAST and high <= 1 + AS_FAST else "inconclusive"
         return "slower" if self.value < 1 else "faster"
+
+
+class Conditions(Strict):
+    """Conditions of a measured speed."""
+
+    created: str = field("End of its bench, ISO 8601, UTC.")
+    command: str = field("Command line of its bench.")
+    machine: str = field("Name of the CPU or GPU.")
+    threads: int | None = field("Threads of each system on a CPU; null on a GPU.")
+    rounds: int = field("Interleaved rounds.")
+    load_before: float | None = field("Load average before the bench on a CPU; null if not known.")
+
+
+class Speedup(Ratio):
+    """Speed-up of a system over its baseline, timed interleaved in the same rounds."""
+
+    system: str = field("Name of the system.")
+    baseline: str = field("Name of the baseline.")
+    config: str = field("Config that both ran, such as `b32 s128`.")
+    cpu: Ratio | None = field("Ratio of the CPU times of all threads; null on a GPU.", default=None)
+    other_cores: float | None = field(
+        "Cores that other processes took meanwhile, in the mean; null on a GPU or if not known.", default=None
+    )
+    quick: bool = field("True in results of a run for the bench that ends it.", default=False)
+    conditions: Conditions | None = field("Conditions, in results of a run.", default=None)
+
+    @property
+    def leading(self) -> Ratio:
+        """The ratio to go by: of CPU times where other processes took the cores, else of wall times."""
+        return self.cpu if self.cpu and (self.other_cores or 0.0) > OTHER_CORES else self
+
+    @property
+    def by_cpu_time(self) -> bool:
+        return self.leading is self.cpu
 
 
 class StageResult(Strict):

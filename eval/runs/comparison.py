@@ -492,9 +492,8 @@ def _latency_cell(config: str, run: ComparedRun) -> doc.Cell:
 
 
 def _latency_text(ratio: Speedup) -> str:
-    quick, interval = " (quick bench)" if ratio.quick else "", f" {ratio.interval}" if ratio.interval else ""
-    speed = f"{figures.speed_text(ratio)} over {ratio.baseline}{interval}"
-    return f"{ratio.config}{quick} {figures.latency(ratio)} ms, {speed}"
+    quick = " (quick bench)" if ratio.quick else ""
+    return f"{ratio.config}{quick} {figures.latency(ratio)} ms, {figures.speed_place(ratio)}"
 
 
 def _int8_text(run: ComparedRun) -> str:

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from qdqbench.eval.bench.report import stale_files
-from qdqbench.eval.bench.results import BENCH_FILE, Bench, headline_of, read_bench, row_of
-from qdqbench.eval.metrics.gate import drop_issue, judge, samples_to_tell, slow_issues
+from qdqbench.eval.bench.results import BENCH_FILE, Bench, list_speed, read_bench, row_of
+from qdqbench.eval.metrics.gate import drop_issue, judge, judge_shapes, samples_to_tell, slow_issues
 from qdqbench.eval.metrics.logits import read_logits
 from qdqbench.eval.metrics.results import Gate, GateCode, GateIssue, IssueState, Speedup, StageResult
 from qdqbench.eval.runs.results import EngineSize, Results
@@ -72,7 +72,7 @@ def judge_speed(gate: Gate, speed: list[Speedup]) -> Gate:
     """Return the gate with `min_speedup` judged by a bench that is not quick: each config must hold."""
     issues = [issue for issue in gate.issues if issue.code != "min_speedup"]
     if (least := gate.min_speedup) is not None:
-        judged = [row for row in speed if not row.quick]
+        judged = judge_shapes([row for row in speed if not row.quick])
         issues += [issue for row in judged for issue in slow_issues(row, least)]
         if not judged:
             issues.append(GateIssue(code="min_speedup", state="not_evaluated", limit=least))
@@ -180,22 +180,9 @@ def cannot_hold(recipe: Recipe) -> str:
 
 
 def read_speed(folder: Path) -> list[Speedup]:
-    """Return the fastest INT8 engine over the fastest in FP16 by config; empty without a bench."""
-    if (bench := _read_fresh_bench(folder)) is None:
-        return []
-    labels = {about.name: about.label for about in bench.systems}
-    best = (headline_of(bench.systems, config) for config in bench.configs)
-    return [
-        ratio.model_copy(
-            update={
-                "system": labels[ratio.system],
-                "baseline": labels[ratio.baseline],
-                "quick": bench.settings.quick,
-            }
-        )
-        for ratio in best
-        if ratio is not None
-    ]
+    """Return the fastest INT8 engine over the fastest in FP16 by config of each bench, the latest first."""
+    found = _read_fresh_bench(folder)
+    return [*list_speed(found)] if found else []
 
 
 def read_engine_sizes(folder: Path, engine: EngineResult | None) -> list[EngineSize]:

@@ -151,7 +151,10 @@ class Results(Tabular):
     verification: Verification | None = field(
         "Outputs of the engine against the reference; null if it was not run or not verified.", default=None
     )
-    speed: list[Speedup] = field("Speed-ups from the run's bench; empty before it.", default=[])
+    speed: list[Speedup] = field(
+        "Speed-ups at every shape that was timed, by each bench of these files; the latest bench first.",
+        default=[],
+    )
     unquantized_engines: list[EngineSize] = field(
         "Engines without INT8 of the same backend from the run's bench; empty before it.", default=[]
     )

@@ -32,6 +32,7 @@ from qdqbench.quantize.pipeline.pipeline import require_recorded
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.report import formats
+from qdqbench.quantize.report.document import Line
 from qdqbench.quantize.report.figures import coverage
 from qdqbench.quantize.report.render import prose
 from qdqbench.quantize.tasks.data.encode import OVERLAP
@@ -203,7 +204,7 @@ def _describe_engine(home: Path, built: EngineResult, results: MeasuredRun) -> R
 @dataclass(frozen=True)
 class RunVerdict:
     title: str
-    sentence: str
+    judged: Sequence[Line]
     failed: str  # why it is not for use; empty: nothing fails
     lines: Sequence[str]  # that failed, or is open
 

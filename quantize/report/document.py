@@ -158,13 +158,17 @@ class Section:
     on: Sequence[Medium] = EVERYWHERE  # its blocks say on what they are shown
 
 
+Line = tuple[str, str, State]  # of a verdict: what was judged, in words, and how it is
+
+
 @dataclass(frozen=True)
 class Verdict:
     state: State
     title: str
-    sentence: str
+    sentence: str = ""
     failures: Sequence[str] = ()
     notes: Sequence[str] = ()
+    lines: Sequence[Line] = ()  # in place of the sentence
 
 
 @dataclass(frozen=True)

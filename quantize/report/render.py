@@ -42,11 +42,12 @@ def render_markdown(report: doc.Report) -> str:
     page = report.page
     parts = [f"# {_line(page.heading)}"]
     if (verdict := report.verdict) is not None:
-        sign = f"{SIGNS[verdict.state]} " if verdict.state in SIGNS else ""
+        sign = _sign(verdict.state)
+        lines = [f"- **{name}**: {_sign(state)}{prose(text)}." for name, text, state in verdict.lines]
         failures = [f"- ✗ **{prose(line)}**" for line in verdict.failures]
         parts += [
-            f"**{sign}{prose(verdict.title)}.** {prose(verdict.sentence)}",
-            "\n".join([*failures, *(f"- {prose(line)}" for line in verdict.notes)]),
+            f"**{sign}{prose(verdict.title)}.** {prose(verdict.sentence)}".strip(),
+            "\n".join([*lines, *failures, *(f"- {prose(line)}" for line in verdict.notes)]),
         ]
     parts += _markdown(report.lead)
     if report.warnings:
@@ -65,6 +66,10 @@ def render_markdown(report: doc.Report) -> str:
         parts += ["Recipe:", formats.fenced(formats.yaml_text(page.recipe), "yaml")]
     parts += [_pairs(title, rows) for title, rows in page.groups.items() if rows]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _sign(state: doc.State) -> str:
+    return f"{SIGNS[state]} " if state in SIGNS else ""
 
 
 def _leaves(blocks: Sequence[doc.Block], medium: doc.Medium) -> Iterator[Leaf]:
@@ -170,6 +175,9 @@ def render_screen(report: doc.Report) -> "Group":
     parts: list[RenderableType] = []
     if (verdict := report.verdict) is not None:
         body = Text(verdict.sentence)
+        for name, text, state in verdict.lines:
+            body.append(f"\n{name}: " if body else f"{name}: ", style="bold")
+            body.append(f"{_sign(state)}{text}", style=STYLES.get(state, ""))
         for line in formats.first(verdict.failures, MOST_FAILURES, "the report"):
             body.append(f"\n✗ {line}", style="red")
         for line in formats.first(verdict.notes, MOST_REMARKS, "the report"):

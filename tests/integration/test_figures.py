@@ -62,7 +62,7 @@ def row_with(rows: list[list[str]], *cells: str) -> list[str]:
 
 def test_accuracy_is_one_figure(pages, finished_run, a_run, tmp_path, qdqbench) -> None:
     results, html, markdown, summary = pages
-    said = run_verdict(results).sentence
+    said = "; ".join(text for _, text, _ in run_verdict(results).lines)
     for name, row in results.stages.items():
         if row.status != "done":
             continue

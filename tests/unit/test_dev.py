@@ -128,5 +128,7 @@ def test_run_installs_what_the_readme_does(monkeypatch: pytest.MonkeyPatch) -> N
     replaced = DEV["main"].__globals__
     monkeypatch.setitem(replaced, "install", installed.append)
     monkeypatch.setattr(replaced["subprocess"], "run", lambda *_, **__: SimpleNamespace(returncode=0))
-    DEV["main"]()
+    with pytest.raises(SystemExit) as ended:
+        DEV["main"]()
+    assert ended.value.code == 0
     assert installed == re.findall(r"-e '\.\[(.+)\]'", (ROOT / "README.md").read_text(encoding="utf-8"))

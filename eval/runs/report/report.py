@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from qdqbench.eval.bench.report import bench_blocks, bench_of
+from qdqbench.eval.bench.report import bench_blocks, bench_of, speed_table
 from qdqbench.eval.bench.results import Bench
 from qdqbench.eval.metrics import figures
+from qdqbench.eval.metrics.gate import judge_shapes
 from qdqbench.eval.metrics.results import Comparison, StageResult
 from qdqbench.eval.runs.gate import issue_sentence, judge_speed, read_engine_sizes, read_speed
 from qdqbench.eval.runs.report import charts, sections, verdict
@@ -170,19 +171,16 @@ def _change_tile(title: str, versus: Comparison, holds: bool) -> doc.Tile:
 
 
 def _speed_tile(results: Results) -> doc.Tile:
-    if not results.speed:
+    if not (shapes := judge_shapes(results.speed)):
         return doc.Tile("speed", "not measured", "`qdqbench bench RUN` measures it")
-    least = min(results.speed, key=lambda speed: speed.value)
-    asked = results.gate.min_speedup
+    least, asked = shapes[0], results.gate.min_speedup
     figure = figures.speed(least)
-    state = "bad" if asked is not None and least.value < asked else figure.state
-    remark = f"over {least.baseline} at {least.config}"
-    if least.quick:
-        remark = f"{least.interval} {remark}, quick bench"
-    if len(results.speed) > 1:
-        remark += f", the least of {len(results.speed)}"
-    if least.verdict == "inconclusive":
-        remark = f"{remark}; inconclusive: the 95% CI contains 1"
+    state = "bad" if asked is not None and least.leading.value < asked else figure.state
+    remark = f"{least.leading.interval} over {least.baseline} at {least.config}".strip()
+    remark += f", the worst of {len(shapes)}" if len(shapes) > 1 else ""
+    remark += ", by CPU time" if least.by_cpu_time else ""
+    if least.leading.verdict == "inconclusive":
+        remark += "; inconclusive: the 95% CI contains 1"
     return doc.Tile("speed", figures.speed_text(least), remark, state)
 
 
@@ -282,15 +280,17 @@ def _stages_table(results: Results, metrics: list[str]) -> doc.Table:
 
 
 def _speed_section(results: Results, bench: Bench | str | None) -> list[doc.Section]:
-    if bench is None:
+    if bench is None and not results.speed:
         return []
-    verdicts = {speed.verdict for speed in results.speed}
-    state: doc.State = "good" if verdicts == {"faster"} else ""
+    shapes = judge_shapes(results.speed)
+    state: doc.State = figures.speed_verdict(shapes)[1]
     measured = None if isinstance(bench, str) else bench
-    broken = measured is None or bool(measured.errors)
-    if broken or "slower" in verdicts or any(i.code == "min_speedup" for i in results.gate.failures):
+    broken = bench is not None and (measured is None or bool(measured.errors))
+    if broken or any(issue.code == "min_speedup" for issue in results.gate.failures):
         state = "bad"
-    blocks = [*bench_blocks(bench), *sections.tradeoff_blocks(results, measured)]
+    blocks: list[doc.Block] = [speed_table(results.speed)] if results.speed else []
+    if bench is not None:
+        blocks += [*bench_blocks(bench), *sections.tradeoff_blocks(results, measured)]
     return [doc.Section("speed", "Speed", blocks, state)]
 
 
@@ -366,7 +366,7 @@ def _write_deploy(session: Session, results: Results, out: Path | None, *, fp32:
     said = verdict.run_verdict(results)
     failed = "; ".join(said.failures) if said.state == "bad" else ""
     lines = [*said.notes] if failed else [*said.failures, *said.notes]
-    about = RunVerdict(said.title, said.sentence, failed, lines)
+    about = RunVerdict(said.title, said.lines, failed, lines)
     write_deploy(session, results, about, out, fp32=fp32)
 
 

@@ -7,6 +7,7 @@ from functools import partial
 
 from qdqbench.eval.bench.results import Bench, BenchConfig, BenchRow, config_label
 from qdqbench.eval.metrics import figures
+from qdqbench.eval.metrics.gate import judge_shapes
 from qdqbench.eval.metrics.results import (
     MAX_OUTPUT_ERROR,
     Change,
@@ -563,7 +564,7 @@ def tradeoff_blocks(results: Results, bench: Bench | None) -> list[doc.Block]:
     base, last = results.stages.get("fp32"), verdict.last_measured(results)
     if bench is None or not results.speed or base is None or last is None or not base.metrics:
         return []
-    least = min(results.speed, key=lambda speed: speed.value).config
+    least = judge_shapes(results.speed)[0].config
     cell = next((it for it in bench.configs if config_label(it, bench.settings.dataset) == least), None)
     metric = next(iter(base.metrics))
     points: list[tuple[str, float, StageResult]] = []

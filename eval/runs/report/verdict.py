@@ -4,19 +4,19 @@ from collections import Counter
 from collections.abc import Iterator
 
 from qdqbench.eval.metrics import figures
+from qdqbench.eval.metrics.gate import judge_shapes
 from qdqbench.eval.metrics.results import (
     MAX_OUTPUT_ERROR,
     GateState,
     Parity,
     ParityRow,
-    Speedup,
     StageResult,
 )
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.report.charts import place
 from qdqbench.eval.runs.results import Results
 from qdqbench.quantize.models.families.known import RUN
-from qdqbench.quantize.report.document import State, Verdict
+from qdqbench.quantize.report.document import Line, State, Verdict
 from qdqbench.quantize.report.figures import coverage
 from qdqbench.quantize.report.formats import count_of, label, sentence, with_error
 from qdqbench.quantize.tasks.types.embedding import AGREEMENT
@@ -29,29 +29,34 @@ def run_verdict(results: Results) -> Verdict:
     """Return the verdict: good where all that the gate asks was judged and holds, bad where a check fails."""
     gate = results.gate
     checks = [*_failed_checks(results)]
-    clauses = [*_int8(results), accuracy_clause(results)]
+    lines: list[Line] = [("INT8", "; ".join(_int8(results)), ""), ("Accuracy", accuracy_clause(results), "")]
     if results.trained:
-        clauses.append(qat_clause(results))
+        lines.append(("Training", qat_clause(results), ""))
     if (smaller := quantized_file(results)) is not None:
-        clauses.append(f"ONNX file {smaller[1]:.2f} of FP32")
-    clauses.append(_speed_clause(results.speed))
-    states = {"passed": "gate passed", "failed": "gate FAILED"}
-    clauses.append(states.get(gate.state) or f"gate: {gate.state.replace('_', ' ')}")
-    sentence = "; ".join(clauses) + "."
+        lines.append(("Size", f"ONNX file {smaller[1]:.2f} of FP32", ""))
+    shapes = judge_shapes(results.speed)
+    slower = figures.slower_at(shapes)
+    lines.append(("Speed", *figures.speed_verdict(shapes)))
     failures = [*map(issue_sentence, gate.failures), *checks]
     if not failures and not gate.passed:
         failures = ["the gate gives no reason"]
     issues = [*gate.having("inconclusive", "not_evaluated"), *gate.having("within_noise")]
+    state = "bad" if checks else GATE_STATES.get(gate.state, "unclear")
     return Verdict(
-        state="bad" if checks else GATE_STATES.get(gate.state, "unclear"),
-        title=_title(results, checks),
-        sentence=sentence[0].upper() + sentence[1:],
+        state="unclear" if slower and state == "good" else state,
+        title=_title(results, checks, slower),
+        lines=lines,
         failures=failures,
         notes=[*map(issue_sentence, issues), *_not_done(results)],
     )
 
 
-def _title(results: Results, checks: list[str]) -> str:
+def _title(results: Results, checks: list[str], slower: str) -> str:
+    but = f", but INT8 is slower {slower}" if slower else ""
+    return f"{_outcome(results, checks)}{but}"
+
+
+def _outcome(results: Results, checks: list[str]) -> str:
     gate, row = results.gate, results.stages.get("engine")
     if gate.state == "failed":
         return "Gate failed"
@@ -64,13 +69,6 @@ def _title(results: Results, checks: list[str]) -> str:
     if results.engine is not None and row is not None and row.status != "done":
         return "Graph passed, engine not run"
     return "Nothing fails, but not all was judged"
-
-
-def _speed_clause(speed: list[Speedup]) -> str:
-    if not speed:
-        return "speed not measured until `qdqbench bench RUN`"
-    ordered = sorted(speed, key=lambda row: row.value)
-    return "INT8 " + " and ".join(map(figures.speed_clause, [ordered[0], ordered[-1]][: len(ordered)]))
 
 
 def _int8(results: Results) -> list[str]:

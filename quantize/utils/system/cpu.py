@@ -3,6 +3,7 @@
 import math
 import os
 import platform
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -77,6 +78,36 @@ def find_memory() -> int:
     paths = (_CGROUPS / "memory.max", _CGROUPS / "memory" / "memory.limit_in_bytes")
     given = (path.read_text(encoding="ascii").strip() for path in paths if path.is_file())
     return min([psutil.virtual_memory().total, *(int(text) for text in given if text.isdecimal())])
+
+
+@dataclass(frozen=True)
+class CpuUse:
+    """CPU seconds since the system and this process started."""
+
+    clock: float
+    busy: float | None  # of all processes, and of other guests of the host; None where it is not known
+    own: float
+
+    @classmethod
+    def read(cls) -> "CpuUse":
+        import psutil
+
+        idle = {"idle", "iowait", "guest", "guest_nice"}  # guest time is user time too
+        try:
+            every = psutil.cpu_times(percpu=True)
+            cores = [every[core]._asdict() for core in usable_cores()]
+            busy = sum(sum(times.values()) - sum(times[name] for name in idle & {*times}) for times in cores)
+        except (OSError, IndexError):  # a container may hide them
+            return cls(time.monotonic(), None, time.process_time())
+        return cls(time.monotonic(), busy, time.process_time())
+
+    def others_since(self, before: "CpuUse") -> float | None:
+        """Return the mean number of cores that others took from this process since then."""
+        if self.busy is None or before.busy is None or self.clock <= before.clock:
+            return None
+        others = (self.busy - before.busy - (self.own - before.own)) / (self.clock - before.clock)
+        spare = len(usable_cores()) - find_cpu().cores  # a container's quota leaves some to others
+        return round(max(0.0, others - spare), 2)
 
 
 def cpu_hazards(cpu: Cpu) -> list[str]:

@@ -80,7 +80,7 @@ TIMES = st.floats(0.01, 1000)
 
 
 def ratio_of(baseline, system, seed=0):
-    return compare_rounds("system", "baseline", "b1 s16", system, baseline, seed)
+    return compare_rounds(system, baseline, seed)
 
 
 @given(base=st.lists(TIMES, min_size=1, max_size=15), factor=st.floats(0.1, 10), seed=st.integers(0, 9))

@@ -3,6 +3,7 @@
 import pytest
 
 from qdqbench.eval.metrics import figures
+from qdqbench.eval.metrics.gate import judge_shapes
 from qdqbench.quantize.report.document import Cell
 from qdqbench.quantize.report.figures import coverage, uncovered
 
@@ -33,30 +34,57 @@ def test_a_change_and_whether_it_is_noise(how: dict[str, bool], within: str, bey
     assert figures.change(comparison({"f1": 0.0}, 0.1), loss=True).text == "+0.0000 ± 0.1000"
 
 
+LOADED = speedup(0.73, 0.14, 4.07).model_copy(update={"cpu": speedup(1.1, 1.05, 1.2), "other_cores": 1.3})
+
+
 @pytest.mark.parametrize(
-    ("ratio", "cell", "clause"),
+    ("ratio", "cell", "place"),
     [
-        (speedup(1.31), Cell("1.31x", short="1.31x", sort=1.31), "1.31x as fast as FP16 engine at b32 s128"),
-        (
-            speedup(0.74, 0.7, 0.8),
-            Cell("0.74x [0.70, 0.80] slower", "bad", short="0.74x", sort=0.74),
-            "SLOWER than FP16 engine at b32 s128 (0.74x)",
-        ),
+        (speedup(1.31), Cell("1.31x", sort=1.31), "1.31x"),
+        (speedup(0.74, 0.7, 0.8), Cell("0.74x [0.70, 0.80] slower", "bad", sort=0.74), "0.74x [0.70, 0.80]"),
         (
             speedup(1.31, 0.7, 1.4),
-            Cell("1.31x [0.70, 1.40] inconclusive", "unclear", short="1.31x", sort=1.31),
-            "1.31x as fast as FP16 engine at b32 s128 (95% CI [0.70, 1.40], inconclusive)",
+            Cell("1.31x [0.70, 1.40] inconclusive", "unclear", sort=1.31),
+            "1.31x [0.70, 1.40]",
+        ),
+        (speedup(1.01, 0.97, 1.04), Cell("1.01x [0.97, 1.04] as fast", sort=1.01), "1.01x [0.97, 1.04]"),
+        (
+            LOADED,
+            Cell("1.10x [1.05, 1.20] by CPU time", note="by wall time 0.73x [0.14, 4.07]", sort=1.1),
+            "1.10x [1.05, 1.20] by CPU time",
         ),
         (
-            speedup(1.31, 1.2, 1.4).model_copy(update={"quick": True}),
-            Cell("1.31x [1.20, 1.40]", short="1.31x", sort=1.31),
-            "1.31x as fast as FP16 engine at b32 s128 (quick bench, 95% CI [1.20, 1.40])",
+            LOADED.model_copy(update={"other_cores": 0.1}),
+            Cell("0.73x [0.14, 4.07] inconclusive", "unclear", sort=0.73),
+            "0.73x [0.14, 4.07]",
         ),
     ],
 )
-def test_a_speed_up_is_a_cell_and_a_clause(ratio, cell, clause) -> None:
-    assert (figures.speed(ratio), figures.speed_clause(ratio)) == (cell, clause)
+def test_a_speed_up_is_a_cell_and_a_place(ratio, cell, place) -> None:
+    assert figures.speed(ratio) == cell
+    assert figures.speed_place(ratio) == f"{place} over FP16 engine at b32 s128"
     assert figures.speed(None) == Cell()
+
+
+def test_the_verdict_on_speed_is_the_worst_of_all_that_was_timed() -> None:
+    fast, slow = speedup(1.31, 1.2, 1.4), speedup(0.89, 0.87, 0.89, config="b8 s128")
+    again = [
+        speedup(1.5, 1.4, 1.6, config="b8 s128"),  # a later bench takes no measured loss away
+        speedup(0.5, 0.1, 2.0),  # what tells nothing takes no measured gain away
+    ]
+    shapes = judge_shapes([*again, fast, slow])
+    assert shapes == [slow, fast]
+    text = (
+        "0.89x [0.87, 0.89] over FP16 engine at b8 s128; best 1.31x [1.20, 1.40] over FP16 engine at b32 s128"
+    )
+    assert figures.speed_verdict(shapes) == (f"SLOWER at 1 of 2 shapes: {text}", "bad")
+    assert figures.slower_at(shapes) == "at 1 of 2 shapes"
+    assert figures.speed_verdict(judge_shapes([fast])) == (
+        "faster at b32 s128: 1.31x [1.20, 1.40] over FP16 engine at b32 s128",
+        "good",
+    )
+    assert figures.slower_at(judge_shapes([fast])) == ""
+    assert figures.speed_verdict([])[1] == ""
 
 
 def test_milliseconds() -> None:

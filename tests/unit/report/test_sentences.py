@@ -216,4 +216,5 @@ def test_sentences_in_upper_case_change_no_state_code_or_number(
     assert states(after) == states(before)
     if before.report.verdict and after.report.verdict:
         assert after.report.verdict.title == before.report.verdict.title.upper()
-        assert any(line.isupper() for line in after.report.verdict.sentence.split("; "))
+        told = [after.report.verdict.sentence, *(text for _, text, _ in after.report.verdict.lines)]
+        assert any(part.isupper() for line in told for part in line.split("; "))

@@ -35,7 +35,8 @@ from ....support.runs import (
 def test_a_recipe_without_int8_is_not_called_unproven() -> None:
     none = built(int8_gemms=0, expected_int8_gemms=0)
     said = wording.run_verdict(sample(engine=none, quantized_layers=[]))
-    assert said.sentence.startswith("Nothing runs in INT8, as the recipe asks; SST-2")
+    assert said.lines[0] == ("INT8", "nothing runs in INT8, as the recipe asks", "")
+    assert said.lines[1][1].startswith("SST-2")
 
 
 def test_an_engine_that_never_ran_is_not_a_passed_gate() -> None:
