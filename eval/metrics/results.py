@@ -235,7 +235,7 @@ AS_FAST = 0.05  # distance from 1 within which a 95% interval that contains 1 sa
 
 
 class Ratio(Strict):
-    """How many times as fast a system is as its baseline."""
+    """Ratio of the times of a baseline and a system."""
 
     value: float = field("Time of the baseline / time of the system; below 1: slower.")
     ci95_low: float | None = field(
