@@ -8,7 +8,6 @@ import numpy as np
 import onnx
 import pytest
 import yaml
-from tools.tables import markdown, read_records
 from typer.testing import CliRunner
 
 from qdqbench import _bench as api_bench
@@ -89,9 +88,6 @@ def test_bench_on_a_cpu(measured):
     assert ops.count("QuantizeLinear") >= 4
     twin = onnx.load(folder / "work" / "model.fp16.onnx").graph
     assert not any(node.op_type == "QuantizeLinear" for node in twin.node)
-    table = markdown(read_records([measured[0] / "bench.json"]))
-    for part in ("ONNX Runtime FP32", "engines for any shape", "INT8 over the fastest FP32 or BF16"):
-        assert part in table
 
 
 def test_what_is_exported_is_reused(measured, tiny_bert, monkeypatch):
