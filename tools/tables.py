@@ -63,7 +63,6 @@ SMOOTHING = "calibration.smoothing"
 FUSED, LINEARS = "int8-residual-fused", "int8-linears"
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 TRAINED, TRAINED_FIRST = "bert-base-second", "bert-base"  # two trainings of one model
-NONE = "not measured"
 
 
 class Record(dict[str, Any]):
@@ -465,20 +464,19 @@ def cpu_table(data: Data) -> str:
 
 
 def recipes_table(data: Data) -> str:
-    """What each shipped recipe costs and brings: what `recipes list` shows, and the speed of `cuda`."""
+    """What each shipped recipe costs and brings, as in `recipes list`, with the speed of `cuda`."""
     rows = []
     for figure in (figure for figure in data.figures if figure.accuracy):
         name = figure.recipe.partition("-")[2]
-        own = (
-            speed_of(data, H200, f"{TRAINED}-sst2", name, "cuda", 128, 128)
-            if figure.device == "gpu"
-            else None
-        )
-        own = own if figure.recipe.startswith("bert-") else None
-        tasks = _tasks([*{row.task for row in figure.judged}])
-        cells = ["" if cell == NONE else cell for cell in shipped.format_figure(figure)]
-        rows.append([code(figure.recipe), shipped.DEVICES[figure.device], *cells, _ratio(own), tasks])
-    return table(["recipe", "on", *shipped.TITLES, "`cuda`, 128 x 128", "tasks"], rows)
+        own = figure.device == "gpu" and figure.recipe.startswith("bert-")
+        kernels = speed_of(data, H200, f"{TRAINED}-sst2", name, "cuda", 128, 128) if own else None
+        tasks = str(len({row.task for row in figure.judged}))
+        mean, _, worst, lost, speed = shipped.format_figure(figure)
+        lost, speed = lost.replace("/", " of "), "" if speed == shipped.NOT_MEASURED else speed
+        place = shipped.DEVICES[figure.device]
+        rows.append([code(figure.recipe), place, tasks, mean, worst, lost, speed, _ratio(kernels)])
+    header = ["recipe", "on", "tasks", "mean, points", "worst task", "lost", "speed-up", "in `cuda`"]
+    return table(header, rows)
 
 
 def recipes_words(data: Data) -> str:
@@ -628,13 +626,9 @@ def _start(data: Data) -> Figure:
 
 def beyond_words(data: Data) -> str:
     rows = [row for row in _start(data).judged if row.stderr and row.points < -2 * row.stderr]
-    losses = [f"{-row.points:.2f} ± {row.stderr:.2f} ({label(row.task)}, {_runtime(row)})" for row in rows]
-    of = f"{len(losses)} of {len(_start(data).judged)} measurements"
-    return f"{of} lose more than two standard errors: {', '.join(losses)}"
-
-
-def _runtime(row: Accuracy) -> str:
-    return row.where.rpartition(", ")[2].rpartition(" ")[0]
+    losses = ", ".join(f"{-row.points:.2f} ± {row.stderr:.2f} ({label(row.task)})" for row in rows)
+    counts = f"{len(rows)} of {len(_start(data).judged)} measurements"
+    return f"{counts} lose more than two standard errors: {losses}"
 
 
 def loss_words(data: Data) -> str:

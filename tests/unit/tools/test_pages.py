@@ -99,13 +99,6 @@ def test_every_model_type_and_recipe_is_named():
     assert marked == set(shipped_recipes()) == {row.recipe for row in list_shipped()}
 
 
-def test_the_readme_names_every_model_type_and_kind_of_task():
-    types = ", ".join(f"`{name}`" for family in FAMILIES for name in family.model_types)
-    text = " ".join((pages.ROOT / "README.md").read_text().split())
-    assert f"- Model types: {types}." in text
-    assert f"- Kinds of tasks: {', '.join(TASK_KINDS)}." in text
-
-
 def test_pages_that_are_not_are_an_exit_status_and_are_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     monkeypatch.setattr(pages, "PAGES", {"page.md": lambda: "text\n"})
