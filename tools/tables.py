@@ -55,6 +55,7 @@ from qdqbench.quantize.utils.names import SECOND
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = "docs/measured"
 RUNS, BENCHES = "runs", "benches"  # folders there
+SCALES_SINCE = "2026-11-28T12:00"  # the last change of calibration: accuracy from before it is no more
 FIGURES_FILE = "recipes/figures.json"
 BEGIN, END = "<!-- figures:{} -->", "<!-- figures:end -->"
 SQUAD = "squad-lengths"  # in the path of made-up rows
@@ -166,6 +167,12 @@ def read_data(folder: Path) -> Data:
             raise UserError(f"{found[key][0]} and {path} measured the same thing; keep only one of them")
         found[key] = path, record
     records = [found[key][1] for key in sorted(found)]
+    old = [path.name for path, record in found.values()
+           if not isinstance(record, Bench) and record.created < SCALES_SINCE]  # fmt: skip
+    if old:
+        raise UserError(
+            f"calibration has changed since {', '.join(sorted(old))}; measure again, or delete them"
+        )
     runs = [record for record in records if not isinstance(record, Bench)]
     return Data(runs, [record for record in records if isinstance(record, Bench)])
 
