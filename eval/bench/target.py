@@ -23,7 +23,7 @@ from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import MODEL_SHAPES, family_named, family_of
 from qdqbench.quantize.models.identity import Pooling, has_pooling
-from qdqbench.quantize.models.inputs import TOKENS, pad_columns
+from qdqbench.quantize.models.inputs import TOKENS
 from qdqbench.quantize.models.load import load_model, load_tokenizer
 from qdqbench.quantize.pipeline import graphs
 from qdqbench.quantize.pipeline.data_profiles import length_edges
@@ -32,6 +32,7 @@ from qdqbench.quantize.pipeline.pipeline import open_run, run_stages
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
 from qdqbench.quantize.recipe.schema import Recipe, find_recipe, load_recipe
 from qdqbench.quantize.report.formats import model_label
+from qdqbench.quantize.standalone.texts import pad_batch
 from qdqbench.quantize.tasks.data.encode import encode, sorted_batches, sorted_rows
 from qdqbench.quantize.tasks.data.load import load_split
 from qdqbench.quantize.tasks.task import EMBED, Task, get_task
@@ -334,8 +335,8 @@ def batched_splits(  # noqa: PLR0913
         else:
             lengths = [length for length, _ in sorted_rows(encoded.lengths, size, edges)]
         inputs = []
-        for (_, batch), width, length in zip(indexed, widths, lengths, strict=True):
-            padded = pad_columns(batch, length - width, pad_id)
+        for (_, batch), length in zip(indexed, lengths, strict=True):
+            padded = pad_batch(batch, length, pad_id)
             inputs.append({name: padded[name] for name in target.family.inputs})
         rows = [len(index) for index, _ in indexed]
         splits.append(BatchedSplit(chosen.name, size, inputs, rows, encoded.rows, tokens, bucketed=buckets))

@@ -22,10 +22,11 @@ from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.runtime.runners import CompiledEngine, open_engine, open_runner
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.models.inputs import pad_columns, select_inputs
+from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.pipeline.graphs import expected_gemms, graph_path
 from qdqbench.quantize.pipeline.outcomes import Skipped, read_built
 from qdqbench.quantize.pipeline.session import Session
+from qdqbench.quantize.standalone.texts import pad_batch
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils.arrays import Array, Floats, Int64
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
@@ -114,7 +115,7 @@ def block_cases(lengths: Int64, profile: Profile, seed: int) -> list[InputCase]:
 
 def batch_of(encoded: Encoded, case: InputCase, pad_id: int) -> dict[str, Int64]:
     _, batch = encoded.batch(case.rows, pad_id)
-    return pad_columns(batch, case.length - batch["input_ids"].shape[1], pad_id)
+    return pad_batch(batch, case.length, pad_id)
 
 
 def padding_answers(

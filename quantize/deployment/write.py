@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import onnx
 
+from qdqbench.quantize import standalone
 from qdqbench.quantize.deployment import hub
 from qdqbench.quantize.deployment.hub import MeasuredRun
 from qdqbench.quantize.engine.cpu_runtimes import write_openvino_ir
@@ -36,8 +37,7 @@ from qdqbench.quantize.report.document import Line
 from qdqbench.quantize.report.figures import coverage
 from qdqbench.quantize.report.render import prose
 from qdqbench.quantize.tasks.data.encode import OVERLAP
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
-from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.kind import TaskKind
 from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL
 from qdqbench.quantize.tasks.types.questions import QUESTIONS
@@ -67,34 +67,24 @@ BACKENDS: dict[BackendName, tuple[str, tuple[str, ...]]] = {
     "cuda": ("CUDA kernels", ("torch",)),
 }
 TEXTS = "a text", "its second text"
-# by the name of a task's kind: the template of what makes an answer, and what its texts are
-ANSWERS = {
-    CLASSIFICATION.name: ("classes", TEXTS),
-    REGRESSION.name: ("score", TEXTS),
-    MULTI_LABEL.name: ("labels", TEXTS),
-    RERANKING.name: ("score", ("a query", "a passage")),
-    TOKENS.name: ("words", ("words with spaces between them",)),
-    QUESTIONS.name: ("span", ("a question", "its context")),
-    PAIRS.name: ("embedding", TEXTS),
-    TEXTS_ALONE.name: ("embedding", TEXTS),
+ASKED = {  # what the texts are, where they are not just texts, by the name of the kind
+    RERANKING.name: ("a query", "a passage"),
+    TOKENS.name: ("words with spaces between them",),
+    QUESTIONS.name: ("a question", "its context"),
 }
 Content = Mapping[str, bytes | Path]  # by its name in the folder: what a file holds, or where that lies
 
 
-def describe_texts(kind: TaskKind, columns: int) -> dict[str, Any]:
-    answer, texts = ANSWERS[kind.name]
-    texts = texts[: 1 if kind.texts_apart else columns]
-    words = kind.split_words
-    sample = f"({', '.join(texts)})" if len(texts) == 2 else "a text"
+def describe_texts(kind: TaskKind, columns: int, max_length: int) -> dict[str, Any]:
+    """Return what `standalone` has to know of the texts of a task."""
     return {
-        "answer": answer,  # template
-        "texts": texts,
-        "words": words,  # texts are words between spaces
+        "kind": kind.name,
+        "texts": ASKED.get(kind.name, TEXTS)[: 1 if kind.texts_apart else columns],
+        "words": kind.split_words,  # texts are words between spaces
         "over_tokens": kind.over_tokens,  # outputs are of tokens
-        "windows": kind.windows,  # a second text that is too long is read in windows
-        "truncation": "only_second" if kind.windows else "longest_first",  # strategy of `tokenizers`
-        "example": " ".join(f'"{text}"' for text in texts),  # arguments of a command line
-        "sample": "a list of words" if words else sample,  # what a script takes for one
+        "max_length": max_length,
+        "truncation": kind.truncation,
+        "stride": max_length // OVERLAP if kind.windows else 0,  # tokens that windows share
     }
 
 
@@ -171,8 +161,8 @@ def find_runtimes(
 def _describe_onnxruntime(optimized: outcomes.OptimizedRun | None, max_drop: float) -> str:
     exported = "the graph as exported, as the run evaluated it (stage onnxruntime): slow. "
     if optimized is None:
-        told = '`level = "ORT_ENABLE_ALL"` in it is faster, and its answers may differ a little'
-        return exported + told
+        level = '`level = "ORT_ENABLE_ALL"` in `standalone/runtimes.py`'
+        return f"{exported}{level} is faster, and its answers may differ a little"
     if lost := optimized.describe_loss(max_drop):
         return f"{exported}Not with ONNX Runtime's optimizations: {lost}"
     scores = ", ".join(f"{name} {value:.4f}" for name, value in optimized.metrics.items())
@@ -241,8 +231,7 @@ def _collect(
     gpu_graph = graphs.graph_for_tensorrt(session, graph)
     runtimes = find_runtimes(session.folder, results, session.target.backend, gpu_graph)
     task = session.config.task
-    texts = describe_texts(task.kind, len(task.text_columns))
-    model_json = _describe_model(session, graph, texts, runtimes) | {"failed": verdict.failed}
+    model_json = _describe_model(session, graph, runtimes) | {"failed": verdict.failed}
     pooling = _read_pooling(session)
     config = hub.describe_config(session, results, model_json["labels"])
     name = _base_name(session.model_name) if session.config.model else "embedded default"
@@ -271,7 +260,7 @@ def _collect(
         except UserError as error:
             no_ir = str(error)
     context: dict[str, Any] = {
-        **texts,
+        **{name: model_json[name] for name in ("texts", "words", "example")},
         "labels": model_json["labels"],
         "pooling": model_json["pooling"],
         "prompts": [*dict.fromkeys(task.prompts)],
@@ -298,8 +287,6 @@ def _collect(
         },
         "numpy": installed("numpy"),
         "tokenizers": installed("tokenizers"),
-        "int8_dot": INT8_DOT,
-        "shared_layers": session.plan.family.shared_layers,
     }
     if gpu_graph is not None:
         content[context["gpu_model"]] = gpu_graph
@@ -316,19 +303,24 @@ def _collect(
             content[f"{runtime.backend}.engine"] = runtime.engine
         if runtime.backend == "cuda":
             content |= collect_modules(load_engine.__module__)
-        script = "run_tensorrt.py" if runtime.backend.startswith("tensorrt") else runtime.script
-        variables = context | {"backend": runtime.backend, "title": runtime.title, "version": get_version()}
-        content[runtime.script] = render(script, variables)
+        variables = {"backend": runtime.backend, "title": runtime.title, "script": runtime.script}
+        content[runtime.script] = render("run.py", context | variables)
     title = f"{name}-{session.recipe.name}"
     context["card"] = hub.describe_card(session, results, title=title, openvino=not no_ir)
     return content | {
-        "model.py": render("model.py", context),
+        **standalone_modules(),
         TOLD: json.dumps(model_json, indent=2, ensure_ascii=False) + "\n",
         "config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
         "recipe.yaml": dump_recipe(session.recipe),
         "requirements.txt": render("requirements.txt", context),
         "README.md": render("README.md", context),
     }
+
+
+def standalone_modules() -> dict[str, Path]:
+    """Return the modules that answer texts without qdqbench, as files of one package."""
+    folder = Path(standalone.__file__).parent
+    return {f"{folder.name}/{path.name}": path for path in sorted(folder.glob("*.py"))}
 
 
 def collect_modules(name: str) -> dict[str, str | bytes | Path]:
@@ -345,10 +337,8 @@ def collect_modules(name: str) -> dict[str, str | bytes | Path]:
     return found
 
 
-def _describe_model(
-    session: Session, graph: Path, texts: dict[str, Any], runtimes: Sequence[Runtime]
-) -> dict[str, Any]:
-    read, kind, pooling = read_model(graph).graph, session.config.task.kind, _read_pooling(session)
+def _describe_model(session: Session, graph: Path, runtimes: Sequence[Runtime]) -> dict[str, Any]:
+    read, task, pooling = read_model(graph).graph, session.config.task, _read_pooling(session)
     sidecars = [runtime.sidecar for runtime in runtimes if runtime.sidecar is not None]
     limits = [sidecar.profiles for sidecar in sidecars] or [data_profiles.engine_profiles(session)]
     longest = min(max(each.max[1] for each in profiles) for profiles in limits)
@@ -358,9 +348,11 @@ def _describe_model(
     evaluated = outcomes.read_optimized(session.folder)
     optimized = evaluated is not None and not evaluated.describe_loss(session.recipe.gate.max_drop)
     optimized |= any(runtime.ran and runtime.backend == "onnxruntime" for runtime in runtimes)
+    texts = describe_texts(task.kind, len(task.text_columns), length)
     return {
-        "task": session.config.task.name,
-        "kind": kind.name,
+        "task": task.name,
+        **texts,
+        "side": session.tokenizer.truncation_side,  # where a text is cut off
         "inputs": [value.name for value in read.input],
         "outputs": {
             value.name: str(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
@@ -368,16 +360,16 @@ def _describe_model(
         },
         "labels": read_labels(session),
         "pooling": pooling.model_dump(mode="json") if pooling else None,
-        "prompt": next(iter(session.config.task.prompts), ""),
-        "max_length": length,
-        "stride": length // OVERLAP if kind.windows else 0,  # tokens that windows share
-        "truncation": texts["truncation"],
+        "prompt": next(iter(task.prompts), ""),
         "pad_id": session.pad_id,
         "batch": min(rows, MOST_ROWS),
         "script": runtimes[0].script,  # the nearest to what the run showed
-        "example": texts["example"],
+        "example": " ".join(f'"{text}"' for text in texts["texts"]),  # arguments of a command line
         "ran": any(runtime.ran for runtime in runtimes),  # as the engine of the run
         "onnxruntime": "ORT_ENABLE_ALL" if optimized else "ORT_DISABLE_ALL",
+        "int8_dot": INT8_DOT,
+        "shared_layers": session.plan.family.shared_layers,
+        "cuda": get_version(),  # of the kernels of backend cuda
         "openvino": {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32", "NUM_STREAMS": 1},
     }
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from qdqbench.quantize.standalone.texts import fit_profile
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.schema import Strict, field
@@ -90,15 +91,10 @@ def fit_batch(profiles: Sequence[Profile], batch: int, length: int, step: int = 
 
     Lengths are rounded up to multiples of `step` where the profile allows, so that they repeat.
     """
-    sizes = []
-    for index, shapes in enumerate(profiles):
-        if batch <= shapes.max[0] and length <= shapes.max[1]:
-            rounded = min(-(-length // step) * step, shapes.max[1])
-            sizes.append((index, max(batch, shapes.min[0]), max(rounded, shapes.min[1])))
-    if not sizes:
+    found = fit_profile([(each.min, each.opt, each.max) for each in profiles], batch, length, step)
+    if found is None:
         raise CheckFailed(_refused(profiles, (batch, length)))
-    # least padding first, then the nearest opt
-    return min(sizes, key=lambda size: (size[1] * size[2], measure_distance(profiles[size[0]].opt, size[1:])))
+    return found
 
 
 def measure_distance(one: Sequence[int], other: Sequence[int]) -> float:

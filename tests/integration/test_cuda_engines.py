@@ -37,14 +37,19 @@ from .tiny import entries, fine, results
 NOT_NEEDED = (*(name for name in FORBIDDEN if name != "torch"), "pydantic", "safetensors", "typer", "psutil")
 PACKS = """
 import json, sys
-import re
+from pathlib import Path
 from cuda_engine.errors import QdqError
 from cuda_engine.reader import parse_engine
 from cuda_engine.tokens import pack_tokens
-from model import read, tokenizer, tokens
-version = re.search(r'"([^"]+-\\w{12})"', open(__file__.replace("pack.py", "run_cuda.py")).read())[1]
-plan, arrays, _ = parse_engine(read("cuda.engine"), "cuda.engine", version)
-batch = tokens(tokenizer.encode_batch(sys.argv[1:]))
+from standalone.runtimes import read
+from standalone.texts import Encoder, pad_rows
+from tokenizers import Tokenizer
+folder = Path(__file__).parent
+version = json.loads((folder / "model.json").read_text())["cuda"]
+plan, arrays, _ = parse_engine(read(folder, "cuda.engine"), "cuda.engine", version)
+tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+rows = [row for _, row in Encoder(tokenizer, 128).encode(sys.argv[1:])]
+batch = pad_rows([row.ids for row in rows], [row.type_ids for row in rows], 0)
 starts = pack_tokens(plan, arrays, batch).starts.tolist()
 batch["input_ids"][0, 0] = 99999
 try:
@@ -244,9 +249,12 @@ def deployed_folder_needs_torch_alone(folder):
     done = run_script(folder / "pack.py", blocked, "a film", "it is a good plot", forbidden=NOT_NEEDED)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout) == [[0, 4, 11], "row 0 has the token 99999; the model has 21 of them"]
-    script = (folder / "run_cuda.py").read_text()
-    version = get_version()
-    (folder / "run_cuda.py").write_text(script.replace(version, "0.0.1-abc"))
+    told, version = (folder / "model.json").read_text(), get_version()
+    (folder / "model.json").write_text(told.replace(version, "0.0.1-abc"))
+    sums = (folder / "SHA256SUMS").read_text().splitlines()
+    listed = [line for line in sums if not line.endswith("  model.json")]
+    listed.append(f"{hashlib.sha256((folder / 'model.json').read_bytes()).hexdigest()}  model.json")
+    (folder / "SHA256SUMS").write_text("\n".join(listed))
     done = run_script(folder / "run_cuda.py", blocked, "a film", forbidden=NOT_NEEDED)
     told = f"cuda.engine has version {version}, and this one is 0.0.1-abc; build it again"
     assert (done.returncode, done.stderr.startswith(told)) == (1, True)

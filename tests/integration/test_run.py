@@ -42,12 +42,12 @@ DEPLOYED = [  # of a run for TensorRT-RTX
             "config.json",
             "model.json",
             "model.onnx",
-            "model.py",
         ),
         *("onnx/model_quantized.onnx", "openvino/openvino_model.bin", "openvino/openvino_model.xml"),
         *("recipe.yaml", "requirements.txt", "run_onnxruntime.py", "run_openvino.py", "run_tensorrt.py"),
-        *("run_tensorrt_rtx.py", "sentence_bert_config.json", "tensorrt_rtx.engine"),
-        *("tokenizer.json", "tokenizer_config.json"),
+        *("run_tensorrt_rtx.py", "sentence_bert_config.json"),
+        *(f"standalone/{name}.py" for name in ("__init__", "answers", "model", "runtimes", "texts")),
+        *("tensorrt_rtx.engine", "tokenizer.json", "tokenizer_config.json"),
     )
 ]
 

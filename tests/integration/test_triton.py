@@ -92,21 +92,12 @@ def test_a_text_that_cannot_be_read_has_an_error_of_its_own(repository):
     assert [answer.error() is not None for answer in answers] == [True, False, True]
     assert "cannot be read" in str(answers[0].error())
     # as for a question that leaves no room for its context
-    model.tokenizer.enable_truncation(8, strategy="only_second")
+    model.encoder = type(model.encoder)(model.encoder.tokenizer, 8, truncation="only_second")
     model.inputs = ["TEXT", "TEXT_PAIR"]
     texts = ("who", "a " * 50)
     pairs = [[Tensor("TEXT", column([text])), Tensor("TEXT_PAIR", column(["me"]))] for text in texts]
     answers = model.execute([InferenceRequest(pair) for pair in pairs])
     assert [answer.error() is not None for answer in answers] == [False, True]
-
-
-def test_long_texts_of_a_pair_are_cut_where_truncation_drops_the_rest(repository):
-    model = repository.python_model("sst2_tokenizer", repository.configs["sst2_tokenizer"])
-    for lengths in [(300, 0), (0, 300), (300, 300), (301, 300), (300, 301), (299, 20), (90, 290)]:
-        pair = tuple("a good film " * length for length in lengths)
-        kept = model.tokenizer.encode(*model._shorten(pair))
-        assert kept.ids == model.tokenizer.encode(*pair).ids
-        assert len(kept.overflowing) < 100
 
 
 def test_configurations_fit_each_other_and_the_engine(exported, repository, finished_run):

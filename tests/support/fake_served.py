@@ -28,26 +28,33 @@ NO_FILE = ModelFile(Path(), "")
 class Tokenizer:
     """A digit is a token; what it does not know is dropped."""
 
-    is_fast, pad_token_id = True, PAD
+    is_fast, pad_token_id, truncation_side = True, PAD, "right"
+
+    @property
+    def backend_tokenizer(self):
+        return self
 
     def num_special_tokens_to_add(self, pair):
         return 2
 
-    def __call__(self, texts, *, max_length, **options):
+    def no_padding(self):
+        pass
+
+    def enable_truncation(self, max_length, **options):
+        self.most = max_length
+
+    def encode_batch_fast(self, texts, is_pretokenized):
         rows = []
         for text in texts:
             words = [SPECIAL[word] for word in text.split() if word in SPECIAL]
             rows.append([START, *words, *(int(c) for c in text if c in "0123456789"), END])
-        cut = [row[: max_length - 1] + row[-1:] if len(row) > max_length else row for row in rows]
-        found = {"input_ids": cut, "token_type_ids": [[0] * len(row) for row in cut]}
-        made = [SimpleNamespace(overflowing=row != short) for row, short in zip(rows, cut, strict=True)]
-        return _Coded(found, made)
+        cut = [row[: self.most - 1] + row[-1:] if len(row) > self.most else row for row in rows]
+        return [
+            SimpleNamespace(ids=short, type_ids=[0] * len(short), overflowing=row != short)
+            for row, short in zip(rows, cut, strict=True)
+        ]
 
-
-class _Coded(dict):
-    def __init__(self, found, encodings):
-        super().__init__(found)
-        self.encodings = encodings
+    encode_batch = encode_batch_fast
 
 
 def value(row) -> float:

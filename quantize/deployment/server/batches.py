@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
 
-from qdqbench.quantize.models.inputs import pad_columns
+from qdqbench.quantize.standalone.texts import pad_batch
 from qdqbench.quantize.tasks.types.encoded import pad
 from qdqbench.quantize.utils.arrays import Batch, Float32, Int64
 from qdqbench.quantize.utils.errors import UserError
@@ -93,9 +93,7 @@ def pad_to_shape(batch: Batch, sizes: Sizes, pad_id: int) -> Batch:
     """Return a batch in the smallest shape that holds it: masked positions, and copies of its last row."""
     rows, length = batch["attention_mask"].shape
     longest, most = next(size for size in sizes if length <= size[0])
-    missing = next(power for power in list_rows(most) if rows <= power) - rows
-    wide = pad_columns(batch, longest - length, pad_id)
-    return {name: np.pad(each, ((0, missing), (0, 0)), mode="edge") for name, each in wide.items()}
+    return pad_batch(batch, longest, pad_id, next(power for power in list_rows(most) if rows <= power))
 
 
 def warm_up(run: Run, sizes: Sizes, timeout_s: float) -> Model:

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, cast
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
-from pydantic import FailFast, Field, field_validator, model_validator
+from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 
 from qdqbench.quantize.deployment.server.batches import Run, Sizes
 from qdqbench.quantize.deployment.server.settings import ModelName
@@ -16,13 +16,14 @@ from qdqbench.quantize.pipeline.graphs import FP32, graph_path
 from qdqbench.quantize.pipeline.outcomes import Skipped, engine_file, read_built
 from qdqbench.quantize.pipeline.pipeline import require_recorded
 from qdqbench.quantize.pipeline.session import Session, read_config
-from qdqbench.quantize.tasks.data.encode import Sample, count_windows, iter_encoded
-from qdqbench.quantize.tasks.data.splits import Split
+from qdqbench.quantize.standalone.answers import Row, classify, embed, extract, list_classes, score, tag
+from qdqbench.quantize.standalone.texts import Encoder
+from qdqbench.quantize.tasks.data.encode import Sample, encode_columns, make_encoder
 from qdqbench.quantize.tasks.task import EMBED, Task
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
 from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
 from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL
-from qdqbench.quantize.tasks.types.questions import QUESTIONS, Questions
+from qdqbench.quantize.tasks.types.questions import QUESTIONS
 from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.tasks.types.tokens import TOKENS, Tagged
 from qdqbench.quantize.utils import files
@@ -30,9 +31,6 @@ from qdqbench.quantize.utils.arrays import Float32
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.schema import Strict
-
-if TYPE_CHECKING:
-    import datasets
 
 Columns = dict[str, list[Any]]  # as a data set has them: values of each sample, by column
 Rows = Sequence[tuple[Sample, Float32]]  # rows of a request, with the model's answer to each
@@ -137,13 +135,20 @@ class QuestionRequest(Request):
 class Answer(Strict):
     """Fields of every answer."""
 
+    made: ClassVar[Any]  # makes answers of rows
     tokens: int = Field(description="That the model read.")
     truncated: bool = Field(description="Whether text was cut off at the longest length of the engine.")
 
     @classmethod
     def read(cls, request: Any, rows: Rows, classes: Sequence[str]) -> "Sequence[Answer]":
         """Return the answers to a request, with the names of the classes."""
-        raise NotImplementedError
+        made = cls.made((), _alone(rows), classes)
+        return [cls(**each, **_about(sample)) for each, (sample, _) in zip(made, rows, strict=True)]
+
+
+def _alone(rows: Rows) -> list[list[Row]]:
+    """Return the rows of samples that have one each, as answers are made of."""
+    return [[Row(sample.coded, answers)] for sample, answers in rows]
 
 
 def _about(*samples: Sample) -> dict[str, Any]:
@@ -156,45 +161,24 @@ def _about(*samples: Sample) -> dict[str, Any]:
 class Class(Answer):
     """A class."""
 
+    made = staticmethod(classify)
     label: str
     scores: dict[str, float] = Field(description="Probability of each class.")
-
-    @classmethod
-    def read(cls, request: Any, rows: Rows, classes: Sequence[str]) -> "list[Class]":
-        answers = []
-        for sample, logits in rows:
-            wide = logits.astype(np.float64)
-            shares = np.exp(wide - np.logaddexp.reduce(wide))
-            scores = dict(zip(classes, shares.tolist(), strict=True))
-            answers.append(cls(label=classes[int(shares.argmax())], scores=scores, **_about(sample)))
-        return answers
 
 
 class ClassList(Answer):
     """The classes that are there."""
 
+    made = staticmethod(list_classes)
     labels: list[str] = Field(description="Whose probability is above 0.5.")
     scores: dict[str, float] = Field(description="Probability of each class.")
-
-    @classmethod
-    def read(cls, request: Any, rows: Rows, classes: Sequence[str]) -> "list[ClassList]":
-        answers = []
-        for sample, logits in rows:
-            shares = 1 / (1 + np.exp(-logits.astype(np.float64)))
-            scores = dict(zip(classes, shares.tolist(), strict=True))
-            there = [label for label, share in scores.items() if share > 0.5]
-            answers.append(cls(labels=there, scores=scores, **_about(sample)))
-        return answers
 
 
 class Score(Answer):
     """A score."""
 
+    made = staticmethod(score)
     score: float
-
-    @classmethod
-    def read(cls, request: Any, rows: Rows, classes: Sequence[str]) -> "Sequence[Score]":
-        return [Score(score=float(answer[0]), **_about(sample)) for sample, answer in rows]
 
 
 class Ranked(Score):
@@ -204,19 +188,17 @@ class Ranked(Score):
 
     @classmethod
     def read(cls, request: Any, rows: Rows, classes: Sequence[str]) -> "list[Ranked]":
-        scores = enumerate(super().read(request, rows, classes))
-        ranked = [cls(index=index, **score.model_dump()) for index, score in scores]
+        made = score((), _alone(rows), classes)
+        about = [_about(sample) for sample, _ in rows]
+        ranked = [cls(index=place, **each, **about[place]) for place, each in enumerate(made)]
         return sorted(ranked, key=lambda each: -each.score)
 
 
 class Embedding(Answer):
     """An embedding."""
 
-    embedding: list[float]
-
-    @classmethod
-    def read(cls, request: Any, rows: Rows, classes: Sequence[str]) -> "list[Embedding]":
-        return [cls(embedding=answer.tolist(), **_about(sample)) for sample, answer in rows]
+    made = staticmethod(embed)
+    embedding: Annotated[list[float], BeforeValidator(np.ndarray.tolist)]
 
 
 class Entity(Strict):
@@ -237,13 +219,11 @@ class Tags(Answer):
     @classmethod
     def read(cls, request: Any, rows: Rows, classes: Sequence[str]) -> "list[Tags]":
         answers = []
-        for words, (sample, logits) in zip(request.sentences, rows, strict=True):
-            assert TOKENS.units is not None
-            positions, about = TOKENS.units(sample.coded)
-            tags = np.argmax(logits[positions], axis=1).astype(np.int64)
-            labels: list[str | None] = [None] * len(words)
-            for word, tag in zip(about, tags, strict=True):
-                labels[word] = classes[tag]
+        made = tag(request.sentences, _alone(rows), classes)
+        for words, each, (sample, _) in zip(request.sentences, made, rows, strict=True):
+            labels = [label for _, label in each["words"]]
+            about = [word for word, label in enumerate(labels) if label is not None]
+            tags = np.array([classes.index(labels[word]) for word in about], dtype=np.int64)
             tagged, entities = Tagged(tags, np.array([len(tags)]), tuple(classes)), []
             for kind, *ends in (
                 sorted(tagged.entities(tags), key=lambda e: e[1]) if tagged.has_entities else ()
@@ -263,17 +243,17 @@ class Span(Answer):
 
     @classmethod
     def read(cls, request: Any, rows: Rows, classes: Sequence[str]) -> "list[Span]":
-        assert QUESTIONS.units is not None
-        contexts = [each.context for each in request.questions]
-        samples: list[list[Sample]] = [[] for _ in contexts]
-        windows: list[list[Any]] = [[] for _ in contexts]
-        for sample, _ in rows:
+        pairs = [(each.question, each.context) for each in request.questions]
+        samples: list[list[Sample]] = [[] for _ in pairs]
+        windows: list[list[Row]] = [[] for _ in pairs]
+        for sample, logits in rows:
             samples[sample.sample].append(sample)
-            windows[sample.sample].append(QUESTIONS.units(sample.coded).about)
-        gold = Questions(contexts, [[] for _ in contexts], windows, request.may_be_unanswerable)
-        logits = np.concatenate([answer[: len(sample.input_ids)] for sample, answer in rows])
-        texts = QUESTIONS.predict(logits, gold)
-        return [cls(answer=str(text), **_about(*each)) for text, each in zip(texts, samples, strict=True)]
+            windows[sample.sample].append(Row(sample.coded, logits))
+        answers = []
+        for each, read in zip(extract(pairs, windows, classes), samples, strict=True):
+            none = request.may_be_unanswerable and each["score_without_answer"] > each["score"]
+            answers.append(cls(answer="" if none else each["answer"], **_about(*read)))
+        return answers
 
 
 class Endpoint(NamedTuple):
@@ -299,19 +279,6 @@ ENDPOINTS = {
 
 
 FP32_ROWS = 4  # of a batch: the FP32 model is for comparing single texts
-
-
-@dataclass
-class _Rows:
-    """Columns of a request as `iter_encoded` reads a data set: by slices."""
-
-    columns: Columns
-
-    def __len__(self) -> int:
-        return len(next(iter(self.columns.values())))
-
-    def __getitem__(self, part: slice) -> Columns:
-        return {name: values[part] for name, values in self.columns.items()}
 
 
 @dataclass(frozen=True)
@@ -384,16 +351,18 @@ class Served:
 
     def encode(self, columns: Columns, prompt: str | None = None) -> list[Sample]:
         """Return the rows of a request; with `prompt` that is put before each text, not the run's."""
-        split = Split(cast("datasets.Dataset", _Rows(columns)), "the request", "", 0, ())
         task = self.task if prompt is None else self.task.model_copy(update={"prompts": (prompt,)})
-        return [*iter_encoded(split, task, self.tokenizer, self.max_length)]
+        return [*encode_columns(columns, task, self._encoder(), "the request")]
+
+    def _encoder(self) -> Encoder:
+        return make_encoder(self.task, self.tokenizer, self.max_length)
 
     def count_rows(self, columns: Columns) -> int:
         """Return how many rows `encode` makes, without making the windows of long contexts."""
         texts = [columns[name] for name in self.task.text_columns]
         if not self.task.kind.windows:
             return len(texts[0])
-        return sum(count_windows(texts[0], texts[1], self.tokenizer, self.max_length))
+        return sum(max(1, count) for count in self._encoder().count_windows([*zip(*texts, strict=True)]))
 
 
 def open_served(folder: Path, *, fp32: bool = True) -> Served:

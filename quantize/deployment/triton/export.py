@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import onnx
 
-from qdqbench.quantize.deployment.write import describe_texts, read_labels, render
+from qdqbench.quantize.deployment.write import describe_texts, read_labels, render, standalone_modules
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile
 from qdqbench.quantize.engine.sidecar import Sidecar, read_sidecar
 from qdqbench.quantize.engine.trtexec import build_options
@@ -167,7 +167,7 @@ def _describe_model(session: Session, graph: Path, profiles: Sequence[Profile]) 
         nearest = min(lengths, key=lambda length: abs(length - profile.opt[1]))
         warm.append((min(profile.opt[0], max_batch), nearest))
     warm.append((max_batch, lengths[-1]))
-    texts = describe_texts(kind, len(task.text_columns))
+    texts = describe_texts(kind, len(task.text_columns), lengths[-1])
     # Triton counts lines; it knows no class of a token
     labels = [re.sub(r"\s+", " ", clean(name)) for name in read_labels(session) if kind is not TOKENS]
     outputs = [_tensor(value) for value in read.output]
@@ -212,8 +212,9 @@ def _tensor(value: Any) -> Tensor:
 def _write_tokenizer(models: Path, session: Session, context: dict[str, Any]) -> None:
     folder = models / f"{context['name']}_tokenizer"
     files.write_text(folder / "config.pbtxt", _render("tokenizer.pbtxt", context))
-    source = Path(__file__).with_name("tokenizer_model.py").read_text(encoding="utf-8")
-    files.write_text(folder / "1" / "model.py", source)
+    source = Path(__file__).with_name("tokenizer_model.py")
+    for name, path in ({"model.py": source} | standalone_modules()).items():
+        files.write_text(folder / "1" / name, path.read_text(encoding="utf-8"))
     tokenizer: Any = session.tokenizer
     files.write_text(folder / "1" / "tokenizer.json", tokenizer.backend_tokenizer.to_str())
 

@@ -16,7 +16,7 @@ from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile, fit_batch
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.engine.runtime.engine import Arrays, BoundRun, Engine
 from qdqbench.quantize.engine.sidecar import check_sidecar, note_sidecar, read_sidecar
-from qdqbench.quantize.models.inputs import pad_columns
+from qdqbench.quantize.standalone.texts import pad_batch
 from qdqbench.quantize.tasks.types.kind import LOGITS, join_outputs
 from qdqbench.quantize.utils.arrays import Array, Float32, Int64
 from qdqbench.quantize.utils.errors import UserError
@@ -180,8 +180,7 @@ def pad_to_profile(
     """Return int64 [B, L] inputs by name, padded with masked positions and copies of the last row."""
     rows, length = next(iter(batch.values())).shape
     _, to_rows, to_length = fit_batch(profiles, rows, length, step)
-    wide, missing = pad_columns(batch, to_length - length, pad_id), ((0, to_rows - rows), (0, 0))
-    return {name: np.pad(wide[name], missing, mode="edge") for name in inputs}
+    return pad_batch({name: batch[name] for name in inputs}, to_length, pad_id, to_rows)
 
 
 def open_engine(path: Path, onnx_path: Path, *, runtime_cache: Path | None = None) -> Engine | CompiledEngine:

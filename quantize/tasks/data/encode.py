@@ -1,13 +1,12 @@
 """Samples as tokens, and batches: sorted by length for evaluation, of equal length for calibration."""
 
-import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from qdqbench.quantize.standalone.texts import MOST_WINDOWS, Encoder
 from qdqbench.quantize.tasks.data.splits import Split
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch, RowLayout, Units, pad
@@ -16,7 +15,6 @@ from qdqbench.quantize.utils.errors import UserError
 
 OVERLAP = 3  # windows share a third of their length, as 128 of 384 tokens in Devlin et al. 2018
 TOKENIZER_ROWS = 1000  # rows per tokenizer call
-MOST_WINDOWS = 256  # of a context, as scripts of a deployed folder have it, and of a tokenizer call
 
 
 class Sample(NamedTuple):
@@ -30,117 +28,74 @@ class Sample(NamedTuple):
     coded: Any = None  # as tokenizers gives it
 
 
+def make_encoder(task: Task, tokenizer: Any, max_length: int) -> Encoder:
+    """Return the encoder of a task's samples; a `UserError` where a row has no room for a token."""
+    if not tokenizer.is_fast:
+        raise UserError(f"{type(tokenizer).__name__} is not a fast tokenizer; save one with tokenizer.json")
+    pair = len(task.text_columns) == 2 and not task.kind.texts_apart
+    special = tokenizer.num_special_tokens_to_add(pair=pair)
+    if max_length <= special:  # the tokenizer would then not truncate at all
+        raise UserError(f"max_length {max_length} holds the {special} special tokens only; give more")
+    return Encoder(
+        tokenizer.backend_tokenizer,
+        max_length,
+        words=task.kind.split_words,
+        stride=max_length // OVERLAP if task.kind.windows else 0,
+        truncation=task.kind.truncation,
+        side=tokenizer.truncation_side,
+    )
+
+
 def iter_encoded(split: Split, task: Task, tokenizer: Any, max_length: int) -> Iterator[Sample]:
     """Tokenize a split in chunks, so that memory does not grow with the samples.
 
     `max_length` counts special tokens; the longer text of a pair is cut first.
     """
-    if not tokenizer.is_fast:
-        raise UserError(f"{type(tokenizer).__name__} is not a fast tokenizer; save one with tokenizer.json")
-    apart = len(task.text_columns) if task.kind.texts_apart else 1  # rows of each sample
-    special = tokenizer.num_special_tokens_to_add(pair=len(task.text_columns) == 2 and apart == 1)
-    if max_length <= special:  # the tokenizer would then not truncate at all
-        raise UserError(f"max_length {max_length} holds the {special} special tokens only; give more")
-    options: dict[str, Any] = {"truncation": True, "is_split_into_words": task.kind.split_words}
-    if task.kind.windows:
-        stride = max_length // OVERLAP
-        options |= {"truncation": "only_second", "return_overflowing_tokens": True, "stride": stride}
-    count = 0
+    encoder, count = make_encoder(task, tokenizer, max_length), 0
     for start in range(0, len(split.dataset), TOKENIZER_ROWS):
         rows = split.dataset[start : start + TOKENIZER_ROWS]
-        texts = [rows[name] for name in task.text_columns]
-        if task.prompts:
-            both = zip(task.prompts, texts, strict=True)
-            texts = [[f"{prompt}{text}" for text in column] for prompt, column in both]
-        parts = [slice(None)]
-        if task.kind.windows:
-            _require_room(texts[0], task, tokenizer, max_length - special - max_length // OVERLAP - 1)
-            counts = count_windows(texts[0], texts[1], tokenizer, max_length)
-            if max(counts) > MOST_WINDOWS:
-                long = counts.index(max(counts))
-                raise UserError(
-                    f"row {start + long} of {split.source} would be read in {counts[long]} windows, and "
-                    f"{MOST_WINDOWS} are the most; shorten its {task.text_columns[1]!r} or "
-                    f"{task.text_columns[0]!r}, or raise export.max_length (--max-length)"
-                )
-            parts = _few_windows(counts)
-        elif len(texts) == 2 and apart == 1:
-            texts = _shorten_pairs(texts[0], texts[1], tokenizer, max_length)
-        if apart > 1:
-            texts = [[text for sample in zip(*texts, strict=True) for text in sample]]
-        for part in parts:
-            coded = tokenizer(
-                *(column[part] for column in texts),
-                max_length=max_length,
-                return_token_type_ids=True,
-                return_attention_mask=False,
-                **options,
-            )
-            samples = coded.get("overflow_to_sample_mapping", range(len(coded.encodings)))
-            for offset, (sample, encoding) in enumerate(zip(samples, coded.encodings, strict=True)):
-                yield Sample(
-                    count,
-                    np.array(coded["input_ids"][offset], dtype=np.int64),
-                    np.array(coded["token_type_ids"][offset], dtype=np.int64),
-                    bool(encoding.overflowing) and not task.kind.windows,
-                    start + (part.start or 0) + sample // apart,
-                    encoding,
-                )
-                count += 1
+        for sample in encode_columns(rows, task, encoder, split.source, start):
+            yield sample._replace(row=count)
+            count += 1
 
 
-def count_windows(
-    questions: Sequence[str], contexts: Sequence[str], tokenizer: Any, max_length: int
-) -> list[int]:
-    """Return in how many windows each context is read, without making them."""
-    counts, special = [], tokenizer.num_special_tokens_to_add(pair=True)
-    options = {"add_special_tokens": False, "verbose": False}
-    both = (tokenizer([*texts], **options)["input_ids"] for texts in (questions, contexts))
-    for question, context in zip(*both, strict=True):
-        room = max_length - special - len(question)
-        step = room - max_length // OVERLAP
-        counts.append(1 + (max(0, math.ceil((len(context) - room) / step)) if step > 0 else 0))
-    return counts
+def encode_columns(
+    rows: Mapping[str, Sequence[Any]], task: Task, encoder: Encoder, source: str, start: int = 0
+) -> Iterator[Sample]:
+    """Tokenize some rows of a source, by column, of which the first has the number `start`."""
+    apart = len(task.text_columns) if task.kind.texts_apart else 1  # rows of each sample
+    columns: list[Sequence[Any]] = [rows[name] for name in task.text_columns]
+    if task.prompts:
+        both = zip(task.prompts, columns, strict=True)
+        columns = [[f"{prompt}{text}" for text in column] for prompt, column in both]
+    samples: list[Any] = [*zip(*columns, strict=True)] if len(columns) > 1 else [*columns[0]]
+    if apart > 1:
+        samples = [text for sample in samples for text in sample]
+    if task.kind.windows:
+        _require_windows(encoder, samples, task, source, start)
+    for row, (number, coded) in enumerate(encoder.encode(samples)):
+        ids, types = (np.array(each, dtype=np.int64) for each in (coded.ids, coded.type_ids))
+        truncated = bool(coded.overflowing) and not task.kind.windows
+        yield Sample(row, ids, types, truncated, start + number // apart, coded)
 
 
-def _few_windows(counts: Sequence[int]) -> list[slice]:
-    """Return runs of rows of at most `MOST_WINDOWS` windows together, since each takes memory."""
-    ends, total = list[int](), 0
-    for row, count in enumerate(counts):
-        if total + count > MOST_WINDOWS:
-            ends, total = [*ends, row], 0
-        total += count
-    return [slice(*each) for each in itertools.pairwise([0, *ends, len(counts)])]
-
-
-def _shorten_pairs(
-    first: Sequence[str], second: Sequence[str], tokenizer: Any, max_length: int
-) -> list[list[str]]:
-    """Cut the texts of pairs behind what truncation can keep, where they are long.
-
-    `tokenizers` combines all parts that truncation cuts off one text with all of the other: two texts of 16
-    kB take seconds and gigabytes. The longer text keeps a token more, since it gets an odd one.
-    """
-    shortened = [[*first], [*second]]
-    for place, pair in enumerate(zip(first, second, strict=True)):
-        if max(map(len, pair)) <= 8 * max_length:
-            continue
-        coded = tokenizer([*pair], add_special_tokens=False, verbose=False).encodings
-        longest = max(len(each.ids) for each in coded)
-        for texts, each in zip(shortened, coded, strict=True):
-            keep = 2 * max_length + (len(each.ids) == longest)
-            if len(each.ids) > keep:
-                texts[place] = texts[place][: each.offsets[keep - 1][1]]
-    return shortened
-
-
-def _require_room(questions: list[str], task: Task, tokenizer: Any, room: int) -> None:
-    coded = tokenizer(questions, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-    if long := [text for text, ids in zip(questions, coded, strict=True) if len(ids) > room]:
+def _require_windows(
+    encoder: Encoder, samples: Sequence[tuple[str, str]], task: Task, source: str, start: int
+) -> None:
+    question, context = task.text_columns
+    counts = encoder.count_windows(samples)
+    if long := [text for (text, _), windows in zip(samples, counts, strict=True) if not windows]:
+        room = encoder.max_length - encoder.tokenizer.num_special_tokens_to_add(True) - encoder.stride - 1
         raise UserError(
-            f"{len(long)} texts in column {task.text_columns[0]!r} exceed {room} tokens, which "
-            f"leaves a window no room for {task.text_columns[1]!r}, such as {long[0][:60]!r}; raise "
-            "export.max_length (--max-length), or shorten them"
+            f"{len(long)} texts in column {question!r} exceed {room} tokens, which leaves a window no room "
+            f"for {context!r}, such as {long[0][:60]!r}; raise export.max_length (--max-length), or shorten "
+            "them"
+        )
+    if max(counts) > MOST_WINDOWS:
+        row = counts.index(max(counts))
+        raise UserError(
+            f"row {start + row} of {source} would be read in {counts[row]} windows, and {MOST_WINDOWS} are "
+            f"the most; shorten its {context!r} or {question!r}, or raise export.max_length (--max-length)"
         )
 
 

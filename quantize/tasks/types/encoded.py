@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qdqbench.quantize.standalone.texts import pad_rows
 from qdqbench.quantize.utils.arrays import Array, Batch, Int64
 
 IndexedBatch = tuple[Int64, Batch]
@@ -130,9 +131,5 @@ class Encoded:
 
 def pad(samples: list[tuple[int, Int64, Int64]], pad_id: int) -> IndexedBatch:
     """Return one batch of (row, input_ids, token_type_ids), padded to the longest row."""
-    shape = len(samples), max(len(ids) for _, ids, _ in samples)
-    tokens, mask, types = (np.full(shape, fill, np.int64) for fill in (pad_id, 0, 0))
-    for row, (_, ids, own_types) in enumerate(samples):
-        tokens[row, : len(ids)], mask[row, : len(ids)], types[row, : len(ids)] = ids, 1, own_types
-    batch = {"input_ids": tokens, "attention_mask": mask, "token_type_ids": types}
-    return np.array([index for index, _, _ in samples], dtype=np.int64), batch
+    rows, ids, types = zip(*samples, strict=True)
+    return np.array(rows, dtype=np.int64), pad_rows(ids, types, pad_id)

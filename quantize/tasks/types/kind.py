@@ -194,6 +194,12 @@ class TaskKind(ABC):
     texts_apart: bool = False  # each text of a sample is a row of its own
     windows: bool = False  # a second text that is too long is read in windows that overlap
     over_tokens: bool = False  # tokens have answers
+
+    @property
+    def truncation(self) -> str:
+        """The text of a pair that is cut, as `tokenizers` names it."""
+        return "only_second" if self.windows else "longest_first"
+
     # Labels
     label_type: str = NUMBERS  # pattern of the label column's Arrow type
     label_values: str = "numbers"  # in errors: takes `last`, the largest class

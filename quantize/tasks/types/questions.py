@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qdqbench.quantize.standalone.answers import NO_ANSWER, find_best_span, find_spans
 from qdqbench.quantize.tasks.types.classification import kl
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
 from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind, of_sums, ratio
@@ -44,10 +45,6 @@ def _known(right: Sequence[str]) -> list[str]:
     return [text for text in map(normalized, right) if text] or [""]
 
 
-# as transformers' examples/pytorch/question-answering/utils_qa.py has them
-BEST = 20  # starts, and ends, of a window that are combined
-LONGEST = 30  # tokens of an answer
-NO_ANSWER = 0  # position of the token that stands for none: the first
 PADDING = -1e9  # a logit that no probability is left of
 EXACT, F1, COUNT = range(3)  # columns of a table
 
@@ -93,19 +90,6 @@ def _mark(spans: Int64, answers: Any) -> Floats:
     return marks
 
 
-def _best_span(logits: Floats, spans: Int64) -> tuple[float, int, int]:
-    """Return score, first and last token of a window's best answer; -inf where it has no context."""
-    inside = np.flatnonzero(spans[:, 0] >= 0)
-    starts, ends = (inside[np.argsort(-logits[inside, side], kind="stable")[:BEST]] for side in (0, 1))
-    long = ends[None] - starts[:, None] + 1
-    sums = logits[starts, 0][:, None] + logits[ends, 1][None]
-    scores = np.where((long >= 1) & (long <= LONGEST), sums, -np.inf)
-    if not scores.size:
-        return -np.inf, NO_ANSWER, NO_ANSWER
-    row, column = np.unravel_index(int(scores.argmax()), scores.shape)
-    return float(scores[row, column]), int(starts[row]), int(ends[column])
-
-
 def _log_probabilities(logits: "Tensor", answers: "Tensor") -> "Tensor":
     """Return log-probabilities over the tokens of each window, [windows, tokens, 2]."""
     import torch
@@ -138,9 +122,7 @@ class QuestionAnswering(TaskKind):
 
     def units(self, encoding: Any) -> Units:
         """Return every token, and where in the context it stands."""
-        spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        outside = np.array([sequence != 1 for sequence in encoding.sequence_ids], dtype=bool)
-        spans[outside] = -1
+        spans = find_spans(encoding)
         return Units(np.arange(len(spans)), spans)
 
     def label_problem(self, dataset: "Dataset", task: TaskFields) -> str:
@@ -185,7 +167,7 @@ class QuestionAnswering(TaskKind):
             for spans in windows:
                 window = next(scores)
                 none = min(none, float(window[NO_ANSWER].sum()))
-                score, first, last = _best_span(window, spans)
+                score, first, last = find_best_span(window, spans)
                 if score > best:
                     best, text = score, context[spans[first, 0] : spans[last, 1]]
             texts.append("" if gold.unanswerable and none > best else text)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qdqbench.quantize.standalone.answers import find_first_tokens
 from qdqbench.quantize.tasks.types.classification import class_text, kl, kl_terms, same_for_all
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
 from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind, of_sums, ratio
@@ -137,11 +138,7 @@ class TokenClassification(TaskKind):
     default_metrics = tuple(metrics)
 
     def units(self, encoding: Any) -> Units:
-        first: dict[int, int] = {}
-        for position, word in enumerate(encoding.word_ids):
-            if word is not None:
-                first.setdefault(word, position)
-        return Units(np.array([*first.values()], dtype=np.int64), np.array([*first], dtype=np.int64))
+        return Units(*find_first_tokens(encoding))
 
     def label_problem(self, dataset: "Dataset", task: TaskFields) -> str:
         import pyarrow.compute as pc

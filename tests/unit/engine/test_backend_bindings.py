@@ -17,13 +17,12 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import jinja2
 import pytest
 
 ROOT = Path(__file__).parents[3]
 MODULES = ("backend", "runtime/engine", "profiles")
 SOURCES = [ROOT / "quantize" / "engine" / f"{name}.py" for name in MODULES]
-DEPLOYED = ROOT / "quantize" / "deployment" / "templates" / "run_tensorrt.py.j2"  # a script for users
+DEPLOYED = ROOT / "quantize" / "standalone" / "runtimes.py"  # of scripts for users
 VERSIONS = ["10.16.0.72", "11.4.0.106"]
 SYMBOLS = (
     "createInferBuilder_INTERNAL",
@@ -127,9 +126,7 @@ def dotted(node: ast.AST) -> str | None:
 
 @functools.cache
 def tree() -> ast.Module:
-    values = {"backend": "tensorrt", "title": "TensorRT", "example": ""}
-    deployed = jinja2.Template(DEPLOYED.read_text(encoding="utf-8")).render(values)
-    return ast.parse("\n".join([*(path.read_text(encoding="utf-8") for path in SOURCES), deployed]))
+    return ast.parse("\n".join(path.read_text(encoding="utf-8") for path in (*SOURCES, DEPLOYED)))
 
 
 def used() -> set[str]:

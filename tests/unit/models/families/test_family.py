@@ -17,12 +17,13 @@ from qdqbench.quantize.lint.check import check_model
 from qdqbench.quantize.models.attention import MASK_FILL
 from qdqbench.quantize.models.families import known as families
 from qdqbench.quantize.models.families.family import ENCODER_KINDS, Family
-from qdqbench.quantize.models.inputs import pad_columns, select_inputs
+from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_encoder, load_model, prepare_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import ModelSection
+from qdqbench.quantize.standalone.texts import pad_batch
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.quiet import quiet
@@ -269,7 +270,7 @@ def test_a_plan_of_another_family() -> None:
 
 def test_padding_is_of_the_pad_token_and_masked() -> None:
     batch = {name: np.ones((1, 2), np.int64) for name in families.BERT.inputs}
-    made = {name: array.tolist() for name, array in pad_columns(batch, 2, pad_id=7).items()}
+    made = {name: array.tolist() for name, array in pad_batch(batch, 4, pad_id=7).items()}
     masked = [[1, 1, 0, 0]]
     assert made == {"input_ids": [[1, 1, 7, 7]], "attention_mask": masked, "token_type_ids": masked}
 
@@ -332,7 +333,8 @@ def test_no_other_file_knows_the_names_of_bert() -> None:
         for path in files
         if path.parent.name not in ("tasks", "data", "types", "cuda") and path.name != "rewritten.py"
         for name in source_names(path)
-        if NAMES.search(name) or (INPUT.search(name) and path.parent.name not in ("api", "server", "triton"))
+        if NAMES.search(name)
+        or (INPUT.search(name) and path.parent.name not in ("server", "standalone", "triton"))
     }
     assert known == set()
     assert any(NAMES.search(name) for name in source_names(home / "known.py"))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qdqbench.quantize.standalone.texts import Encoder
 from qdqbench.quantize.tasks.data import encode, splits
 from qdqbench.quantize.tasks.data import files as data_files
 from qdqbench.quantize.tasks.data import load as loading
@@ -272,8 +273,8 @@ WORDS = st.lists(st.sampled_from(["good", "badly", "?", "goodlyly"]), max_size=6
 def test_long_texts_of_pairs_are_cut_where_truncation_drops_the_rest(tokenizer, pairs, length):
     first, second = map(list, zip(*pairs, strict=True))
     plain = tokenizer(first, second, truncation=True, max_length=length)["input_ids"]
-    shortened = encode._shorten_pairs(first, second, tokenizer, length)
-    assert tokenizer(*shortened, truncation=True, max_length=length)["input_ids"] == plain
+    rows = Encoder(tokenizer.backend_tokenizer, length).encode(pairs)
+    assert [(number, coded.ids) for number, coded in rows] == [*enumerate(plain)]
 
 
 def test_a_pair_of_long_texts_takes_little_memory(tmp_path, tokenizer):

@@ -6,12 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qdqbench.quantize.standalone import texts
+from qdqbench.quantize.standalone.answers import LONGEST
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.data import encode as encode_module
 from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.data.load import load_split
 from qdqbench.quantize.tasks.task import get_task
-from qdqbench.quantize.tasks.types.questions import LONGEST, QUESTIONS, Questions, exact_match, f1, normalized
+from qdqbench.quantize.tasks.types.questions import QUESTIONS, Questions, exact_match, f1, normalized
 from qdqbench.quantize.utils.errors import UserError
 
 from ....integration import heads
@@ -59,9 +60,9 @@ def test_rows_are_encoded_a_few_windows_at_once(tmp_path, monkeypatch):
     table = heads.asked(20, 0)
     whole = encoded_of(tmp_path, table)
     sizes = []
-    monkeypatch.setattr(encode_module, "MOST_WINDOWS", most := max(np.bincount(whole.samples)) + 1)
-    real = encode_module._few_windows
-    monkeypatch.setattr(encode_module, "_few_windows", lambda counts: sizes.append(counts) or real(counts))
+    monkeypatch.setattr(texts, "MOST_WINDOWS", most := max(np.bincount(whole.samples)) + 1)
+    real = texts.split_windows
+    monkeypatch.setattr(texts, "split_windows", lambda counts: sizes.append(counts) or real(counts))
     parted = encoded_of(tmp_path, table)
     assert sum(sizes[0]) == whole.rows
     assert all(sum(sizes[0][part]) <= most for part in real(sizes[0]))

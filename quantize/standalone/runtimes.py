@@ -1,0 +1,141 @@
+"""The runtimes of a deployed folder: each opens its model as a function of tokens, int64 arrays by name."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .texts import fit_profile, pad_batch
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+Infer = Callable[[Arrays], npt.NDArray[Any]]  # the answers [rows, width], or [rows, length, width]
+Told = Mapping[str, Any]  # model.json
+CPU = Path("/proc/cpuinfo")
+STEP = 16  # tokens: lengths that TensorRT meets are padded to multiples of it
+
+
+def open_runtime(name: str, folder: Path, told: Told) -> Infer:
+    """Return the model of a folder in a runtime; SystemExit with a sentence where it cannot run here."""
+    return OPEN[name](folder, told)
+
+
+def join(outputs: Sequence[Any]) -> npt.NDArray[Any]:
+    """Return a model's outputs as one array; several are stacked along a new last axis."""
+    return np.asarray(outputs[0]) if len(outputs) == 1 else np.stack(outputs, axis=-1)
+
+
+def open_onnxruntime(folder: Path, told: Told) -> Infer:
+    """Open the graph on a CPU, with ONNX Runtime's optimizations if the run found them harmless."""
+    ort: Any = import_module("onnxruntime")
+    features = set(CPU.read_text(errors="replace").split()) if CPU.is_file() else set()
+    options, level, names = ort.SessionOptions(), told["onnxruntime"], [*told["outputs"]]
+    if "avx2" in features and features.isdisjoint(told["int8_dot"]):  # UINT8 x INT8 saturates
+        if told["shared_layers"]:
+            level = "ORT_DISABLE_ALL"  # ONNX Runtime makes no UINT8 of weights that layers share
+        else:
+            options.add_session_config_entry("session.x64quantprecision", "1")  # UINT8 weights
+    options.graph_optimization_level = getattr(ort.GraphOptimizationLevel, level)
+    session = ort.InferenceSession(read(folder, "model.onnx"), options, providers=["CPUExecutionProvider"])
+    return lambda tokens: join(session.run(names, dict(tokens)))
+
+
+def open_openvino(folder: Path, told: Told) -> Infer:
+    """Compile the graph for a CPU, as the engine of the run was."""
+    core: Any = import_module("openvino").Core()
+    model = core.compile_model(core.read_model(read(folder, "model.onnx")), "CPU", told["openvino"])
+
+    def infer(tokens: Arrays) -> npt.NDArray[Any]:
+        made = model(dict(tokens))
+        return join([made[name] for name in told["outputs"]])
+
+    return infer
+
+
+def open_cuda(folder: Path, told: Told) -> Infer:
+    """Load the kernels and the plan of backend cuda, for a GPU of compute capability 9.0."""
+    modules = (import_module(f"cuda_engine.{name}") for name in ("errors", "reader", "runtime"))
+    errors, reader, kernels = modules
+
+    def refuse(function: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return function(*given)
+        except errors.QdqError as error:
+            raise SystemExit(str(error)) from error
+
+    data = read(folder, "cuda.engine")
+    file = refuse(reader.parse_engine, data, "cuda.engine", told["cuda"])
+    model = refuse(kernels.load_engine, file, kernels.CudaEngine)
+
+    def infer(tokens: Arrays) -> npt.NDArray[Any]:
+        made = refuse(model.run, tokens)
+        return join([made[name] for name in told["outputs"]])
+
+    return infer
+
+
+def open_tensorrt(module: str, folder: Path, told: Told) -> Infer:
+    """Load an engine of TensorRT or TensorRT-RTX on the GPU that it is for."""
+    trt: Any = import_module(module)
+    torch: Any = import_module("torch")
+    file, names, mark = f"{module}.engine", [*told["outputs"]], "input_ids"
+    if not (folder / file).is_file():
+        raise SystemExit(f"{folder / file} is not there: build it with build_tensorrt.sh")
+    runtime = trt.Runtime(trt.Logger(trt.Logger.WARNING))
+    engine = runtime.deserialize_cuda_engine(read(folder, file))
+    if engine is None:
+        raise SystemExit(f"{file} is for another GPU or version of {module}: see README.md")
+    context, stream = engine.create_execution_context(), torch.cuda.Stream()
+    profiles = [
+        engine.get_tensor_profile_shape(mark, number) for number in range(engine.num_optimization_profiles)
+    ]
+
+    def infer(tokens: Arrays) -> npt.NDArray[Any]:
+        rows, longest = tokens[mark].shape
+        found = fit_profile(profiles, rows, longest, STEP)
+        assert found is not None  # batches of model.json are no larger than profiles
+        number, most, length = found
+        padded = pad_batch(tokens, length, told["pad_id"], most)
+        with torch.cuda.stream(stream):
+            context.set_optimization_profile_async(number, stream.cuda_stream)
+            buffers = {name: torch.from_numpy(array).cuda() for name, array in padded.items()}
+            for name, buffer in buffers.items():
+                context.set_input_shape(name, tuple(buffer.shape))
+            for name in names:
+                shape, dtype = tuple(context.get_tensor_shape(name)), getattr(torch, told["outputs"][name])
+                buffers[name] = torch.empty(shape, dtype=dtype, device="cuda")
+            for name, buffer in buffers.items():
+                context.set_tensor_address(name, buffer.data_ptr())
+            if not context.execute_async_v3(stream.cuda_stream):
+                raise RuntimeError("the engine failed to run")
+            stream.synchronize()
+        return join([buffers[name].cpu().numpy()[:rows] for name in names])
+
+    return infer
+
+
+def read(folder: Path, name: str) -> bytes:
+    """Read a file, which must be the one of SHA256SUMS, or of build_tensorrt.sh."""
+    built = folder / f"{name}.sha256"
+    sums = built if built.is_file() else folder / "SHA256SUMS"
+    try:
+        data, known = (folder / name).read_bytes(), sums.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise SystemExit(str(error)) from error
+    if f"{hashlib.sha256(data).hexdigest()}  {name}" not in known:
+        why = f"is not what was deployed or built here: see {sums.name}; deploy the run again"
+        raise SystemExit(f"{name} {why}")
+    return data
+
+
+OPEN: dict[str, Callable[[Path, Told], Infer]] = {
+    "onnxruntime": open_onnxruntime,
+    "openvino": open_openvino,
+    "tensorrt": partial(open_tensorrt, "tensorrt"),
+    "tensorrt_rtx": partial(open_tensorrt, "tensorrt_rtx"),
+    "cuda": open_cuda,
+}
