@@ -92,7 +92,6 @@ def _invoke() -> None:
         raise UserError(f"{message.rstrip('.')}; see `{where} --help`") from error
 
 
-COMPUTES_WITH = ("torch", "modelopt", "accelerate", "optuna", "onnxscript")  # of the extra `quantize`
 KEEPS_TORCH_DEFAULTS = ("bench",)  # commands that leave threads and memory as PyTorch does
 
 
@@ -151,7 +150,7 @@ def main() -> None:
         if debug:
             raise
         from qdqbench.quantize.utils.files import full_disk, vanished
-        from qdqbench.quantize.utils.names import install_command
+        from qdqbench.quantize.utils.names import COMPUTES_WITH, install_command
         from qdqbench.quantize.utils.system.gpu import explain_refusal
 
         if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in COMPUTES_WITH:

@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from qdqbench.quantize.models.families.others import explain_other
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import read_json, sha256
-from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.names import COMPUTES_WITH, name_list
 from qdqbench.quantize.utils.schema import Frozen
 from qdqbench.quantize.utils.system.hub import HubError, commit_of
 from qdqbench.quantize.utils.system.quiet import quiet
@@ -36,7 +37,10 @@ FLAGS: dict[str, Mode] = {
 _MODES: dict[str, Mode] = FLAGS | {"mean": "mean", "cls": "cls", "lasttoken": "last"}
 OTHER_FLAGS = ("pooling_mode_max_tokens", "pooling_mode_mean_sqrt_len_tokens")
 ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid")  # of PyTorch, behind a Dense
+PACKAGES = {"MeCab": "mecab-python3", "unidic_lite": "unidic-lite", "google": "protobuf"}  # of modules
+_ASKS_FOR = re.compile(r"need to install (\w+) to use|requires the (\w+) library|pip install `?([\w-]+)")
 _ORDER = ["Transformer", "Pooling", "Dense", "Normalize"]  # the last two may be missing
+_EMBEDDER = "SentenceTransformer"  # what a folder of modules says that it is, where it says nothing
 _SUPPORTED = "a Transformer, a Pooling (mean, cls or last token), a Dense and a Normalize, in this order"
 
 
@@ -69,16 +73,22 @@ def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None
     if (listed := read_model_json(name, MODULES, commit)) is None:
         return None
     modules = {str(each["type"]).rpartition(".")[2]: str(each.get("path", "")) for each in listed}
+    own = read_model_json(name, SENTENCE_CONFIG, commit) or {}
+    says = str(own.get("model_type", _EMBEDDER))
+    if says == "CrossEncoder" and modules == {"Transformer": ""}:
+        return None  # a classifier as transformers has it
     there = [kind for kind in _ORDER if kind in modules]
-    if [*modules] != there or len(listed) != len(modules) or there[:2] != _ORDER[:2]:
+    whole = [*modules] == there and len(listed) == len(modules) and there[:2] == _ORDER[:2]
+    if not whole or says != _EMBEDDER:
         found = name_list(repr(str(each["type"]).rpartition(".")[2][:80])[1:-1] for each in listed)
-        others = explain_other(
-            part for each in listed for part in (each["type"], *str(each["type"]).split("."))
-        )
-        raise UserError(f"model {name} is made of {found} ({MODULES}); supported here: {_SUPPORTED}{others}")
+        told = f"model {name} is made of {found} ({MODULES})"
+        parts = [part for each in listed for part in (each["type"], *str(each["type"]).split("."))]
+        wanted = f"; supported here: {_SUPPORTED}"
+        if says != _EMBEDDER:
+            wanted = f" and is a {repr(says)[1:-1][:80]} ({SENTENCE_CONFIG}), which is not supported"
+        raise UserError(f"{told}{wanted}{explain_other([says, *parts])}")
     encoder, dense = modules["Transformer"], modules.get("Dense", "")
     pooling = read_model_json(name, f"{modules['Pooling']}/config.json", commit) or {}
-    own = read_model_json(name, SENTENCE_CONFIG, commit) or {}
     files = ("sentence_bert_config.json", "sentence_roberta_config.json", "sentence_distilbert_config.json")
     of_texts = (read_model_json(name, f"{encoder}/{file}", commit) for file in files)
     texts: Any = next(filter(None, of_texts), {})
@@ -245,14 +255,21 @@ def model_fingerprint(name: str, revision: str | None = None) -> str:
 
 
 def has_pooling(name: str, revision: str | None = None) -> bool:
-    """Return whether a model says how its tokens become an embedding; False if it cannot be loaded."""
+    """Return whether a model says how its tokens become an embedding; False if it cannot be read.
+
+    A `UserError` where it is made of modules that are no embedder's.
+    """
     try:
         with quiet("transformers"), explain_load_errors(name):
             commit = model_commit(name, revision)
             listed = read_model_json(name, MODULES, commit) is not None
-            return listed or FIELD in (read_model_json(name, "config.json", commit) or {})
+            known = FIELD in (read_model_json(name, "config.json", commit) or {})
     except UserError:  # loading says why
         return False
+    if listed:
+        with quiet("transformers"), explain_load_errors(name):
+            return read_sentence_folder(name, commit) is not None
+    return known
 
 
 def embedding_notes(name: str, revision: str | None, max_length: int, prompts: Sequence[str]) -> list[str]:
@@ -266,6 +283,8 @@ def embedding_notes(name: str, revision: str | None, max_length: int, prompts: S
         notes.append(f"the model has prompts ({', '.join(known)}); --prompt puts one before each text")
     if folder.lower_case:
         notes.append("the model asks for texts in lower case; here they go to the tokenizer as they are")
+    if (Path(name) / "model_head.pkl").is_file():
+        notes.append("the classifier of SetFit (model_head.pkl) is not read, only the encoder below it")
     if folder.longest is not None and folder.longest < max_length:
         notes.append(
             f"texts are cut at {max_length} tokens (export.max_length); sentence-transformers would cut "
@@ -282,14 +301,27 @@ def explain_load_errors(name: str, what: str = "model") -> Iterator[None]:
         raise UserError(f"cannot load {what} {name} ({_describe_place(name)}): {error}") from error
     except UserError:
         raise
-    except ModuleNotFoundError as error:
-        if error.name:  # one of ours, which the command line explains
-            raise
-        raise UserError(f"{what} {name} needs a library that is not installed: {error}") from error
     except Exception as error:
+        missing = _missing_library(error)
+        if missing in COMPUTES_WITH:  # the command line explains it
+            raise
+        if missing:
+            package = PACKAGES.get(missing, missing)
+            raise UserError(
+                f"the {what} {name} needs {package}, which is not installed: `pip install {package}`"
+            ) from error
         reason = " ".join(str(error).split())[:300]
         where = _describe_place(name)
         raise UserError(f"cannot load {what} {name} ({where}): {type(error).__name__}: {reason}") from error
+
+
+def _missing_library(error: Exception) -> str | None:
+    """Return the module that an error of transformers asks for, where it is not installed."""
+    name = error.name.partition(".")[0] if isinstance(error, ImportError) and error.name else None
+    if name is None and (found := _ASKS_FOR.search(str(error))):
+        name = next(filter(None, found.groups())).lower()
+    name = "sentencepiece" if name == "tiktoken" else name  # which transformers tries last, and names
+    return name if name and find_spec(name) is None else None
 
 
 def _describe_place(name: str) -> str:

@@ -40,7 +40,16 @@ MARKERS = {  # files of folders that are something else: what it is, and the nex
     ),
     "meta.json": ("a spaCy pipeline", "give the transformer that it was trained from"),
     "openvino_model.xml": ("an OpenVINO IR", "give the model that it was converted from"),
+    **dict.fromkeys(
+        ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+        (
+            "weights in PyTorch's pickle format alone",
+            "pickle can run code, so save it as safetensors if you trust it: "
+            "`from_pretrained(..., use_safetensors=False)`, `save_pretrained`",
+        ),
+    ),
 }
+PARTS = ("onnx", "openvino")  # folders that may hold a model's only files
 SUFFIXES = {  # the same by the ends of names
     ".gguf": ("a GGUF file, quantized for llama.cpp", "give the original model"),
     ".onnx": ("an ONNX model alone", "`qdqbench check` and `qdqbench fix` take that file"),
@@ -67,12 +76,24 @@ def require_model_folder(name: str) -> None:
         with suppress(UserError):  # transformers says what is wrong with it
             about = read_json(folder / "config.json")
         _require_bounds(name, about)
-    weights = {WEIGHTS, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json", "modules.json"} & files
+    if "adapter_config.json" in files and WEIGHTS in files:
+        raise UserError(
+            f"{name} holds an adapter beside a model (adapter_config.json); merge it into the weights "
+            "(`merge_and_unload`), or remove its files"
+        )
+    if "modules.json" in files or ("config.json" in files and {WEIGHTS, INDEX} & files):
+        return
+    files |= {each.name for part in PARTS for each in (folder / part).glob("*")}
     known = [MARKERS[file] for file in MARKERS if file in files]
     known += [about for end, about in SUFFIXES.items() if any(file.endswith(end) for file in files)]
-    if known and not ("config.json" in files and weights):
+    if known:
         what, step = known[0]
-        raise UserError(f"{name} holds {what}, which is no model for transformers; {step}")
+        raise UserError(f"{name} holds {what}, which is no model to quantize; {step}")
+    if "config.json" not in files:
+        inner = sorted((str(each.parent) for each in folder.glob("*/config.json")), key=len)
+        there = name_list(sorted(files)) or "nothing"
+        step = f"give {inner[-1]}" if inner else "give the folder that `save_pretrained` wrote"
+        raise UserError(f"{name} has no config.json, so it is no model; it holds {there}; {step}")
 
 
 def _require_bounds(name: str, config: Any) -> None:

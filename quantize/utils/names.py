@@ -33,6 +33,9 @@ def without_formula(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value[:1] in {*"=+-@\t\r"} else value
 
 
+COMPUTES_WITH = ("torch", "modelopt", "accelerate", "optuna", "onnxscript")  # of the extra `quantize`
+
+
 def install_command(extra: str) -> str:
     """Return the command that installs an extra's libraries, from whatever qdqbench was installed."""
     try:

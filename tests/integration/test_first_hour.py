@@ -46,7 +46,8 @@ def desk(sst2: Given, tmp_path, monkeypatch) -> list[str]:
 
 LIGHT = """
 import importlib.machinery, sys
-from qdqbench.cli.app import COMPUTES_WITH, program
+from qdqbench.cli.app import program
+from qdqbench.quantize.utils.names import COMPUTES_WITH
 find = importlib.machinery.PathFinder.find_spec
 importlib.machinery.PathFinder.find_spec = staticmethod(
     lambda name, *rest: None if name.partition(".")[0] in COMPUTES_WITH else find(name, *rest)

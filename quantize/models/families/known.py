@@ -181,10 +181,11 @@ def family_of(of: Any, model: str = "") -> Family:
     if found := known_family(model_type) or _DESCRIBED.get(model_type):
         return found
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
+    others = explain_other([model_type])
+    new = "; for other encoders `qdqbench recipes new --model " + f"{model or 'DIR'}` writes a recipe"
     raise UserError(
         f"{f'model {model}' if model else 'the model'} is a {model_type!r}; supported here: {known} "
-        "(config.json, key model_type); for other encoders `qdqbench recipes new "
-        f"--model {model or 'DIR'}` writes a recipe{explain_other([model_type])}"
+        f"(config.json, key model_type){others or new}"
     )
 
 

@@ -46,16 +46,28 @@ OTHERS = (
         "multilingual-e5-*, bge-m3; to rank, bge-reranker-v2-m3",
     ),
     Other(
-        ("SpladePooling",),
+        ("SpladePooling", "SparseEncoder"),
         "splade-*, opensearch-neural-sparse-*",
         "a text has a weight for each entry of the vocabulary",
         "qdqbench.quantize from Python (docs/how-to/quantize-bge-e5-gte.md)",
     ),
     Other(
-        ("HF_ColBERT", "MultiVectorMask", "pylate.models.Dense.Dense"),
+        ("HF_ColBERT", "ColBERT", "MultiVectorMask", "pylate.models.Dense.Dense"),
         "colbertv2.0, answerai-colbert-small-v1, GTE-ModernColBERT-v1",
         "each token has a vector",
         "a copy without modules.json with --pooling mean, whose graph gives last_hidden_state",
+    ),
+    Other(
+        ("CrossEncoder",),
+        "ettin-reranker-*",
+        "a head of modules is not read",
+        "gte-reranker-modernbert-base, bge-reranker-*",
+    ),
+    Other(
+        ("StaticEmbedding", "StaticModel", "model2vec"),
+        "potion-*, static-retrieval-*",
+        "they are tables without layers",
+        "all-MiniLM-*, bge-small-*",
     ),
 )
 

@@ -9,7 +9,13 @@ import onnx
 import pytest
 
 from qdqbench._options import RunOptions
-from qdqbench.quantize.models.identity import Pooling, choose_prompts, embedding_notes, model_fingerprint
+from qdqbench.quantize.models.identity import (
+    Pooling,
+    choose_prompts,
+    embedding_notes,
+    has_pooling,
+    model_fingerprint,
+)
 from qdqbench.quantize.models.load import load_model, load_tokenizer
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.tasks.types.embedding import PAIRS
@@ -156,6 +162,26 @@ class TestRefused:
         message = refusal(write_sentence_folder(tmp_path, modules=modules))
         assert f"is made of Transformer, Pooling, Normalize, {', '.join(modules)} (modules.json)" in message
         assert "supported here: a Transformer, a Pooling (mean, cls or last token), a Dense and a" in message
+
+    @pytest.mark.parametrize(
+        ("says", "nearest"),
+        [("CrossEncoder", "bge-reranker"), ("SparseEncoder", "from Python"), ("Strange", "not supported")],
+    )
+    def test_what_the_folder_says_that_it_is(self, tmp_path: Path, says: str, nearest: str) -> None:
+        folder = write_sentence_folder(tmp_path)
+        (folder / "config_sentence_transformers.json").write_text(json.dumps({"model_type": says}))
+        message = refusal(folder)
+        assert f"is a {says} (config_sentence_transformers.json)" in message
+        assert nearest in message
+        with pytest.raises(UserError, match=says):
+            has_pooling(str(folder))
+
+    def test_a_cross_encoder_of_one_module_is_a_classifier(self, tmp_path: Path) -> None:
+        folder = write_sentence_folder(tmp_path)
+        (folder / "config_sentence_transformers.json").write_text('{"model_type": "CrossEncoder"}')
+        modules = [{"type": "sentence_transformers.models.Transformer", "path": ""}]
+        (folder / "modules.json").write_text(json.dumps(modules))
+        assert not has_pooling(str(folder))
 
     @pytest.mark.parametrize(
         ("flags", "named"),

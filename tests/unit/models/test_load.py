@@ -199,7 +199,7 @@ class TestRefused:
     def test_a_missing_or_empty_folder(self, tmp_path: Path) -> None:
         for load in (load_model, load_tokenizer):
             assert "no such folder here" in failure(load, tmp_path / "nowhere" / "at" / "all")
-        assert "cannot load model" in failure(load_model, tmp_path)
+        assert "has no config.json, so it is no model; it holds nothing" in failure(load_model, tmp_path)
 
     def test_no_classifier_head(self, folder: Path) -> None:
         with quiet("transformers"):

@@ -137,25 +137,45 @@ def test_a_format_of_modelopt_is_told(folder):
         (["tf_model.h5", "config.json"], "TensorFlow weights alone"),
         (["flax_model.msgpack", "config.json"], "Flax weights alone"),
         (["meta.json", "config.cfg"], "a spaCy pipeline"),
+        (["config.json", "pytorch_model.bin"], "weights in PyTorch's pickle format alone"),
+        (["config.json", "onnx/model.onnx"], "an ONNX model alone"),
+        (["config.json", "openvino/openvino_model.xml"], "an OpenVINO IR"),
+        (["config.json", "model.safetensors", "adapter_config.json"], "an adapter beside a model"),
+        (["trainer_state.json"], "it holds trainer_state.json"),
+        (["checkpoint-5/config.json", "checkpoint-7/config.json"], "it holds checkpoint-5, checkpoint-7"),
     ],
 )
 def test_a_folder_of_something_else_is_named_with_the_next_step(tmp_path, files, said):
     for file in files:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
         (tmp_path / file).write_text("{}")
     with pytest.raises(UserError, match=rf"{said}.*;"):
         load_model(str(tmp_path))
 
 
-def test_a_library_that_a_tokenizer_needs_is_named(folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "package"),
+    [
+        (ModuleNotFoundError("You need to install fugashi to use MecabTokenizer."), "fugashi"),
+        (ImportError("You need to install sudachipy to use SudachiTokenizer."), "sudachipy"),
+        (
+            ImportError("CpmTokenizer requires the SentencePiece library"),
+            "sentencepiece",
+        ),
+        (ValueError("`tiktoken` is required. Install it with `pip install tiktoken`."), "sentencepiece"),
+        (ModuleNotFoundError("No module named 'unidic_lite'", name="unidic_lite"), "unidic-lite"),
+    ],
+)
+def test_a_library_that_a_tokenizer_needs_is_named(folder, monkeypatch, error, package):
     import transformers
 
     from qdqbench.quantize.models.load import load_tokenizer
 
     def fail(*_, **__):
-        raise ModuleNotFoundError("You need to install fugashi to use MecabTokenizer.")
+        raise error
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", fail)
-    with pytest.raises(UserError, match=r"tokenizer .* needs a library that is not installed: .* fugashi"):
+    with pytest.raises(UserError, match=rf"tokenizer .* is not installed: `pip install {package}`"):
         load_tokenizer(str(folder))
 
 
