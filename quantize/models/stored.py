@@ -78,7 +78,7 @@ def require_model_folder(name: str) -> None:
         _require_bounds(name, about)
     if "adapter_config.json" in files and WEIGHTS in files:
         raise UserError(
-            f"{name} holds an adapter beside a model (adapter_config.json); merge it into the weights "
+            f"{name} holds an adapter next to a model (adapter_config.json); merge it into the weights "
             "(`merge_and_unload`), or remove its files"
         )
     if "modules.json" in files or ("config.json" in files and {WEIGHTS, INDEX} & files):

@@ -9,7 +9,9 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +38,8 @@ WINDOWS = "cp1252"  # what spreadsheets of Western languages write where they do
 HEAD = 1 << 16  # bytes of a file in which its header must end
 CHUNK = 1 << 20
 BEGINNING, MOST_COLUMNS = 10 << 20, 2000  # bytes that are read for their columns; each column takes time
+CACHE, JUST_MADE = "qdqbench-data-", 60  # seconds in which a folder may not be locked yet
+_HELD = ExitStack()  # never closed: the lock of `cache_folder`
 LEAST_REFUSED, MOST_GROWTH = 256 << 20, 100  # bytes of unpacked rows, and times the bytes of their files
 
 
@@ -228,10 +232,24 @@ def find_root_cause(error: BaseException) -> str:
 
 @lru_cache
 def cache_folder() -> str:
-    """Return a folder of this process for Arrow copies of the user's files; nothing is left behind."""
-    folder = tempfile.mkdtemp(prefix="qdqbench-data-")
+    """Return a folder of this process for Arrow copies of the user's files; nothing is left behind.
+
+    It is locked until the process ends, so that a later one removes those of killed processes.
+    """
+    _remove_abandoned(Path(tempfile.gettempdir()))
+    folder = tempfile.mkdtemp(prefix=CACHE)
+    with suppress(OSError):  # a file system without locks
+        _HELD.enter_context(files.locked(Path(folder)))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def _remove_abandoned(place: Path) -> None:
+    for folder in place.glob(f"{CACHE}*"):
+        with suppress(OSError):  # of another user, or held by its process
+            if not folder.is_symlink() and time.time() - folder.stat().st_mtime > JUST_MADE:
+                with files.locked(folder):
+                    shutil.rmtree(folder)
 
 
 def _form(task: Task, path: Path) -> tuple[str, str]:

@@ -80,6 +80,10 @@ def _weighted_f1(weights: Floats, table: Array) -> Floats:
 def _matthews(table: Array) -> float:
     from sklearn import metrics
 
+    if np.ptp(table[:, 0]) == 0:
+        raise UserError(
+            f"all {len(table)} labels are of one class, so Matthews is undefined; use more samples"
+        )
     if np.ptp(table[:, 1]) == 0:
         return 0.0
     return float(metrics.matthews_corrcoef(table[:, 0], table[:, 1]))

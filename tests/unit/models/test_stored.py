@@ -140,7 +140,7 @@ def test_a_format_of_modelopt_is_told(folder):
         (["config.json", "pytorch_model.bin"], "weights in PyTorch's pickle format alone"),
         (["config.json", "onnx/model.onnx"], "an ONNX model alone"),
         (["config.json", "openvino/openvino_model.xml"], "an OpenVINO IR"),
-        (["config.json", "model.safetensors", "adapter_config.json"], "an adapter beside a model"),
+        (["config.json", "model.safetensors", "adapter_config.json"], "an adapter next to a model"),
         (["trainer_state.json"], "it holds trainer_state.json"),
         (["checkpoint-5/config.json", "checkpoint-7/config.json"], "it holds checkpoint-5, checkpoint-7"),
     ],

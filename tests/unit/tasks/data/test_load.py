@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -17,6 +18,7 @@ from qdqbench.quantize.tasks.data import load as loading
 from qdqbench.quantize.tasks.data.splits import has_only_texts
 from qdqbench.quantize.tasks.task import EMBED, get_task, score_embeddings
 from qdqbench.quantize.tasks.types.encoded import Encoded
+from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 
 SST2, STSB, MNLI = get_task("sst2"), get_task("stsb"), get_task("mnli")
@@ -502,6 +504,29 @@ class TestTexts:
         assert encoded.samples.tolist() == [0, 0, 1, 1]
         assert encoded.gold.tolist() == [1, 2]
         assert [types.max() for types in encoded.token_type_ids] == [0, 0, 0, 0]
+
+
+def test_labels_of_one_class_are_doubted(tmp_path):
+    for rows, doubts in (("a,1\nb,1\n", 1), ("a,1\nb,0\n", 0)):
+        (tmp_path / "validation.csv").write_text(f"sentence,label\n{rows}")
+        warnings = load(tmp_path, split="validation").warnings
+        assert sum("of one class: its score cannot tell" in line for line in warnings) == doubts
+
+
+def test_copies_of_killed_processes_are_removed_and_those_in_use_are_not(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("qdqbench-data-old", "qdqbench-data-held", "other"):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / "qdqbench-data-new").mkdir()
+    (tmp_path / "qdqbench-data-link").symlink_to(tmp_path / "other")
+    with files.locked(tmp_path / "qdqbench-data-held"):
+        own = Path(data_files.cache_folder.__wrapped__())
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("qdqbench-data-held", "qdqbench-data-new", "qdqbench-data-link", "other", own.name)
+    }
+    with pytest.raises(OSError, match="temporarily unavailable"), files.locked(own):
+        pass
 
 
 def test_classes_in_another_order_than_the_model_s_are_refused(tmp_path):
