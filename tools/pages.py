@@ -411,7 +411,7 @@ def checks_page() -> str:
     lines = []
     for section, title in SECTIONS.items():
         rows = [
-            [f"`{code}`", kind.severity, kind.effect, f"`{kind.sign}`", _cause(kind), _fixes(kind)]
+            [f"`{code}`", kind.severity, kind.effect, _signs(kind), _cause(kind), _fixes(kind)]
             for code, kind in read_kinds(section).items()
         ]
         columns = ["code", "severity", "effect", "text in the log", "cause", "what to do"]
@@ -419,6 +419,10 @@ def checks_page() -> str:
             columns, *rows = [[*row[:3], *row[4:]] for row in (columns, *rows)]
         lines += [f"## {title}", "", *table(columns, rows), ""]
     return "\n".join(lines)
+
+
+def _signs(kind: Kind) -> str:
+    return _cell(", ".join(f"`{text}`" for text in kind.signs))
 
 
 def _cause(kind: Kind) -> str:

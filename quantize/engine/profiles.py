@@ -53,7 +53,8 @@ def fill_shape(shape: Sequence[int], size: tuple[int, int]) -> tuple[int, ...]:
 def add_profiles(builder: Any, network: Any, config: Any, profiles: Sequence[Profile]) -> None:
     tensors = [network.get_input(index) for index in range(network.num_inputs)]
     inputs = {tensor.name: tuple(tensor.shape) for tensor in tensors}
-    if wrong := [f"{name} {list(shape)}" for name, shape in inputs.items() if len(shape) < 2]:
+    wrong = [f"{name} {list(shape)}" for name, shape in inputs.items() if len(shape) < 2]
+    if profiles and wrong:
         raise UserError(f"inputs must be [batch, length, ...], not {', '.join(wrong)}; export token inputs")
     if not profiles and any(-1 in shape for shape in inputs.values()):
         raise UserError("the model has dynamic inputs and no engine shapes; set engine.shapes in the recipe")

@@ -20,6 +20,7 @@ from qdqbench.quantize.graph.index import MOVES, QDQ, ResidualAdd, attribute, is
 from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
 from qdqbench.quantize.lint.findings import (
     WORST_FIRST,
+    Effect,
     Finding,
     FindingRow,
     find,
@@ -27,11 +28,11 @@ from qdqbench.quantize.lint.findings import (
     finding_label,
     read_kinds,
 )
+from qdqbench.quantize.lint.operators import check_operators, is_taken, label_codes, newest
 from qdqbench.quantize.lint.view import (
     PRODUCTS,
     CheckGraph,
     Operand,
-    has_plain_form,
     is_dequantize,
     is_integer,
     is_quantize,
@@ -47,6 +48,7 @@ from qdqbench.quantize.utils.schema import Strict, Tabular
 ORDER = "slow-weight-order"
 FIX = "qdqbench fix "
 BLOCKERS = ("mixed-types", "bad-scale")  # that stop `fix`: a type or a value that it would have to guess
+MENDS = "`qdqbench fix`"  # in the advice of a place where they do not
 State = Literal["INT8", "refused", "not INT8", "floating point"]
 _HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _FLOATS = (*_HALVES, TensorProto.FLOAT, TensorProto.DOUBLE)
@@ -110,7 +112,14 @@ class CheckReport(Tabular):
     def _group(self, code: str, rows: Sequence[FindingRow], path: Path | None) -> Finding:
         kind, gemms = read_kinds("graph")[code], self.gemms_of(code)
         fixes = kind.fixes
-        if stops := " and ".join(code for code in BLOCKERS if code in self.codes):
+        stops = " and ".join(
+            blocker
+            for blocker in BLOCKERS
+            if any(MENDS not in row.fix for row in self.codes.get(blocker, ()))
+        )
+        if code == "mixed-types" and not stops:
+            fixes = (read_kinds("graph")["unsupported-op"].fixes[0], *fixes)
+        if stops:
             fixes = tuple(f"correct {stops}, then {fix}" if fix.startswith(FIX) else fix for fix in fixes)
         nodes = gemms or [row.node for row in rows]
         example = f"{'for example ' * (len(rows) > 1)}{rows[0].node}: {rows[0].why}"
@@ -130,7 +139,7 @@ class CheckReport(Tabular):
 
     def gemms_of(self, code: str) -> list[str]:
         """Return the nodes of the GEMMs that a code touches."""
-        return [gemm.node for gemm in self.gemms if code in gemm.codes]
+        return list(dict.fromkeys(gemm.node for gemm in self.gemms if code in gemm.codes))
 
     @property
     def counts(self) -> dict[str, int]:
@@ -249,10 +258,14 @@ def _apply_rules(report: CheckReport, model: onnx.ModelProto, expected: Collecti
         whole = attention.is_whole and all(map(graph.is_int8, attention.operands.values()))
         names = report.attention_quantized if whole else report.attention_not_quantized
         names.append(finding_label(attention.softmax))
+    report.attention_not_quantized += [
+        finding_label(node) for node in graph.nodes if operator(node) == "Attention"
+    ]
+    _advise_on_mixes(graph)
     report.findings = [
         *graph.mixes,
         *_check_opset(graph, report.opset),
-        *_check_operators(graph),
+        *check_operators(graph),
         *_check_pairs(graph),
         *_check_matmuls(graph),
         *_check_weights(graph),
@@ -264,6 +277,15 @@ def _apply_rules(report: CheckReport, model: onnx.ModelProto, expected: Collecti
     if expected is not None:
         report.findings += _compare(report, graph, added, set(expected))
     report.gemms = _list_gemms(graph, report.findings)
+
+
+def _advise_on_mixes(graph: CheckGraph) -> None:
+    """Say where a mix is of the scales of dynamic quantization in FP16, which `fix` takes away."""
+    nodes = {finding_label(node): node for node in graph.nodes} if graph.mixes else {}
+    for row in graph.mixes:
+        sources = (graph.index.producers.get(name) for name in nodes[row.node].input)
+        if any(source is not None and source.op_type == "DynamicQuantizeLinear" for source in sources):
+            row.fix = f"{MENDS} writes static scales instead"
 
 
 def _list_gemms(graph: CheckGraph, findings: Sequence[FindingRow]) -> list[GemmRow]:
@@ -286,7 +308,8 @@ def _list_gemms(graph: CheckGraph, findings: Sequence[FindingRow]) -> list[GemmR
             if slow and node.op_type in index.MATMULS and ORDER not in of_node and _is_stored_kn(graph, node):
                 of_node.append(ORDER)
             state = _state(graph, node, touching, name in apart)
-            gemms.append(GemmRow(node=name, operator=node.op_type, state=state, codes=of_node))
+            gemm = GemmRow(node=name, operator=node.op_type, state=state, codes=of_node)
+            gemms += [gemm] * (2 if operator(node) == "Attention" else 1)  # q times k, and the result times v
     return gemms
 
 
@@ -350,27 +373,6 @@ def _check_opset(graph: CheckGraph, opset: int) -> Iterator[FindingRow]:
         yield find_at("opset-too-low", halves[0], why, None, "not portable")
 
 
-def _check_operators(graph: CheckGraph) -> Iterator[FindingRow]:
-    """Find operators that TensorRT does not parse, and nodes that `check` cannot look into."""
-    functions = {(function.domain, function.name) for function in graph.index.model.functions}
-    for node in graph.nodes:
-        kind = node.op_type
-        if is_integer(node):
-            code = "unsupported-op" if has_plain_form(graph.index, node) else "no-plain-form"
-            why = f"TensorRT does not parse {kind}; it takes INT8 from explicit Q/DQ only"
-            yield find_at(code, node, why)
-        elif node.domain == "com.microsoft" and not is_qdq(node):
-            why = f"{kind} is ONNX Runtime's own, and TensorRT has no plugin of this name"
-            yield find_at("onnxruntime-operators", node, why)
-        elif any(item.HasField("g") or item.graphs for item in node.attribute):
-            yield find_at("not-checked", node, f"the subgraphs of {kind} were not looked into")
-        elif (node.domain, kind) in functions:
-            yield find_at("not-checked", node, f"the local function {kind} was not looked into")
-        elif node.domain not in index.ONNX_DOMAINS and not is_qdq(node):
-            why = f"{kind} of domain {node.domain!r} needs a plugin, and was not looked into"
-            yield find_at("not-checked", node, why)
-
-
 def _check_pairs(graph: CheckGraph) -> Iterator[FindingRow]:
     outputs = {value.name for value in graph.index.graph.output}
     for node in graph.nodes:
@@ -422,32 +424,42 @@ def _check_scale(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow
         if number.size > 1:
             why = f"{bad.size} of its {number.size} scales are bad: {number[bad[0]]:g} at channel {bad[0]}"
         why += "; the engine gives NaN" if taken else "; the engine is not built"
-        yield find_at("bad-scale", node, why, None, "wrong" if taken else None)
-    if scale.ndim > 1 or attribute(node, "block_size"):
-        yield find_at("blocked-scale", node, f"its scale has shape {list(scale.shape)}: not for INT8")
-    yield from _check_type(graph, node, number.size)
+        row = find_at("bad-scale", node, why, None, "wrong" if taken else None)
+        if is_quantize(node) and not graph.is_constant(node.input[0]):
+            row.fix = f"{MENDS} with --inputs calibrates it again"
+        yield row
+    yield from _check_type(graph, node, scale)
     if is_quantize(node) and number.size > 1 and not graph.is_constant(node.input[0]):
         why = f"an activation with {number.size} scales is accepted, but its matmul does not run in INT8"
         yield find_at("per-channel-activation", node, why)
 
 
-def _check_type(graph: CheckGraph, node: onnx.NodeProto, scales: int) -> Iterator[FindingRow]:
+def _check_type(graph: CheckGraph, node: onnx.NodeProto, scale: Array) -> Iterator[FindingRow]:
     quantized = graph.types.get(node.output[0] if is_quantize(node) else node.input[0], 0)
     point = _zero_point(graph, node)
     shifted = point is not None and bool(np.any(point))
+    if quantized not in (0, TensorProto.INT8, TensorProto.UINT8):
+        name = type_name(quantized)
+        if is_taken(quantized):
+            yield find_at("other-codes", node, f"its quantized type is {name}, which does not run in INT8")
+        else:
+            yield find_at("not-int8", node, f"its quantized type is {name}")
+        return
+    if scale.ndim > 1 or attribute(node, "block_size"):
+        effect: Effect | None = "not INT8" if node.output[0] in graph.weight_only else None
+        yield find_at("blocked-scale", node, f"its scale has shape {list(scale.shape)}", None, effect)
     if quantized == TensorProto.UINT8:
         missing = " (QuantizeLinear without a zero point makes UINT8)" if point is None else ""
         why = f"TensorRT runs symmetric INT8 only, and this is UINT8{missing}"
-        yield find_at("uint8", node, why, None, "refused" if shifted else None)
-    elif quantized not in (0, TensorProto.INT8):
-        yield find_at("not-int8", node, f"its quantized type is {type_name(quantized)}")
+        refused = shifted or (is_dequantize(node) and graph.index.stored(node.input[0]) is not None)
+        yield find_at("uint8", node, why, None, "refused" if refused else None)
     elif point is not None:
         if shifted:
             value = point.reshape(-1)[np.flatnonzero(point)[0]]
             why = f"its zero point is {value}; TensorRT refuses all but 0"
             yield find_at("non-zero-zero-point", node, why)
-        if point.size != scales:
-            why = f"its zero point has {point.size} values and its scale {scales}; TensorRT refuses that"
+        if point.size != scale.size:
+            why = f"its zero point has {point.size} values and its scale {scale.size}; TensorRT refuses that"
             yield find_at("zero-point-shape", node, why)
 
 
@@ -455,6 +467,13 @@ def _check_matmuls(graph: CheckGraph) -> Iterator[FindingRow]:
     attention = {node.output[0] for found in graph.attentions for node in (found.scores, found.context)}
     for node in graph.matmuls:
         first, second = graph.operands[node.output[0]]
+        if first.dq is not None and second.dq is not None:
+            kinds = [graph.types.get(dq.input[0], 0) for dq in (first.dq, second.dq)]
+            names, blocked = [*map(type_name, kinds)], bool(attribute(second.dq, "block_size"))
+            mixed = kinds[0] != kinds[1] and all(map(is_taken, kinds))
+            if mixed and newest("codes", label_codes(names, blocked)) == "refused":
+                why = f"its inputs are {' and '.join(names)}, and an engine multiplies two of one type"
+                yield find_at("not-int8", node, why)
         if node.output[0] not in attention and (first.dq is None) != (second.dq is None):
             with_dq, without = ("first", second) if first.dq is not None else ("second", first)
             why = (

@@ -1,6 +1,7 @@
 """Read the files of one build together and say what is wrong, the worst first."""
 
 import math
+import shlex
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -20,16 +21,21 @@ from qdqbench.quantize.utils.names import count_of, name_list
 from qdqbench.quantize.utils.schema import Strict, Tabular
 
 MAX_FILES = 16
-_COVERED = {  # code of a finding: that of a better founded one, which says it already
-    "no-qdq": "implicit-calibration",
-    "log-enqueue-bound": "launch-bound",
-    "log-transfer-bound": "transfer-bound",
-    "log-mixed-types": "mixed-types",
-    "log-bad-scale": "bad-scale",
-    "log-asymmetric": "non-zero-zero-point",
-    "log-zero-point": "non-zero-zero-point",
-    "log-no-importer": "unsupported-op",
-    "log-no-plugin": "unsupported-op",
+_OPERATORS = {"unsupported-op", "no-plain-form", "onnxruntime-operators", "operator-refused"}
+_COVERED = {  # code of a finding: those of better founded ones, of which each says it already
+    "no-qdq": {"implicit-calibration"},
+    "log-enqueue-bound": {"launch-bound"},
+    "log-transfer-bound": {"transfer-bound"},
+    "log-mixed-types": {"mixed-types"},
+    "log-bad-scale": {"bad-scale"},
+    "log-asymmetric": {"non-zero-zero-point"},
+    "log-zero-point": {"non-zero-zero-point"},
+    "log-int32-bias": {"not-int8"},
+    "log-uint8": {"uint8"},
+    "log-scale-count": {"wrong-weight-axis", "zero-point-shape"},
+    "log-attention-kernel": {"attention-operator"},
+    "log-no-importer": _OPERATORS,
+    "log-no-plugin": _OPERATORS,
 }
 
 
@@ -62,7 +68,7 @@ def diagnose(paths: Sequence[Path], *, load_engine: bool = False) -> Diagnosis:
         evidence.layers = evidence.layers or _load_table(evidence)
     findings = list(find_all(evidence))
     codes = {finding.code for finding in findings}
-    findings = [finding for finding in findings if _COVERED.get(finding.code) not in codes]
+    findings = [finding for finding in findings if codes.isdisjoint(_COVERED.get(finding.code, ()))]
     findings.sort(key=lambda finding: (WORST_FIRST.index(finding.effect), -(finding.share or 0.0)))
     order = "first what keeps an engine from being built, then wrong answers, no INT8, lost time"
     if bases := list(dict.fromkeys(finding.basis for finding in findings if finding.basis)):
@@ -73,7 +79,8 @@ def diagnose(paths: Sequence[Path], *, load_engine: bool = False) -> Diagnosis:
         files=[
             SourceRow(name=path.name, kind=READERS[kind][0], what=_describe_file(evidence, kind))
             for kind, path in evidence.paths.items()
-        ],
+        ]
+        + [SourceRow(name=path.name, kind="not read", what=why) for path, why in evidence.unread.items()],
         findings=findings,
         ranked_by=order,
         joined=_describe_joins(evidence),
@@ -139,6 +146,7 @@ _WIDE = 16.0  # tokens at the maximum over tokens at the optimum, in one profile
 _DEQUANTIZED = ("dequantizes both", "dequantizes weights")  # Q/DQ in the file, and no INT8 kernel
 _WEAK = ("int8", "fp16", "bf16", "best", "fp8", "calib", "precisionConstraints", "layerPrecisions")
 RUN = "qdqbench run int8-linears --model MODEL --task TASK --data DATA"
+_GENERAL = ("log-unsupported-node", "log-no-outputs")  # lines that follow others, which say why
 _TOLD = ("dequantized", "float-residual")  # faults of an engine that other findings name with their cause
 
 
@@ -252,7 +260,7 @@ def _copies(evidence: Evidence, inspection: Inspection) -> Iterator[Finding]:
             fixes = (RUN, *fixes[1:]) if clean else fixes
             nodes = list(dict.fromkeys(map(tables.kernel_label, rows)))
             figures = count_alone(inspection, kind)
-            layers = evidence.name("layers")
+            layers = shlex.quote(evidence.name("layers"))
             yield evidence.find(code, None, nodes, fixes=fixes, share=share, layers=layers, **figures)
 
 
@@ -266,7 +274,7 @@ def _version(evidence: Evidence) -> Iterator[Finding]:
         if "_gemm_mha" not in text or fused or not names:
             yield evidence.find("known-fault", kinds, fault=text)
     if engine and not evidence.layers and not profile:
-        yield evidence.find("engine-not-read", kinds, engine=evidence.name("engine"))
+        yield evidence.find("engine-not-read", kinds, engine=shlex.quote(evidence.name("engine")))
     if fused and not version:
         yield evidence.find("version-unknown", kinds)
 
@@ -287,25 +295,28 @@ def _bounds(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
 
 
 def _implicit(evidence: Evidence) -> Iterator[Finding]:
+    """Find a calibrator by what the files show of it: --int8 alone also builds Q/DQ before TensorRT 11."""
     log, cache, onnx = evidence.log, evidence.cache, evidence.onnx
     missing = log.signs["missing-scale"] if log else 0
-    signs = ("calibrates", "implicit-deprecated", "no-calibrator")
-    shown = log is not None and any(log.signs[sign] for sign in signs)
-    wanted = log is not None and ("calib" in log.options or "INT8" in log.precision)
-    explicit = onnx is not None and onnx.qdq
+    shown = log is not None and (log.signs["calibrates"] > 0 or "calib" in log.options)
+    wanted = onnx is not None and not onnx.qdq and log is not None and "int8" in log.options
+    explicit = (onnx is not None and onnx.qdq) or (log is not None and log.signs["explicit"] > 0)
     if not (missing or shown or cache or wanted) or (explicit and not missing):
         return
     names = (log.names.get("missing-scale") if log else None) or []
     weighted = [name for name, product in onnx.products.items() if product.weighted] if onnx else []
-    reasons, fixes = "", [RUN]
+    reasons, fixes, words = "", [RUN], {}
     if missing:
         said = f'{count_of(missing, "line")} with "Missing scale and zero-point"'
         reasons += f"{said}: these tensors, and what reads them, stay in floating point; "
     if cache:
         whose = f"the cache of TensorRT {cache.version} ({cache.calibrator})"
         reasons += f"{whose} has scales of {len(cache.scales)} tensors; "
-        graph = onnx.path.name if onnx else "MODEL.onnx"
-        fixes.append(f"qdqbench recipes from-cache {evidence.name('cache')} --model MODEL --onnx {graph}")
+        words = {
+            "cache": shlex.quote(evidence.name("cache")),
+            "graph": shlex.quote(onnx.path.name if onnx else "MODEL.onnx"),
+        }
+        fixes.append("qdqbench recipes from-cache {cache} --model MODEL --onnx {graph}")
     yield evidence.find(
         "implicit-calibration",
         ["log", "cache", "onnx"],
@@ -314,18 +325,24 @@ def _implicit(evidence: Evidence) -> Iterator[Finding]:
         fixes=fixes,
         share=evidence.share_of_nodes(weighted) if missing else None,
         reasons=reasons,
+        **words,
     )
 
 
 def _log_lines(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
+    """Find what the lines of a log say; none that a build was refused where it passed in the end."""
     kinds = read_kinds("log")
-    for code in kinds:
-        if count := log.signs[code]:
-            nodes = log.names.get(code, [])
-            where = name_list(nodes)
-            names = where or f"an operator ({count} messages)"
-            yield evidence.find(code, ["log"], nodes, where=where, n=count, names=names)
-    known = any(log.signs[code] for code, kind in kinds.items() if kind.effect == "refused")
+    told = [
+        code for code in kinds if log.signs[code] and not (log.passed and kinds[code].effect == "refused")
+    ]
+    if any(kinds[code].effect == "refused" for code in told if code not in _GENERAL):
+        told = [code for code in told if code not in _GENERAL]
+    for code in told:
+        nodes, count = log.names.get(code, []), log.signs[code]
+        where = name_list(nodes)
+        names = where or "what the log does not name"
+        yield evidence.find(code, ["log"], nodes, where=where, n=count, names=names)
+    known = any(kinds[code].effect == "refused" for code in told)
     if log.errors and not known and not log.passed:
         yield evidence.find("build-failed", ["log"], errors=len(log.errors), first=log.errors[0])
 

@@ -13,7 +13,12 @@ import yaml
 
 from qdqbench.quantize.engine.layers import format_nodes
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.limits import FP16_MAX, HEAD_SIZES_TEXT, INT8_ATTENTION_LENGTH
+from qdqbench.quantize.utils.limits import (
+    ATTENTION_HEADS_TEXT,
+    FP16_MAX,
+    HEAD_SIZES_TEXT,
+    INT8_ATTENTION_LENGTH,
+)
 from qdqbench.quantize.utils.schema import Strict, field
 
 Severity = Literal["error", "warning"]
@@ -31,7 +36,12 @@ EFFECTS: dict[Effect, str] = {
     "slow": "time",
     "note": "worth knowing",
 }
-_LIMITS = {"heads": HEAD_SIZES_TEXT, "fp16_max": f"{FP16_MAX:.0f}", "int8_length": INT8_ATTENTION_LENGTH}
+_LIMITS = {
+    "heads": HEAD_SIZES_TEXT,
+    "attention_heads": ATTENTION_HEADS_TEXT,
+    "fp16_max": f"{FP16_MAX:.0f}",
+    "int8_length": INT8_ATTENTION_LENGTH,
+}
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 Share = tuple[float, str]  # a part of 1, and of what
 
@@ -45,7 +55,7 @@ class Kind:
     fixes: tuple[str, ...]
     severity: Severity
     why: str = ""
-    sign: str = ""  # text of a line in a build log
+    signs: tuple[str, ...] = ()  # texts of which a line in a build log holds one
     named: str = ""  # pattern of what such a line names
 
     @property
@@ -60,16 +70,21 @@ def read_kinds(section: str = "") -> dict[str, Kind]:
     tables = yaml.load(Path(__file__).with_name("findings.yaml").read_text(encoding="utf-8"), _LOADER)  # noqa: S506
     sections = [section] if section else [name for name, rows in tables.items() if isinstance(rows, dict)]
     rows = {code: row for name in sections for code, row in tables[name].items()}
-    return {
-        code: Kind(**{"severity": severity_of(row["effect"])} | row | {"fixes": tuple(row["fixes"])})
-        for code, row in rows.items()
-    }
+    return {code: _read_kind(row) for code, row in rows.items()}
 
 
-def fill(text: str, values: Mapping[str, object] | None = None) -> str:
-    """Fill words of the table with limits of engines, and what `values` names."""
+def _read_kind(row: Mapping[str, Any]) -> Kind:
+    fields: dict[str, Any] = {"severity": severity_of(row["effect"])}
+    fields |= {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+    return Kind(**fields)
+
+
+def fill(text: str, values: Mapping[str, object] | None = None, *, strict: bool = False) -> str:
+    """Fill limits of engines and `values` into a text; KeyError where one is missing (`strict`)."""
     known = _LIMITS | dict(values or {})
-    return re.sub(r"\{(\w+)\}", lambda name: str(known.get(name[1], name[0])), text)
+    return re.sub(
+        r"\{(\w+)\}", lambda name: str(known[name[1]] if strict else known.get(name[1], name[0])), text
+    )
 
 
 def severity_of(effect: Effect) -> Severity:
@@ -137,13 +152,14 @@ def find(  # noqa: PLR0913  words of the table, and what overrides them
     fixed = file.with_suffix(".fixed.onnx")
     if any((folder / files.SUMS).is_file() for folder in fixed.parents[:2]):
         fixed = Path(fixed.name)
-    known = {"n": len(nodes), "file": shlex.quote(str(file)), "fixed": shlex.quote(str(fixed))} | values
+    known: dict[str, object] = {"n": len(nodes), "layers": "layers.json"}
+    known |= {"file": shlex.quote(str(file)), "fixed": shlex.quote(str(fixed))} | values
     return Finding(
         code=code,
         effect=effect or kind.effect,
-        what=fill(kind.title, known),
-        why=fill(kind.why, known) if why is None else why,
-        fixes=[fill(text, known) for text in (kind.fixes if fixes is None else fixes)],
+        what=fill(kind.title, known, strict=True),
+        why=fill(kind.why, known, strict=True) if why is None else why,
+        fixes=[fill(text, known, strict=True) for text in (kind.fixes if fixes is None else fixes)],
         nodes=list(nodes),
         where=format_nodes(nodes) if where is None else where,
         share=share[0] if share else None,

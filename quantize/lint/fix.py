@@ -31,7 +31,7 @@ from qdqbench.quantize.graph.precision import constants_to_initializers, drop_no
 from qdqbench.quantize.graph.read import MAX_FILE, read_model
 from qdqbench.quantize.graph.weights import factor_scales
 from qdqbench.quantize.lint import runs
-from qdqbench.quantize.lint.check import check_model
+from qdqbench.quantize.lint.check import CheckReport, check_model
 from qdqbench.quantize.lint.findings import finding_label
 from qdqbench.quantize.lint.inspection import inspect_layers, read_graph
 from qdqbench.quantize.lint.rebuild import Product, Scales, insert_qdq, read_scales, remove_qdq
@@ -41,7 +41,7 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.limits import FP16_MAX
-from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.names import count_of, name_list
 from qdqbench.quantize.utils.schema import Strict, field
 from qdqbench.quantize.utils.system.cpu import find_memory
 
@@ -143,6 +143,8 @@ def _dynamic(model: onnx.ModelProto, index: GraphIndex, node: onnx.NodeProto) ->
     weight_scale = next((value for name in scales.input if (value := index.constant(name)) is not None), None)
     if weight_scale is None:
         return None
+    # In a file of FP16 its scales are FP16, as is what else reads the activation.
+    kind = np.float16 if weight_scale.dtype == np.float16 else np.float32
     zero = index.constant(node.input[3]) if len(node.input) > 3 and node.input[3] else None
     shift = np.zeros((), np.int32) if zero is None else zero.astype(np.int32)
     moved = codes.astype(np.int32) - shift
@@ -155,7 +157,7 @@ def _dynamic(model: onnx.ModelProto, index: GraphIndex, node: onnx.NodeProto) ->
         factors = np.maximum(np.abs(weight).max(0), np.float32(1e-12)) / np.float32(127)
         signed = np.clip(np.rint(weight / factors), -127, 127).astype(np.int8)
         factors = factors.astype(np.float32)
-    tensors: dict[str, Array] = {f"{name}_codes": signed, f"{name}_scale": factors}
+    tensors: dict[str, Array] = {f"{name}_codes": signed, f"{name}_scale": factors.astype(kind)}
     model.graph.initializer.extend(numpy_helper.from_array(value, key) for key, value in tensors.items())
     dq = helper.make_node("DequantizeLinear", [*tensors], [f"{name}_weight"], name=f"{name}_weight_DQ")
     if factors.ndim:
@@ -221,6 +223,7 @@ class FixReport(Strict):
     int8_after: int
     gemms: int
     outputs: Outputs
+    engine_wanted: bool = True
     engine_before: EngineRow | None = None  # None: not built
     engine_after: EngineRow | None = None
 
@@ -279,11 +282,12 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
         try:
             compared = compare_outputs(path, plain, temporary, feeds, inputs=where, limit=options.max_error)
         except UserError as error:
-            if options.inputs is not None:
+            if runs.took_too_long(error):
                 raise
-            raise UserError(
-                f"{error}; random inputs do not fit every graph, so give --inputs FILE.npz"
-            ) from error
+            fits = "give --inputs FILE.npz with samples that it takes"
+            if options.inputs is None:
+                fits = f"random inputs do not fit every graph, so {fits}"
+            raise UserError(f"{fits}: {error}") from error
         builder = None
         if options.engine:
             with suppress(MissingDevice):
@@ -301,6 +305,7 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
         int8_after=after.counts["int8"],
         gemms=after.counts["gemms"],
         outputs=compared,
+        engine_wanted=options.engine,
         engine_before=engines[0],
         engine_after=engines[1],
     )
@@ -313,10 +318,12 @@ def rewrite(
     work.CopyFrom(model)
     converted, integer = qoperator_to_qdq(work)
     if converted:
+        prune(work)
         done.append(f"{converted} operators that compute on codes are Q, DQ and the plain operator")
     if integer:
         left.append(f"{len(integer)} operators compute on codes ({name_list(integer)}): export them as Q/DQ")
     scales = read_scales(work)
+    _require_passable(check_model(work), scales)
     taken = remove_qdq(work)
     plain = onnx.ModelProto()
     plain.CopyFrom(work)
@@ -352,8 +359,7 @@ def rewrite(
     if options.compute == "fp16" and _is_fp32(work):
         half = onnx.ModelProto()
         half.CopyFrom(work)
-        to_half(half)
-        if why := _why_invalid(half):
+        if why := to_half(half):
             done.append(f"what is not INT8 stays in FP32, as with --compute keep: in FP16 {why}")
         else:
             work = half
@@ -365,6 +371,21 @@ def rewrite(
     if why := _why_invalid(work):
         raise UserError(f"the rewritten graph is not valid ({why}); nothing was written")
     return plain, work
+
+
+def _require_passable(report: CheckReport, scales: Scales) -> None:
+    """Stop in the words of `check` at what no rewrite knows: a mix's right type, a weight's values."""
+    stops = [
+        row
+        for row in report.findings
+        if (row.code == "mixed-types" and row.effect == "refused") or row.node in scales.lost
+    ]
+    if stops:
+        first, nodes = stops[0], dict.fromkeys(row.node for row in stops)
+        raise UserError(
+            f"{first.code} in {count_of(len(nodes), 'node')} ({name_list([*nodes])}) cannot be fixed: "
+            f"{first.node}: {first.why}; {first.fix}"
+        )
 
 
 def _why_invalid(model: onnx.ModelProto) -> str:
@@ -533,19 +554,21 @@ def finite_masks(model: onnx.ModelProto) -> list[str]:
     return changed
 
 
-def to_half(model: onnx.ModelProto) -> None:
-    """Give an FP32 graph FP16 compute, in place: Q/DQ keep FP32 scales, LayerNorms compute in FP32."""
+def to_half(model: onnx.ModelProto) -> str:
+    """Give an FP32 graph FP16 compute, in place: Q/DQ keep FP32 scales, LayerNorms compute in FP32.
+
+    Return why the result is no valid graph, or "".
+    """
     try:
         constants_to_initializers(model)
         drop_noop_casts(model)
         to_fp16(model, _norms(model))
         prune(model)
     except CheckFailed as error:
-        raise UserError(f"{error}; or keep the file in FP32 with --compute keep") from error
+        return str(error)
     except onnx.shape_inference.InferenceError as error:
-        why = " ".join(str(error).split())[:200]
-        why = f"the types of the graph cannot be told ({why})"
-        raise UserError(f"{why}; keep them with --compute keep") from error
+        return f"the types of the graph cannot be told ({' '.join(str(error).split())[:200]})"
+    return _why_invalid(model)
 
 
 def _norms(model: onnx.ModelProto) -> set[str]:

@@ -21,21 +21,23 @@ MAX_SHAPE_LINES, MAX_SHAPE_LINE = 2_000, 8_192  # those with shapes or options, 
 MAX_NAME = 200
 KEPT = 200  # names and errors of each kind
 
-# Lines that other rules ask for, as those of `findings.yaml`: the text, and where the name stands.
-_SIGNS = {
-    "missing-scale": ("Missing scale and zero-point for tensor", r"for tensor (.{1,500}?), expect"),
-    "no-calibrator": ("Calibrator is not being used", ""),
-    "implicit-deprecated": ("mplicit quantization has been deprecated", ""),
-    "calibrates": ("Starting Calibration", ""),
-    "unknown-option": ("Unknown option", r"Unknown option:? ?(--\w{1,60})"),
+# Lines that other rules ask for, as those of `findings.yaml`: the texts, and where the name stands.
+_SIGNS: dict[str, tuple[tuple[str, ...], str]] = {
+    "missing-scale": (("Missing scale and zero-point for tensor",), r"for tensor (.{1,500}?), expect"),
+    "calibrates": (
+        ("Starting Calibration", "Calibrator is not being used", "mplicit quantization has been deprecated"),
+        "",
+    ),
+    "explicit": (("in explicit quantization mode", "in explicit precision mode"), ""),
+    "unknown-option": (("Unknown option",), r"Unknown option:? ?(--\w{1,60})"),
 }
 
 
 @cache
-def list_signs() -> dict[str, tuple[str, re.Pattern[str] | None]]:
-    """Return what a line of a log says, by code: the text that it holds, and where a name stands."""
-    signs = _SIGNS | {code: (kind.sign, kind.named) for code, kind in read_kinds("log").items()}
-    return {code: (text, re.compile(name) if name else None) for code, (text, name) in signs.items()}
+def list_signs() -> dict[str, tuple[tuple[str, ...], re.Pattern[str] | None]]:
+    """Return what a line of a log says, by code: texts of which it holds one, and where a name stands."""
+    signs = _SIGNS | {code: (kind.signs, kind.named) for code, kind in read_kinds("log").items()}
+    return {code: (texts, re.compile(name) if name else None) for code, (texts, name) in signs.items()}
 
 
 _TRTEXEC = re.compile(r"&&&& (RUNNING|PASSED|FAILED) TensorRT\.trtexec(?: \[TensorRT v(\d{4,7})\])?")
@@ -132,8 +134,8 @@ def _take(found: LogFile, line: str) -> None:
         found.version = version_text(int(match[2])) if match[2] else found.version
     if not found.version and (version := _VERSION.search(line)):
         found.version = version[1]
-    for code, (text, pattern) in list_signs().items():
-        if text in line:
+    for code, (texts, pattern) in list_signs().items():
+        if any(text in line for text in texts):
             found.signs[code] += 1
             if pattern and (name := pattern.search(line)):
                 _keep(found.names.setdefault(code, []), name[1])

@@ -53,6 +53,7 @@ class Scales:
     waiting: list[Product] = field(default_factory=list)  # linears whose activation has no usable scale
     apart: list[str] = field(default_factory=list)  # products of attentions that cannot be wholly INT8
     unusable: list[str] = field(default_factory=list)  # bad scales that samples cannot replace
+    lost: list[str] = field(default_factory=list)  # weights whose values a bad scale has lost
 
 
 def read_scales(model: onnx.ModelProto) -> Scales:
@@ -140,7 +141,7 @@ def _weight(
     symmetric = kind in (TensorProto.INT8, TensorProto.UINT8)
     symmetric &= shift == 0 if zero is None else bool(np.all(zero == shift))
     if scale is None or not _is_good(scale):
-        found.unusable.append(finding_label(dq))
+        found.lost.append(finding_label(dq))
         return nothing
     if not symmetric or scale.ndim > 1 or attribute(dq, "block_size"):
         return nothing

@@ -155,7 +155,7 @@ def fix_report(found: FixReport) -> doc.Report:
     lines += [f"engine {name}: {row.refused}" for row, name in refused]
     if second and not second.refused:
         lines.append(f"engine: {second.engine}; read, not run")
-    elif second is None:
+    elif second is None and found.engine_wanted:
         lines.append(f"no engine was built: {install_command('rtx')} builds without a GPU")
     done = [f"done: {text}" for text in found.done or ["nothing had to be changed"]]
     table = doc.Table(["", "before", "after"], rows, on=doc.EVERYWHERE)

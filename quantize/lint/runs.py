@@ -1,6 +1,7 @@
 """Run graphs in ONNX Runtime, before and after a repair: inputs, outputs, the range of a tensor."""
 
 import math
+import re
 import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -97,7 +98,7 @@ def run_fitting(model: onnx.ModelProto, feeds: Feeds) -> tuple[int, list[dict[st
         try:
             return size, run_batches(model, feeds, size)
         except UserError as error:
-            if _took_too_long(error):
+            if took_too_long(error):
                 raise
             refusals.append(error)
     raise refusals[0]
@@ -118,12 +119,12 @@ def measure_ranges(model: onnx.ModelProto, tensors: Collection[str], feeds: Feed
     try:
         return _largest(_run(tapped, feeds, names, alone=True), names)
     except UserError as error:
-        if total < 2 or _took_too_long(error):
+        if total < 2 or took_too_long(error):
             raise
         return _largest(_run(tapped, feeds, names, size=total), names)
 
 
-def _took_too_long(error: UserError) -> bool:
+def took_too_long(error: UserError) -> bool:
     """Return whether a graph was stopped, which another batch size would not help."""
     return isinstance(error.__cause__, FutureTimeout)
 
@@ -167,8 +168,21 @@ def _run(
             "Loop out of it, or give shorter samples"
         ) from error
     except Exception as error:  # its errors are of classes of its own, which it does not export
-        why = " ".join(str(error).split())[:300]
-        raise UserError(f"ONNX Runtime refuses the graph or its inputs: {why}") from error
+        raise UserError(f"ONNX Runtime refuses {_read_refusal(str(error))}") from error
+
+
+_AT_NODE = re.compile(r"running (\w+) node\. Name:'([^']{0,200})' Status Message: (.*)")
+_SOURCE = re.compile(
+    r"^\S+\.(?:cc|cpp|h):\d+ (?:.{0,300}?\w\([^()]*(?:\([^()]*\)[^()]*)*\)(?: const)? )?(?:\[with [^\]]*\] )?"
+)
+
+
+def _read_refusal(text: str) -> str:
+    """Return what ONNX Runtime refuses, and why, without places in its own source."""
+    text = " ".join(text.split())
+    if found := _AT_NODE.search(text):
+        return f"{found[1]} {found[2]!r}: {_SOURCE.sub('', found[3])[:300]}"
+    return f"the graph or its inputs: {text.rpartition(' : ')[2][:300]}"
 
 
 def _run_in_time(session: Any, names: list[str], batch: Feeds) -> list[Array]:

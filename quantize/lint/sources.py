@@ -18,13 +18,15 @@ from qdqbench.quantize.graph.index import MOVES, QDQ
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.lint.cache_import import CalibrationCache, is_cache, read_cache_file
 from qdqbench.quantize.lint.check import CheckReport, check_model
-from qdqbench.quantize.lint.findings import Finding, Share, find, finding_label
+from qdqbench.quantize.lint.findings import Finding, Share, find, finding_label, read_kinds
 from qdqbench.quantize.lint.inspection import Graph, Inspection, Time, inspect_layers, read_graph
 from qdqbench.quantize.lint.logs import LogFile, is_log, read_log
 from qdqbench.quantize.lint.view import PRODUCTS, CheckGraph
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import BackendName
 
+# Fixes that want the ONNX file, which `diagnose` checks where it is given.
+ONNX_WANTED = ("qdqbench check {file}", "give the ONNX file too")
 TOKENS = 128  # length that the FLOPs of attention are counted at
 
 
@@ -225,6 +227,7 @@ class Evidence:
     engine: EngineFile | None = None
     cache: CalibrationCache | None = None
     other_build: str = ""  # why table and graph could not be joined
+    unread: dict[Path, str] = field(default_factory=dict)  # why a file was left out
 
     def name(self, kind: str) -> str:
         path = self.paths.get(kind) or (self.paths.get("log") if kind == "layers" else None)
@@ -294,21 +297,39 @@ class Evidence:
     def find(
         self, code: str, kinds: Sequence[str] | None, nodes: Sequence[str] = (), **words: Any
     ) -> Finding:
-        """Return a finding that the files of these kinds show, else the layer table and a joined profile."""
-        return find(code, nodes=nodes, shown=self.shown(kinds), path=self.paths.get("onnx"), **words)
+        """Return a finding that the files of these kinds show, else the layer table and a joined profile.
+
+        Where the ONNX file is given, `check` was applied to it already and needs no command.
+        """
+        graph, fixes = self.paths.get("onnx"), words.pop("fixes", None) or read_kinds()[code].fixes
+        if graph is not None:
+            fixes = [fix for fix in fixes if fix not in ONNX_WANTED] or fixes
+        elif (built := self.log.options.get("onnx", "") if self.log else "").endswith(".onnx"):
+            graph = Path(built)
+        return find(code, nodes=nodes, shown=self.shown(kinds), path=graph, fixes=fixes, **words)
 
 
 def read_sources(paths: list[Path]) -> Evidence:
+    """Read files of one build. What cannot be read is told with the others; UserError where none can."""
     evidence = Evidence()
     for path in paths:
-        title, reader = READERS[kind := recognise(path)]
+        try:
+            title, reader = READERS[kind := recognise(path)]
+            if kind not in evidence.paths:
+                setattr(evidence, kind, reader(path))
+        except UserError as error:
+            if len(paths) == 1:
+                raise
+            evidence.unread[path] = str(error)
+            continue
         if kind in evidence.paths:
             raise UserError(
                 f"{evidence.paths[kind]} and {path} are both a {title}; the files of one call are read "
                 "together as one build, so diagnose these one by one"
             )
         evidence.paths[kind] = path
-        setattr(evidence, kind, reader(path))
+    if not evidence.paths:
+        raise UserError("none of the files can be read: " + " | ".join(evidence.unread.values()))
     if evidence.log and not evidence.layers:
         evidence.layers = evidence.log.layers
     return evidence

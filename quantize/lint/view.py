@@ -30,6 +30,7 @@ from qdqbench.quantize.utils.arrays import Array
 PRODUCTS = {
     "MatMul": 1, "Gemm": 1, "MatMulInteger": 1, "MatMulIntegerToFloat": 1, "DynamicQuantizeMatMul": 1,
     "QLinearMatMul": 3, "QGemm": 3, "QAttention": 1, "MatMulNBits": 1, "FusedMatMul": 1,
+    "Attention": 1, "MultiHeadAttention": 1,
 }  # fmt: skip
 # What `qdqbench fix` writes as Q, DQ and the plain operator, and the inputs that each needs.
 PLAIN_FORMS = {
@@ -111,7 +112,8 @@ class CheckGraph:
         self.matmuls = [node for node in self.nodes if operator(node) in MATMULS]
         self.operands = {
             node.output[0]: (self.operand(node.input[0]), self.operand(node.input[1]))
-            for node in self.matmuls
+            for node in self.nodes
+            if operator(node) in (*MATMULS, "Attention") and len(node.input) > 1
         }
         attentions = (self._attention(node) for node in self.nodes if operator(node) == "Softmax")
         self.attentions = [attention for attention in attentions if attention]
@@ -119,6 +121,12 @@ class CheckGraph:
     @cached_property
     def has_fp16(self) -> bool:
         return any(kind == TensorProto.FLOAT16 for kind in self.types.values())
+
+    @cached_property
+    def weight_only(self) -> set[str]:
+        """Return the outputs of DequantizeLinear of weights whose activation has none."""
+        pairs = (self.operands[node.output[0]] for node in self.matmuls)
+        return {w.dq.output[0] for x, w in pairs if w.dq is not None and w.constant and x.dq is None}
 
     def is_int8(self, operand: Operand) -> bool:
         return operand.dq is not None and self.types.get(operand.dq.input[0]) == TensorProto.INT8

@@ -70,6 +70,60 @@ def int32_weight(model: onnx.ModelProto) -> None:
     del node(model, WEIGHT).input[2]
 
 
+def uint8_weight(model: onnx.ModelProto) -> None:
+    store(model, "/layer/query.weight", np.ones((HIDDEN, HIDDEN)), np.uint8)
+    store(model, "/layer/query.weight_zero_point", 0, np.uint8)
+
+
+def fp8_pair(model: onnx.ModelProto) -> None:
+    """Q/DQ of FP8, which is neither INT8 nor refused."""
+    pairs = (*pair(model, "/x", np.float32), make("Relu", "/relu"))
+    zero = next(t for t in model.graph.initializer if t.name == "/x.z")
+    zero.CopyFrom(helper.make_tensor(zero.name, TensorProto.FLOAT8E4M3FN, [], [0]))
+    insert(model, "/layer/norm0", 0, *pairs)
+
+
+def fp8_and_int8(model: onnx.ModelProto) -> None:
+    """An FP8 activation times an INT8 weight."""
+    zero = next(t for t in model.graph.initializer if t.name == "/layer/query/input.zero_point")
+    zero.CopyFrom(helper.make_tensor(zero.name, TensorProto.FLOAT8E4M3FN, [], [0]))
+
+
+def own_attention(width: int, *mask: str, **attributes: object) -> Edit:
+    """ONNX's Attention ahead of the last LayerNorm, with heads of a width."""
+
+    def edit(model: onnx.ModelProto) -> None:
+        old_opset(model, 23)
+        heads = {"q_num_heads": HIDDEN // width, "kv_num_heads": HIDDEN // width}
+        others = ["/layer/norm0.out", "/layer/norm0.out", *mask]
+        insert(model, NORM, 0, make("Attention", "/own", *others, **heads, **attributes))
+        q = helper.make_tensor_value_info("/layer/Add.out", 0, [1, LENGTH, HIDDEN])
+        model.graph.value_info.append(q)
+
+    return edit
+
+
+def attention_after_qdq(model: onnx.ModelProto) -> None:
+    own_attention(HIDDEN // 2)(model)
+    insert(model, "/own", 0, *pair(model, "/x"))
+
+
+def repeated(model: onnx.ModelProto) -> None:
+    """Each number once, which no engine takes as its size depends on the values."""
+    insert(model, "/layer/norm0", 0, make("Identity", "/same"))
+    unique = helper.make_node("Unique", ["/same.out"], ["/unique.out"], name="/unique")
+    model.graph.node.insert(1, unique)
+    model.graph.output.append(helper.make_tensor_value_info("/unique.out", TensorProto.FLOAT16, ["n"]))
+
+
+def random_order(model: onnx.ModelProto) -> None:
+    """An operator that no engine was built with."""
+    give(model, "like", np.zeros((1, LENGTH, HIDDEN)), np.float32)
+    noise = helper.make_node("RandomUniformLike", ["like"], ["noise"], name="/noise")
+    model.graph.node.insert(0, noise)
+    insert(model, NORM, 0, make("Add", "/noisy", "noise"))
+
+
 def declared_as_fp32(model: onnx.ModelProto) -> None:
     model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT
 
@@ -252,6 +306,14 @@ CASES = [
     Case("wrong-weight-axis", "/classifier/weight/DQ", quantized_gemm, "fp32"),
     Case("uint8", INPUT, stored("/layer/query/input.zero_point", 0, np.uint8)),
     refused("uint8", INPUT, stored("/layer/query/input.zero_point", 128, np.uint8)),
+    refused("uint8", WEIGHT, uint8_weight),
+    Case("other-codes", "/x/Q", fp8_pair, "fp32"),
+    refused("operator-refused", "/unique", repeated),
+    Case("attention-operator", "/own", own_attention(HIDDEN // 2, "mask"), "fp32", int8=None),
+    Case("operator-refused", "/own", own_attention(8, "mask"), int8=None),
+    refused("operator-refused", "/own", own_attention(HIDDEN // 2, softcap=2.0)),
+    Case("attention-operator", "/own", attention_after_qdq),
+    Case("not-checked", "/noise", random_order, "fp32"),
     Case("quantized-layernorm", NORM, quantized(NORM)),
     Case("quantized-layernorm", NORM, quantized(NORM, 1)),
     Case("quantized-layernorm", "/norm0/ReduceMean", written_out_norm),

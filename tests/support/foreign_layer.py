@@ -11,9 +11,9 @@ from qdqbench.quantize.lint.rebuild import remove_qdq
 from .tiny_layer import HIDDEN, LENGTH, healthy
 
 
-def float_layer() -> onnx.ModelProto:
+def float_layer(form: str = "fp32") -> onnx.ModelProto:
     """As an exporter writes it; samples are [1, LENGTH, HIDDEN] with a mask that is 0 or 1."""
-    model = healthy("fp32", int8_attention=False)
+    model = healthy(form, int8_attention=False)
     remove_qdq(model)
     return model
 
@@ -44,10 +44,10 @@ def write_static(folder: Path, name: str, **options: Any) -> Path:
     return folder / name
 
 
-def write_dynamic(folder: Path, name: str) -> Path:
+def write_dynamic(folder: Path, name: str, form: str = "fp32") -> Path:
     """`quantize_dynamic` on the layer."""
     from onnxruntime.quantization import quantize_dynamic
 
-    onnx.save(float_layer(), folder / "float.onnx")
+    onnx.save(float_layer(form), folder / "float.onnx")
     quantize_dynamic(str(folder / "float.onnx"), str(folder / name))
     return folder / name

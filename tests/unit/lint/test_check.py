@@ -10,7 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.quantize.engine.backend import choose_backend
-from qdqbench.quantize.lint.check import CheckReport, check_model, to_json
+from qdqbench.quantize.lint.check import MENDS, CheckReport, check_model, to_json
 from qdqbench.quantize.lint.findings import read_kinds
 from qdqbench.quantize.lint.fix import engine_row
 from qdqbench.quantize.utils.errors import UserError
@@ -37,12 +37,12 @@ def test_a_broken_model_names_the_node_and_nothing_else(case: broken.Case) -> No
     (row,), kind = report.findings, read_kinds("graph")[case.code]
     fp32_mask = case.code == "constant-overflows-fp16" and case.form == "fp32"
     assert row.severity == ("warning" if fp32_mask else kind.severity)
-    assert row.fix == kind.edit
+    assert row.fix == kind.edit or MENDS in row.fix
     assert checked(case.broken(), allow=(case.code,)).findings == []
 
 
 def test_every_code_has_a_broken_model() -> None:
-    below = {"no-qdq", "recipe-missing", "recipe-surplus", ORDER}
+    below = {"no-qdq", "recipe-missing", "recipe-surplus", "batch-dependent", ORDER}
     assert {case.code for case in broken.CASES} | below == set(read_kinds("graph"))
 
 
@@ -327,6 +327,17 @@ def test_a_twin_without_qdq() -> None:
     assert checked(without_qdq()).findings == []
     assert checked(without_qdq(), expected_quantized=()).findings == []
     assert found(checked(without_qdq(), expected_quantized=MODULES)) == [("no-qdq", "tiny")]
+
+
+@pytest.mark.parametrize(("size", "told"), [(1, False), (8, True), ("batch", True)])
+def test_ranges_of_a_whole_batch_are_told(size: int | str, told: bool) -> None:
+    """Dynamic quantization of two texts at once answers otherwise than of each."""
+    model = tiny.healthy("fp32")
+    broken.dynamic(model)
+    axis = model.graph.input[0].type.tensor_type.shape.dim[0]
+    axis.CopyFrom(onnx.TensorShapeProto.Dimension(**{"dim_param" if size == "batch" else "dim_value": size}))
+    model.graph.input[1].type.tensor_type.shape.dim[0].CopyFrom(axis)
+    assert [row.node for row in checked(model).codes.get("batch-dependent", ())] == [tiny.INPUT] * told
 
 
 def test_errors_come_before_warnings() -> None:

@@ -15,7 +15,7 @@ import yaml
 from qdqbench.cli.app import app
 from qdqbench.quantize.engine.backend import build_engine, choose_backend
 from qdqbench.quantize.lint.diagnose import diagnose
-from qdqbench.quantize.lint.findings import WORST_FIRST, read_kinds
+from qdqbench.quantize.lint.findings import WORST_FIRST, find, read_kinds
 from qdqbench.quantize.lint.fix import FixOptions, rewrite
 from qdqbench.quantize.utils.errors import UserError
 
@@ -25,7 +25,9 @@ from ...support.foreign_layer import float_layer, write_static
 from ...support.layer_tables import bert, inspector_json
 from ...support.tiny_layer import LINEARS, healthy
 
-BUILDS = yaml.safe_load((Path(__file__).parent / "builds.yaml").read_text(encoding="utf-8"))
+HERE = Path(__file__).parent
+BUILDS = yaml.safe_load((HERE / "builds.yaml").read_text(encoding="utf-8"))
+LINES = yaml.safe_load((HERE / "log_lines.yaml").read_text(encoding="utf-8"))
 
 
 def saved(tmp_path, model, name="model.onnx"):
@@ -126,6 +128,52 @@ def test_a_build(tmp_path, case):
     assert not {*codes(report)}.intersection(case.get("without", ()))
     assert codes(report) == case.get("only", codes(report))
     assert case.get("joined", "") in " ".join(report.joined)
+
+
+@pytest.mark.parametrize(("said", "code", "words"), LINES)
+def test_a_line_of_a_failed_build(tmp_path, said, code, words):
+    options = "--onnx=it.onnx --stronglyTyped"
+    text = trtexec(said, options=options, version="100300", verdict="FAILED")
+    report = diagnose([written(tmp_path, "build.log", text)])
+    assert [each for each in codes(report) if each != "wide-profile"] == [code]
+    found = one(report, code)
+    assert words in found.what
+    assert not re.search(r"\{\w+\}", " ".join([found.what, found.why, *found.fixes]))
+    assert not any(
+        "MODEL.onnx" in fix for fix in found.fixes if "qdqbench run" not in fix
+    )  # the log names it
+    passed = diagnose([written(tmp_path, "passed.log", text.replace("FAILED", "PASSED"))])
+    assert (code in codes(passed)) == (found.effect != "refused")
+
+
+def test_every_finding_of_a_log_has_a_line():
+    assert {code for _, code, _ in LINES} == {*read_kinds("log")}
+
+
+def test_words_of_the_table_are_filled():
+    """What a title, cause or fix leaves open is a word of a rule, never printed as it stands."""
+    with pytest.raises(KeyError, match="reasons"):
+        find("implicit-calibration")
+
+
+def test_fixes_follow_from_the_files_that_are_given(tmp_path):
+    log = written(tmp_path, "build.log", trtexec(line("a new error", "E"), verdict="FAILED"))
+    alone = one(diagnose([log]), "build-failed").fixes
+    both = one(diagnose([log, saved(tmp_path, healthy())]), "build-failed").fixes
+    assert alone == ["qdqbench check model.onnx", "give the ONNX file too", *both]
+
+
+def test_a_useless_file_does_not_end_the_diagnosis(tmp_path):
+    useless = written(tmp_path, "notes.txt", "just text")
+    report = diagnose([useless, saved(tmp_path, float_layer())])
+    assert [(row.name, row.kind) for row in report.files] == [
+        ("model.onnx", "ONNX file"),
+        ("notes.txt", "not read"),
+    ]
+    assert "is text" in report.files[1].what
+    assert codes(report) == ["no-qdq"]
+    with pytest.raises(UserError, match="none of the files"):
+        diagnose([useless, written(tmp_path, "empty", "")])
 
 
 def test_a_file_in_the_form_of_qdqbench_has_no_errors(tmp_path):

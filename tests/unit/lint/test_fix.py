@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 # What no rewrite can know: a bad scale's range, a mix's right type, a constant's lost value.
 HOPELESS = {
     "mixed-types", "nan-constant", "invalid-onnx", "not-checked", "opset-too-low", "no-plain-form",
-    "onnxruntime-operators",
+    "onnxruntime-operators", "operator-refused",
 }  # fmt: skip
 SAID = {"bad-scale", "dynamic-scale"}
 MASK = np.zeros((1, 1, 1, 4), np.float32)
@@ -444,12 +444,11 @@ def test_what_an_attribute_types_gets_a_cast(maker):
     onnx.checker.check_model(model, full_check=True)
 
 
-def test_a_graph_that_fp16_cannot_type_stays_in_fp32(tmp_path, monkeypatch):
-    def spoil(model):
-        model.graph.node[0].input[0] = "nothing"
-
-    monkeypatch.setattr("qdqbench.quantize.lint.fix.to_half", spoil)
-    onnx.save(healthy("fp32", int8_attention=False), tmp_path / "file.onnx")
+def test_a_graph_that_fp16_cannot_type_stays_in_fp32(tmp_path):
+    model = healthy("fp32", int8_attention=False)
+    model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 3
+    stored("classifier.bias", [1e6, 0, 0])(model)  # a constant that FP16 does not hold
+    onnx.save(model, tmp_path / "file.onnx")
     report = fix(tmp_path / "file.onnx", tmp_path / "out.onnx", FixOptions(engine=False))
     assert any(
         text.startswith("what is not INT8 stays in FP32, as with --compute keep: in FP16")
@@ -471,3 +470,53 @@ def test_a_graph_that_took_too_long_is_not_run_in_other_batches(monkeypatch):
         with pytest.raises(UserError, match="took over"):
             run(onnx.ModelProto(), {"x": np.ones((8, 2), np.float32)})
         assert len(calls) == 1
+
+
+def test_dynamic_quantization_in_fp16_is_mended(tmp_path):
+    """FP16 scales times FP32 ones, which ONNX Runtime refuses: `check` offers `fix`."""
+    path = write_dynamic(tmp_path, "dynamic.onnx", "fp16")
+    with pytest.raises(UserError, match="ONNX Runtime refuses"):
+        run_batches(path, {name: value.astype(np.float16) for name, value in feeds().items()})
+    assert "mixed-types" in offered(onnx.load(path))
+    np.savez(tmp_path / "h.npz", **{name: value.astype(np.float16) for name, value in feeds().items()})
+    report = fix(path, tmp_path / "out.onnx", FixOptions(inputs=tmp_path / "h.npz", engine=False))
+    assert report.failures == []
+    assert report.int8_after == 1  # the others read their weights through a Cast
+    assert report.outputs.before_error is None
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (stored("/layer/query.weight_scale", 0), "bad-scale in 1 node .*/layer/query/weight/DQ"),
+        (stored("/layer/query.bias", np.zeros(32), np.float16), "mixed-types in 1 node .*/layer/query/Add"),
+    ],
+)
+def test_what_no_rewrite_knows_is_said_as_check_says_it(tmp_path, edit, told):
+    model = healthy("fp32")
+    edit(model)
+    onnx.save(model, tmp_path / "broken.onnx")
+    with pytest.raises(UserError, match=told) as error:
+        fix(tmp_path / "broken.onnx", tmp_path / "out.onnx", FixOptions(engine=False))
+    row = check_model(model).errors[0]
+    assert f"{row.why}; {row.fix}" in str(error.value)
+    assert not (tmp_path / "out.onnx").exists()
+
+
+def test_random_inputs_that_do_not_fit_are_said_in_words(tmp_path):
+    """A table that random indices leave: what the runtime says, without its source, and the next step."""
+    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [4, 8])
+    at = helper.make_tensor_value_info("at", TensorProto.INT64, [4, 8])
+    y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [4, 8])
+    far = helper.make_node("Mul", ["at", "hundred"], ["far"])
+    node = helper.make_node("GatherElements", ["x", "far"], ["y"], name="/pick")
+    hundred = helper.make_tensor("hundred", TensorProto.INT64, [], [100])
+    graph = helper.make_graph([far, node], "g", [x, at], [y], [hundred])
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10),
+        tmp_path / "file.onnx",
+    )
+    with pytest.raises(UserError) as error:
+        fix(tmp_path / "file.onnx", tmp_path / "out.onnx", FixOptions(engine=False))
+    assert str(error.value).startswith("random inputs do not fit every graph, so give --inputs FILE.npz")
+    assert "ONNX Runtime refuses GatherElements '/pick': GatherElements op: Out of range" in str(error.value)
