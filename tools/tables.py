@@ -345,7 +345,8 @@ def _ratio(speed: Speedup | None, *, interval: bool = False) -> str:
     if speed is None:
         return ""
     cell = figures.speed(speed)
-    shown = cell.text if interval else f"{speed.value:.2f}x{', slower' if cell.state == 'bad' else ''}"
+    verdict = "" if speed.verdict == "faster" else f", {speed.verdict}"
+    shown = cell.text if interval else f"{speed.value:.2f}x{verdict}"
     return f"**{shown}**" if cell.state == "bad" else shown
 
 
@@ -477,12 +478,13 @@ def recipes_table(data: Data) -> str:
         name = figure.recipe.partition("-")[2]
         own = figure.device == "gpu" and figure.recipe.startswith("bert-")
         kernels = speed_of(data, H200, f"{TRAINED}-sst2", name, "cuda", 128, 128) if own else None
-        tasks = str(len({row.task for row in figure.judged}))
-        mean, _, worst, lost, speed = shipped.format_figure(figure)
-        lost, speed = lost.replace("/", " of "), "" if speed == shipped.NOT_MEASURED else speed
-        place = shipped.DEVICES[figure.device]
-        rows.append([code(figure.recipe), place, tasks, mean, worst, lost, speed, _ratio(kernels)])
-    header = ["recipe", "on", "tasks", "mean, points", "worst task", "lost", "speed-up", "in `cuda`"]
+        mean, held_out, worst, lost, speed = shipped.format_figure(figure)
+        over = f"{mean} ({len({row.task for row in figure.judged})})"
+        speeds = "" if speed == shipped.NOT_MEASURED else speed, kernels and f"`cuda` {_ratio(kernels)}"
+        held_out = "" if held_out == shipped.NOT_MEASURED else held_out
+        cells = over, held_out, worst, lost.replace("/", " of "), ", ".join(filter(None, speeds))
+        rows.append([f"{code(figure.recipe)}, {shipped.DEVICES[figure.device]}", *cells])
+    header = ["recipe", "mean (tasks)", "held out", "worst task", "lost", "speed-up"]
     return table(header, rows)
 
 

@@ -108,7 +108,7 @@ def _recipe_table(rows: Sequence[shipped.Shipped]) -> Group:
         lines.append(f"\nNot measured: {', '.join(left)}.")
     measured = [figure for row in rows for figure in row.figures]
     choice = f"* {shipped.describe_choice(shipped.choose_start())}"
-    lines += [f"\n{line}" for line in (choice, *shipped.describe_conditions(measured))]
+    lines += [f"\n{line}" for line in (choice, *shipped.describe_conditions(measured, briefly=narrow))]
     about: dict[str, str] = {}
     for row in rows:
         about.setdefault(row.name, row.description)

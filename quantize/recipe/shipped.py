@@ -227,17 +227,18 @@ def format_speed(figure: Figure) -> str:
     return f"{speed.value:.2f}x{f' {MARK}' if speed.padded else ''}"
 
 
-def describe_conditions(shown: Iterable[Figure]) -> list[str]:
+def describe_conditions(shown: Iterable[Figure], *, briefly: bool = False) -> list[str]:
+    """Return what the figures are of, in sentences; briefly, without tasks that are held out."""
     shown = list(shown)
+    held_out = f"Held out: all tasks but {', '.join(TASKS)}, on which settings of recipes were chosen. "
     ran = dict.fromkeys(row.where for each in shown for row in each.accuracy if row.stage == "engine")
     sentences = []
     if ran:
         sentences.append(
             "Accuracy: points of the task's metric, the recipe's engine minus FP32, ± one paired standard "
-            f"error; {'; '.join(sorted(ran))}. The mean is over tasks. Held out are those that no setting "
-            f"of a recipe was chosen on: all but {', '.join(TASKS)}. Lost: measurements that lost more "
-            f"than {NOISE} standard errors. By chance, {CHANCE:.1%} of those without a loss would. "
-            "Empty: not measured."
+            f"error; {'; '.join(sorted(ran))}. The mean is over tasks. {'' if briefly else held_out}"
+            f"Lost: measurements that lost more than {NOISE} standard errors. By chance, {CHANCE:.1%} of "
+            "those without a loss would. Empty: not measured."
         )
     if any(row.stage != "engine" for each in shown for row in each.accuracy):
         sentences.append("(graph): of the fake-quantized or exported model, no engine of it ran.")
