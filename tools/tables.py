@@ -34,6 +34,7 @@ from qdqbench.eval.bench.results import (
     over_fastest,
     read_bench,
     row_of,
+    speedup_of,
 )
 from qdqbench.eval.metrics import figures
 from qdqbench.eval.runs.results import RESULTS_FILE, STAGES, Results, read_results
@@ -87,7 +88,10 @@ class Data:
         """The lowest speed-up that benches of one shape measured: the one figure of it everywhere."""
         found: dict[Timed, Speedup] = {}
         for bench in self.benches:
+            largest = max((cell.batch for cell in bench.configs if cell.length is None), default=0)
             for recipe, backend, cell, best in timed(bench):
+                if cell.length is None and cell.batch < largest:
+                    continue  # of a data set, the throughput
                 shape = cell.batch, cell.length or label(bench.settings.dataset or "")
                 key = _device(bench), bench.target.name, recipe.partition("-")[2], backend, *shape
                 found[key] = min(found.get(key, best), best, key=lambda each: each.value)
@@ -410,33 +414,24 @@ def speed_table(data: Data) -> str:
 
 def kernels_table(data: Data) -> str:
     """`cuda` and TensorRT-RTX on two GPUs, at fixed shapes."""
-    return _by_gpu(data, lambda tokens: isinstance(tokens, int), lambda batch, tokens: f"{batch} x {tokens}")
+    return _by_gpu(data, int, "batch x tokens")
 
 
 def lengths_table(data: Data) -> str:
     """`cuda` and TensorRT-RTX on two GPUs, at the lengths of data sets, in the largest batches."""
-    return _by_gpu(
-        data, lambda tokens: isinstance(tokens, str), lambda batch, data_set: f"{data_set}, {batch}"
-    )
+    return _by_gpu(data, str, "batch x split")
 
 
-def _by_gpu(data: Data, wanted: Callable[[Any], bool], shape: Callable[[int, Any], str]) -> str:
+def _by_gpu(data: Data, kind: type, title: str) -> str:
     columns = [(gpu, backend) for gpu in (H200, H100) for backend in ("cuda", "tensorrt_rtx")]
-    keys = [key for key in data.lowest if key[0] in (H200, H100) and key[2] == FUSED and wanted(key[5])]
-    largest: dict[tuple[str, Any], int] = {}
-    for key in keys:
-        largest[key[1], key[5]] = max(largest.get((key[1], key[5]), 0), key[4])
-    shown = dict.fromkeys(
-        (key[1], *key[4:])
-        for key in sorted(keys, key=lambda key: (key[1], str(key[5]).zfill(4), key[4]))
-        if not isinstance(key[5], str) or key[4] == largest[key[1], key[5]]
-    )
+    keys = [key for key in data.lowest if key[0] in (H200, H100) and key[2] == FUSED and type(key[5]) is kind]
+    order = sorted(keys, key=lambda key: (key[1], str(key[5]).zfill(4), key[4]))
     rows = []
-    for model, batch, tokens in shown:
+    for model, batch, tokens in dict.fromkeys((key[1], *key[4:]) for key in order):
         cells = [speed_of(data, gpu, model, FUSED, backend, batch, tokens) for gpu, backend in columns]
-        rows.append([model, shape(batch, tokens), *map(_ratio, cells)])
+        rows.append([model, f"{batch} x {tokens}", *map(_ratio, cells)])
     names = [f"{gpu.split()[1]}, {label(backend)}" for gpu, backend in columns]
-    return table(["model", "batch x tokens" if wanted(1) else "split, batch", *names], rows)
+    return table(["model", title, *names], rows)
 
 
 def cpu_table(data: Data) -> str:
@@ -445,21 +440,12 @@ def cpu_table(data: Data) -> str:
     for bench in (bench for bench in data.benches if bench.device == "cpu"):
         names = {system.name: system.label for system in bench.systems}
         for cell in bench.configs:
-            best, ours = over_fastest(bench.systems, cell, "int8"), row_of(cell, "int8")
-            if best is None or ours is None or ours.median_ms is None:
-                continue
-            nncf = next(
-                (s for s in cell.speedups if (s.system, s.baseline) == ("int8", "nncf-openvino")), None
-            )
-            shape = (
-                f"{cell.batch} x {cell.length}"
-                if cell.length
-                else f"{label(bench.settings.dataset or '')} split"
-            )
-            rows.append(
-                [bench.target.name, shape, figures.latency(ours.median_ms), names[best.baseline],
-                 _ratio(best, interval=True), _ratio(nncf, interval=True)]
-            )  # fmt: skip
+            best, nncf = over_fastest(bench.systems, cell, "int8"), speedup_of(cell, "int8", "nncf-openvino")
+            shape = f"{cell.batch} x {cell.length or label(bench.settings.dataset or '')}"
+            if best is not None:
+                time, over = figures.latency(best.system_ms), names[best.baseline]
+                ratios = _ratio(best, interval=True), _ratio(nncf, interval=True)
+                rows.append([bench.target.name, shape, time, over, *ratios])
     header = [
         "model",
         "batch x tokens",
