@@ -1,6 +1,5 @@
 """`auto`: shipped recipes, calibration, islands, search and QAT, until one holds."""
 
-import contextlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from qdqbench._runs import Progress
 from qdqbench.eval.selection.auto.results import BEST_RECIPE, Auto, Criteria
 from qdqbench.eval.selection.auto.run import AutoRun, run_auto
 from qdqbench.eval.selection.search.options import SearchOptions
-from qdqbench.quantize.engine.backend import choose_backend, preferred_backend
+from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.pipeline.ownership import default_folder, identity_of, owned_folder
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import Recipe, find_recipe
@@ -21,10 +20,7 @@ from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.options import take_options
 from qdqbench.quantize.utils.progress import reporter
-from qdqbench.quantize.utils.system.gpu import find_gpu
 
-ON_GPU = "int8-attention"  # tried first for a GPU, where a family has it
-FASTER = "int8-residual-fused"  # on a GPU; tried second where a speed is asked
 LENGTH = 128
 
 
@@ -85,14 +81,7 @@ def start_auto(options: AutoOptions) -> tuple[Auto, Path]:
 def _first_recipes(names: Sequence[str], model: str | None, options: AutoOptions) -> list[Recipe]:
     """Return the recipes that are named, without their training; else the family's for the backend."""
     revision = options.revision
-    if not names:
-        careful, shipped = find_recipe(DEFAULT_RECIPE, model, revision), []
-        on_cpu = preferred_backend(options.backend or careful.engine.backend) in CPU_BACKENDS
-        faster = [FASTER] if options.min_speedup is not None and find_gpu() else []
-        for shipped_name in [] if on_cpu else [ON_GPU, *faster]:
-            with contextlib.suppress(UserError):  # the family has none
-                shipped.append(find_recipe(shipped_name, model, revision))
-        return [*shipped, careful]
+    names = names or [*dict.fromkeys((options.find_start(), DEFAULT_RECIPE))]
     recipes = [find_recipe(name, model, revision).ptq for name in names]
     taken = ["methods", "islands", "search", "qat", "embedded"]
     for each in recipes:

@@ -11,7 +11,7 @@ from pydantic import PositiveInt, field_validator
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.quantize.recipe.sections import Training
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import BackendChoice
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.options import Duration, Options
 from qdqbench.quantize.utils.schema import field
@@ -186,11 +186,25 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
     batch_size: int = field("Batch size of evaluations.", default=32, ge=1)
     seed: int = field("Seed of everything random: samples, bootstrap, embedded default.", default=0, ge=0)
 
-    def find_recipe(self, name: str) -> "Recipe":
-        """Return the recipe for the model; errors are those of `recipe.schema.find_recipe` and `adapt`."""
+    def find_recipe(self, name: str | None) -> "Recipe":
+        """Return the recipe for the model; errors are those of `recipe.schema.find_recipe` and `adapt`.
+
+        Without a name it is the one to start with here.
+        """
         from qdqbench.quantize.recipe.schema import find_recipe
 
-        return self.adapt(find_recipe(name, self.model, self.revision))
+        return self.adapt(find_recipe(name or self.find_start(), self.model, self.revision))
+
+    def find_start(self) -> str:
+        """Return the recipe that `recipes list` stars for the model's family and the backend here."""
+        from qdqbench.quantize.engine.backend import preferred_backend
+        from qdqbench.quantize.models.families.known import BERT, family_of
+        from qdqbench.quantize.models.load import load_config
+        from qdqbench.quantize.recipe.shipped import choose_start
+
+        family = family_of(load_config(self.model, self.revision)) if self.model else BERT
+        on_cpu = preferred_backend(self.backend or "auto") in CPU_BACKENDS
+        return choose_start(family).get("cpu" if on_cpu else "gpu", DEFAULT_RECIPE)
 
     def _count_outputs(self) -> int | None:
         from qdqbench.quantize.models.identity import has_pooling
@@ -263,8 +277,7 @@ class AutoOptions(EvaluationOptions):
     """Find a recipe that meets your limits: try shipped ones, calibration, FP16 fallbacks, search, QAT."""
 
     recipe: list[str] | None = field(
-        "Recipes to start with (default: int8-linears; for a GPU int8-attention first, and for speed "
-        "int8-residual-fused).",
+        "Recipes to start with (default: the one that `recipes list` stars, then int8-linears).",
         default=None,
         json_schema_extra=POSITIONAL,
     )

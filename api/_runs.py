@@ -11,6 +11,7 @@ from qdqbench.eval.runs.results import Results
 from qdqbench.eval.runs.run import require_inputs, run_stages, run_until
 from qdqbench.eval.runs.tracked import tracking
 from qdqbench.quantize.engine.backend import choose_backend
+from qdqbench.quantize.lint.machines import describe_gain
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.pipeline.ownership import identity_of, open_session, owned_folder, run_folder
 from qdqbench.quantize.pipeline.session import Session
@@ -18,8 +19,10 @@ from qdqbench.quantize.recipe.schema import Recipe, find_recipe
 from qdqbench.quantize.recipe.schema import load_recipe as load_named
 from qdqbench.quantize.training.qat import get_settings, train_on_all
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
-from qdqbench.quantize.utils.names import DEFAULT_QAT, DEFAULT_RECIPE
+from qdqbench.quantize.utils.names import DEFAULT_QAT
 from qdqbench.quantize.utils.options import path_of, take_options
+from qdqbench.quantize.utils.progress import reporter
+from qdqbench.quantize.utils.system.cpu import find_cpu
 from qdqbench.quantize.utils.system.gpu import find_gpu
 from qdqbench.quantize.utils.system.process import is_main_process
 from qdqbench.quantize.utils.trackers import require_tracker
@@ -46,7 +49,7 @@ def load_recipe(recipe: str | Path | Recipe, model: Any = None) -> Recipe:
 
 @take_options
 def run(
-    recipe: str | Path | Recipe = DEFAULT_RECIPE,
+    recipe: str | Path | Recipe | None = None,
     options: RunOptions = RunOptions(),  # noqa: B008  (frozen)
     *,
     progress: Progress = None,
@@ -54,7 +57,7 @@ def run(
     """Take a recipe and a model to an engine and a report. A gate that fails is in the results.
 
     Args:
-        recipe: shipped name, YAML file, or what `load_recipe` gave.
+        recipe: shipped name, YAML file, or what `load_recipe` gave; None: the one to start with here.
         progress: True for bars (default in notebooks), or a function that is called as stages start and
             continue.
 
@@ -88,7 +91,7 @@ def qat(
         return start_run(recipe, options)[0]
 
 
-def start_run(recipe: str | Path | Recipe, options: QatOptions) -> tuple[Results, Path]:
+def start_run(recipe: str | Path | Recipe | None, options: QatOptions) -> tuple[Results, Path]:
     """Open a run directory for what was asked, and take it up to a stage as `resume` does.
 
     Of `qat` all processes of a launcher train, and the others than the main one end here.
@@ -108,6 +111,8 @@ def start_run(recipe: str | Path | Recipe, options: QatOptions) -> tuple[Results
     identity, ready = identity_of("run", session), partial(require_inputs, session, until)
     known = {"recipe": config.recipe.name, "model": session.model_name, "task": config.task.name}
     known |= {"data": session.data_source, "seed": str(config.seed)}
+    if config.recipe.quantizes and until is None:
+        reporter().log(describe_gain(None if session.target.on_cpu else find_gpu(), find_cpu()))
     with (
         owned_folder(folder, identity, overwrite=options.overwrite, ready=ready),
         tracking(options.report_to, folder, known) as tracked,
@@ -121,8 +126,10 @@ def start_run(recipe: str | Path | Recipe, options: QatOptions) -> tuple[Results
     return results, folder
 
 
-def choose_recipe(options: RecipeOptions, recipe: str | Path | Recipe) -> Recipe:
-    return options.adapt(recipe) if isinstance(recipe, Recipe) else options.find_recipe(str(recipe))
+def choose_recipe(options: RecipeOptions, recipe: str | Path | Recipe | None) -> Recipe:
+    if isinstance(recipe, Recipe):
+        return options.adapt(recipe)
+    return options.find_recipe(None if recipe is None else str(recipe))
 
 
 def resume(folder: str | Path, until: str | None = None, progress: Progress = None) -> Results:

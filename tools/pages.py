@@ -11,6 +11,7 @@ import inspect
 import json
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
@@ -35,6 +36,7 @@ from qdqbench.quantize.engine.cuda import match
 from qdqbench.quantize.engine.cuda import names as cuda
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS
 from qdqbench.quantize.lint.findings import Kind, fill, read_kinds
+from qdqbench.quantize.lint.machines import read_machines
 from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe.schema import Recipe, family_free_recipes
 from qdqbench.quantize.tasks.task import KNOWN, TASK_KINDS
@@ -449,13 +451,43 @@ PAGES = {
 }
 
 
+MACHINE_PAGES = ("README.md", "docs/how-to/choose-a-backend.md")
+MACHINES = "<!-- machines -->", "<!-- machines:end -->"  # in pages, around the table of machines
+
+
+def machines_table(name: str) -> list[str]:
+    """Return the machines by name: in brief for the README, else with what INT8 can bring."""
+    header = ["machine", "`--backend`", "start with"]
+    if name == "README.md":
+        alike: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+        for row in read_machines():
+            alike[row.backend, row.start, "yes" if row.ran else "never"].append(row.names)
+        brief = [[", ".join(names), f"`{key[0]}`", f"`{key[1]}`", key[2]] for key, names in alike.items()]
+        return table([*header, "run by us"], brief)
+    rows = [
+        [row.names, f"`{row.backend}`", f"`{row.start}`", row.brings, row.ours, row.others]
+        for row in read_machines()
+    ]
+    return table([*header, "INT8 can bring", "by us", "by others"], rows)
+
+
+def fill_machines(name: str, text: str) -> str:
+    """Return a page with its table of machines, if it has one."""
+    begin, end = MACHINES
+    if begin not in text:
+        return text
+    made = "\n".join(machines_table(name))
+    before, after = text.partition(begin)[0], text.partition(end)[2]
+    return f"{before}{begin}\n\n{made}\n\n{end}{after}"
+
+
 def main(arguments: list[str]) -> int:
     """Write or check the pages; returns the exit status."""
     stale = []
-    for name, page in PAGES.items():
+    for name, page in {**PAGES, **dict.fromkeys(MACHINE_PAGES)}.items():
         path = ROOT / name
         text = path.read_text(encoding="utf-8")
-        made = f"{text.partition(MARK)[0]}{MARK}\n{page()}"
+        made = f"{text.partition(MARK)[0]}{MARK}\n{page()}" if page else fill_machines(name, text)
         if text != made:
             stale.append(name)
             if arguments != ["--check"]:

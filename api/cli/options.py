@@ -24,6 +24,15 @@ RecipeName = Annotated[
         help="Shipped name, with or without the family, or YAML file.", autocompletion=_complete_recipe
     ),
 ]
+StartRecipe = Annotated[
+    str | None,
+    typer.Argument(
+        help="Shipped name, with or without the family, or YAML file (default: the recipe that `recipes "
+        "list` stars for this machine).",
+        show_default=False,
+        autocompletion=_complete_recipe,
+    ),
+]
 REQUIRED: Any = inspect.Parameter.empty
 Parameters = dict[str, tuple[Any, Any]]  # annotation and default by name
 LONG_CHOICES = 16  # characters; wider ones squeeze the help

@@ -13,7 +13,7 @@ from qdqbench.quantize.deployment.write import DEPLOY
 from qdqbench.quantize.utils.errors import CheckFailed
 
 
-def run(recipe: str, options: QatOptions) -> Answer:
+def run(recipe: str | None, options: QatOptions) -> Answer:
     return answer(*_runs.start_run(recipe, options))
 
 

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from qdqbench import _options as options
-from qdqbench.cli.options import REQUIRED, Parameters, RecipeName
+from qdqbench.cli.options import REQUIRED, Parameters, RecipeName, StartRecipe
 from qdqbench.quantize.deployment.server.settings import Settings
-from qdqbench.quantize.utils.names import DEFAULT_QAT, DEFAULT_RECIPE
+from qdqbench.quantize.utils.names import DEFAULT_QAT
 from qdqbench.quantize.utils.options import Options
 
 BUILD = "Build the engine, prove its INT8 layers, verify its outputs if it runs here."
@@ -22,7 +22,7 @@ RUN: Parameters = {
 TARGET: Parameters = {
     "target": (Annotated[Path | None, typer.Argument(help="Run directory.", show_default=False)], None)
 }
-RECIPE: Parameters = {"recipe": (RecipeName, DEFAULT_RECIPE)}
+RECIPE: Parameters = {"recipe": (StartRecipe, None)}
 QAT_RECIPE: Parameters = {"recipe": (RecipeName, DEFAULT_QAT)}
 ANY_RECIPE: Parameters = {"recipe": (RecipeName, REQUIRED)}
 

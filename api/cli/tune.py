@@ -39,7 +39,7 @@ def auto(options: AutoOptions) -> Answer:
     return Answer(result, auto_report(result), lines, None if result.choice.passed else failure)
 
 
-def search(recipe: str, options: SearchCommandOptions) -> Answer:
+def search(recipe: str | None, options: SearchCommandOptions) -> Answer:
     config = options.config(options.find_recipe(recipe).ptq)
     folder, study = run_folder("search", config, options.out), options.study_name
     study = study or f"{config.recipe.name}-{config.task.name}"
@@ -73,7 +73,7 @@ def search(recipe: str, options: SearchCommandOptions) -> Answer:
     return Answer(found, search_report(found), [f"report: {folder / 'search.html'}"], error)
 
 
-def sensitivity(recipe: str, options: SensitivityOptions) -> Answer:
+def sensitivity(recipe: str | None, options: SensitivityOptions) -> Answer:
     config = options.config(options.find_recipe(recipe).ptq)
     answer = _measure("sensitivity", config, options, Measurement, sensitivity_report)
     if not answer.found.choice.reached:
@@ -81,7 +81,7 @@ def sensitivity(recipe: str, options: SensitivityOptions) -> Answer:
     return answer
 
 
-def compare_calibration(recipe: str, options: CalibrationOptions) -> Answer:
+def compare_calibration(recipe: str | None, options: CalibrationOptions) -> Answer:
     config = options.config(options.find_recipe(recipe).ptq)
     named, smooths = options.method or (), options.smoothing or ()
     # a wrong name fails before anything is loaded

@@ -24,6 +24,7 @@ from qdqbench.quantize.engine.backend import INSTALL, preferred_backend
 from qdqbench.quantize.engine.cuda.compile import get_version, load_nvrtc
 from qdqbench.quantize.engine.cuda.names import CAPABILITY
 from qdqbench.quantize.engine.hazards import RTX_WITHOUT_GPU, find_hazards, is_older
+from qdqbench.quantize.lint.machines import Machine, find_machine
 from qdqbench.quantize.report.formats import size
 from qdqbench.quantize.utils.errors import MissingDevice
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
@@ -138,6 +139,7 @@ class Doctor(Strict):
     auto: BackendName  # what `auto` would take
     hub: str
     hazards: list[str]
+    machine: Machine | None  # what to start with here; None for a GPU of another kind
 
     @property
     def gpu_text(self) -> str:
@@ -188,6 +190,7 @@ def look(*, offline: bool = False) -> Doctor:
         auto=preferred_backend("auto"),
         hub=hub,
         hazards=[*hazards, *cpu_hazards(cpu), *few],
+        machine=find_machine(gpu, cpu),
     )
 
 

@@ -1,5 +1,6 @@
 """What `check`, `diagnose`, `fix`, `inspect` and `doctor` show, as report documents."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -32,6 +33,11 @@ from qdqbench.quantize.utils.names import install_command
 
 LONGEST_NAME = 400  # characters; TensorRT's are shorter
 Grouped = tuple[str, list[LayerRow]]
+
+
+def plain(text: str) -> str:
+    """Return a text without the addresses of its links."""
+    return re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text)
 
 
 def report_of(kind: str, title: str, blocks: Sequence[doc.Block]) -> doc.Report:
@@ -108,6 +114,10 @@ def doctor_report(found: Doctor) -> doc.Report:
         why = can if backend.why is None else backend.why if can == "no" else f"{can}: {backend.why}"
         label = f"{name} (auto)" if name == found.auto else name
         rows.append(doc.row(label, found.libraries[name].version or "-", doc.Cell(why, state)))
+    if (here := found.machine) is not None:
+        facts.append(("INT8 here", f"{here.brings} ({here.names})"))
+        facts.append(("start with", f"qdqbench run {here.start} --backend {here.backend}"))
+        facts.append(("known of it", "; ".join(plain(text) for text in (here.ours, here.others) if text)))
     versions = ", ".join(map(" ".join, found.packages.items()))
     blocks: list[doc.Block] = [
         doc.Pairs(facts, on=doc.EVERYWHERE),

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires
 from typing import Any, Literal
 
-DEFAULT_RECIPE = "int8-linears"  # of the model's family, for commands that are not given one
+DEFAULT_RECIPE = "int8-linears"  # of the model's family, where nothing is known of the machine
 DEFAULT_QAT = "int8-attention-qat"
 SECOND = "_mm"  # ends the name of a metric on the second evaluation split: MNLI's mismatched one
 Divergence = Literal["kl", "squared", "cosine"]  # of outputs from those of FP32

@@ -11,6 +11,7 @@ from qdqbench.quantize.lint.doctor import BackendState, Doctor, Library
 from qdqbench.quantize.lint.findings import find
 from qdqbench.quantize.lint.fix import EngineRow, FixReport, OutputRow, Outputs
 from qdqbench.quantize.lint.inspection import inspect_layers
+from qdqbench.quantize.lint.machines import find_machine
 from qdqbench.quantize.lint.reports import (
     check_report,
     diagnosis_report,
@@ -19,6 +20,7 @@ from qdqbench.quantize.lint.reports import (
     inspect_report,
 )
 from qdqbench.quantize.report.document import Report
+from qdqbench.quantize.utils.system.cpu import Cpu
 from qdqbench.quantize.utils.system.gpu import Gpu
 
 from .layer_tables import bert
@@ -100,6 +102,7 @@ def machine() -> Report:
             backends=states,
             auto="openvino",
             hub="not asked",
+            machine=find_machine(Gpu("NVIDIA L4", "8.9", None), Cpu("AMD EPYC", 2, ())),
             hazards=["torch 2.11: a fault"],
         )
     )

@@ -22,6 +22,13 @@ def test_a_page_is_what_the_code_says(name):
     assert body == f"\n{pages.PAGES[name]()}", "write it with `python tools/pages.py`"
 
 
+@pytest.mark.parametrize("name", pages.MACHINE_PAGES)
+def test_the_table_of_machines_is_what_the_file_says(name):
+    text = (pages.ROOT / name).read_text(encoding="utf-8")
+    assert pages.MACHINES[0] in text
+    assert pages.fill_machines(name, text) == text, "write it with `python tools/pages.py`"
+
+
 def test_every_parameter_and_every_function_has_a_meaning():
     for page in (pages.cli_page(), pages.api_page()):
         rows = [line for line in page.splitlines() if re.match(r"\| `(?!\w+Error)", line)]
@@ -102,6 +109,7 @@ def test_every_model_type_and_recipe_is_named():
 def test_pages_that_are_not_are_an_exit_status_and_are_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     monkeypatch.setattr(pages, "PAGES", {"page.md": lambda: "text\n"})
+    monkeypatch.setattr(pages, "MACHINE_PAGES", ())
     (tmp_path / "page.md").write_text(f"# By hand\n\n{pages.MARK}old")
     assert pages.main(["--check"]) == 2
     assert capsys.readouterr().out == "page.md is not what the code says\n"
