@@ -239,6 +239,7 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
             task = task.model_copy(update={"prompts": prompts})
         elif self.prompt:
             raise UserError("--prompt is of embedding models; drop it")
+        task = task.model_copy(update={"trained": recipe.qat is not None})
         values = self.model_dump(include={"model", "revision", "data", "batch_size", "seed", "limit"})
         return RunConfig(recipe=recipe, task=task, pooling=pooling, command=invocation(), **values)
 

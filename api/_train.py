@@ -49,7 +49,7 @@ def finetune(*, options: FinetuneOptions, progress: Progress = None) -> Finetuni
 
 def start_finetuning(options: FinetuneOptions) -> tuple[Finetuning, Path]:
     """Fine-tune on all processes of a launcher; return the result and the folder of its reports."""
-    task = options.find_task()
+    task = options.find_task().model_copy(update={"trained": True})
     folder = options.out or default_folder("finetune", options.model, task.name)
     require_tracker(options.report_to)
     known = {"model": str(options.model), "task": task.name, **options.training.model_dump()}
@@ -69,7 +69,7 @@ def start_finetuning(options: FinetuneOptions) -> tuple[Finetuning, Path]:
 def start_study(recipe: Sequence[str], options: StudyOptions) -> tuple[Study, Path]:
     """Measure FP32, PTQ and QAT over seeds; return the result and its folder."""
     recipes = [options.adapt(find_recipe(name, options.model, options.revision)) for name in recipe]
-    task = options.find_task()
+    task = options.find_task().model_copy(update={"trained": True})
     folder = options.out or default_folder("study", options.model, task.name)
     with _own_folder("study", options, task, folder), join_group():
         accelerator = new_accelerator(options.precision)

@@ -375,6 +375,9 @@ class GateIssue(Strict):
         default=None,
     )
     names: list[str] = field("Modules, nodes, finding and node, or the constant prediction.", default=[])
+    reorder: bool = field(
+        "True if labels in another order make FP32 right (`baseline`); `detail` names it.", default=False
+    )
     detail: str = field("Cause and advice in words, for display only.", default="")
 
 

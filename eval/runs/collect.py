@@ -236,7 +236,8 @@ def _model(session: Session, whole: bool) -> dict[str, Any]:
 
 def _warnings(session: Session, results: Results, record: CalibrationRecord | None) -> Iterator[str]:
     config = session.config
-    if config.limit is not None:
+    limit, rows = config.limit, [split.rows for split, _ in session.eval_splits.values()]
+    if limit is not None and limit < max(rows, default=0):
         yield f"--limit {config.limit}: accuracy is measured on a part of the evaluation data only"
     yield from session.warnings
     if config.model is None:

@@ -238,6 +238,7 @@ def judge_baseline(session: Session, row: StageResult) -> GateIssue | None:
         limit=baseline.value,
         n=row.n,
         names=[] if baseline.answer is None else [str(baseline.answer)],
+        reorder=bool(order),
         detail="" if above is None else order or untrained,
     )
 

@@ -1,6 +1,7 @@
 """Run a session's stages, and write the report at the end."""
 
 from dataclasses import replace
+from functools import partial
 
 from qdqbench.eval.bench.quick import bench_quickly
 from qdqbench.eval.metrics.answers import FILE
@@ -18,7 +19,7 @@ from qdqbench.quantize.pipeline.pipeline import Timing
 from qdqbench.quantize.pipeline.session import CONFIG, Session
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.errors import MissingDevice, UserError
+from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.progress import reporter
 
 BASELINE = "baseline"
@@ -119,16 +120,22 @@ def run_stages(session: Session, until: str | None, *, leads: bool = False) -> d
     timings = pipeline.run_stages(session, first, announce)
     _require_room(session, {*names})
     rest = (
-        replace(stage, recorded=_warn_unreadable) if stage.name == BASELINE else stage
+        replace(stage, recorded=partial(_judge_labels, whole=until in REPORTED))
+        if stage.name == BASELINE
+        else stage
         for stage in needed[len(first) :]
     )
     return timings | pipeline.run_stages(session, rest, announce)
 
 
-def _warn_unreadable(session: Session) -> None:
+def _judge_labels(session: Session, *, whole: bool) -> None:
+    """Log that FP32 is no better than a constant; CheckFailed ends a run with labels in another order."""
     issue = judge_baseline(session, score_stage(session, "fp32"))
-    if issue is not None and issue.state == "failed":
-        reporter().log(issue_sentence(issue), alarm=True)
+    if issue is None or issue.state != "failed":
+        return
+    if whole and issue.reorder:
+        raise CheckFailed(f"{issue_sentence(issue)}; the run stopped after its baseline")
+    reporter().log(issue_sentence(issue), alarm=True)
 
 
 def require_inputs(session: Session, until: str | None = None) -> None:

@@ -1,5 +1,6 @@
 """The verdict of a run, and its figures in words that every page and screen shares."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -47,7 +48,7 @@ def run_verdict(results: Results) -> Verdict:
         title=_title(results, checks, slower),
         lines=lines,
         failures=failures,
-        notes=[*map(issue_sentence, issues), *_not_done(results)],
+        notes=[*map(issue_sentence, issues), *_not_done(results), *_to_decide(results)],
     )
 
 
@@ -137,6 +138,14 @@ def qat_clause(results: Results) -> str:
     verb = "won back" if gain.delta[metric] > 0 else "made it WORSE by"
     gained = with_error(abs(gain.delta[metric]), gain.delta_stderr.get(metric))
     return f"QAT {verb} {gained} of {label(metric)} {both}"
+
+
+def _to_decide(results: Results) -> Iterator[str]:
+    """Yield the command and the rows that decide what these samples cannot tell."""
+    open_issues = results.gate.having("inconclusive")
+    if needed := max((issue.needed or 0 for issue in open_issues), default=0):
+        command = re.sub(r" --limit[ =]\S+", "", results.command)
+        yield f"To decide it: `{command}` with at least {needed:,} evaluation rows"
 
 
 def _not_done(results: Results) -> Iterator[str]:

@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.tasks.task import GLUE, Task
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.quiet import quiet
@@ -33,6 +33,8 @@ FORMATS = {
     ".jsonl": "json",
     ".txt": "text",
 }
+TRAINING, TESTS = ("training",), ("test", "testing")  # usual names of splits, besides the task's own
+JUDGING = ("validation", "valid", "val", "dev", "eval", *TESTS)
 BETWEEN = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
 WINDOWS = "cp1252"  # what spreadsheets of Western languages write where they do not write UTF-8
 HEAD = 1 << 16  # bytes of a file in which its header must end
@@ -59,16 +61,18 @@ def find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[s
         what = "file" if folder.suffix in FORMATS else "folder"
         raise UserError(f"data {what} {folder} does not exist; give --data a file, a folder of them, or hub")
     places = [place for place in (folder / task.name, folder) if place.is_dir()]
-    stems = [split] + [f"{split}_subset"] * (split == task.train_split)
+    stems = [split, *other_names(task, split)]
     for place in places:
+        names = _by_stem(place)
         for stem in stems:
-            found = [(place / f"{stem}{suffix}", suffix) for suffix in FORMATS]
-            choices = [[path] for path, _ in found if path.is_file()]
-            choices += [shards for _, suffix in found if (shards := _shards(place, stem, suffix))]
+            choices = [[path] for path in names.get(stem, [])]
+            choices += [shards for suffix in FORMATS if (shards := _shards(place, stem, suffix))]
             if choices:
                 warnings = []
-                if stem != split:
+                if stem == f"{task.train_split}_subset":
                     warnings.append(f"{choices[0][0]} holds only a part of the {split} split")
+                elif stem != split:
+                    warnings.append(f"there is no split {split!r}: {choices[0][0]} is in its place")
                 if len(choices) > 1:
                     others = ", ".join(str(paths[0]) for paths in choices[1:])
                     warnings.append(f"{choices[0][0]} was read, {others} not")
@@ -76,14 +80,41 @@ def find_files(task: Task, folder: Path, split: str) -> tuple[list[Path], list[s
     looked = ", ".join(f"{place}{os.sep}{stem}" for place in (folder / task.name, folder) for stem in stems)
     there, table = [], None
     for place in places:
-        names = sorted(path.name + os.sep * path.is_dir() for path in place.iterdir())
-        there.append(f"{place} holds {', '.join(names[:12] + ['...'] * (len(names) > 12)) or 'nothing'}")
-        table = table or next((place / name for name in names if Path(name).suffix in FORMATS), None)
-    fix = f"--data a file with all samples, such as {table}, or " if table else "--data "
+        listed = sorted(path.name + os.sep * path.is_dir() for path in place.iterdir())
+        there.append(f"{place} holds {', '.join(listed[:12] + ['...'] * (len(listed) > 12)) or 'nothing'}")
+        # a test set must not calibrate: it is the train split that is split in two
+        train = [path for stem in (task.train_split, *TRAINING) for path in _by_stem(place).get(stem, [])]
+        table = table or next(iter(train), None)
+    fix = f"--data {table}, which is split in two, or " if table and split != task.train_split else "--data "
     raise UserError(
         f"no file for split {split!r} of task {task.name!r}: looked for {looked} with {', '.join(FORMATS)} "
-        f"and for their shards (-00000-of-00001); {'; '.join(there)}; give {fix}the folder that holds it"
+        f"and for their shards (-00000-of-00001); {'; '.join(there)}; give {fix}a folder that holds it"
     )
+
+
+def other_names(task: Task, split: str) -> list[str]:
+    """Return other usual names of a split; a test split of GLUE has no labels."""
+    if split == task.train_split:
+        return [*TRAINING, f"{split}_subset"]
+    alone = split in task.eval_splits and len(task.eval_splits) == 1
+    return [
+        name for name in JUDGING if name != split and (name not in TESTS or task.name not in GLUE)
+    ] * alone
+
+
+def _by_stem(place: Path) -> dict[str, list[Path]]:
+    """Return files of samples by their names in lower case, and by what follows the last _ or - in them."""
+    found: dict[str, list[Path]] = {}
+    ranks = {suffix: rank for rank, suffix in enumerate(FORMATS)}
+    paths = [path for path in sorted(place.iterdir()) if path.is_file() and path.suffix in FORMATS]
+    for path in sorted(paths, key=lambda path: ranks[path.suffix]):
+        stem = path.stem.lower()
+        for name in dict.fromkeys((path.stem, stem, re.split("[_-]", stem)[-1])):
+            found.setdefault(name, []).append(path)
+    for name, same in found.items():  # train.csv before my-train.csv
+        exact = [path for path in same if path.stem.lower() == name.lower()]
+        found[name] = exact or same
+    return found
 
 
 def only_file(task: Task, source: Path) -> Path:
@@ -91,8 +122,8 @@ def only_file(task: Task, source: Path) -> Path:
     places = [place for place in (source / task.name, source) if place.is_dir()]
     suffixes = {*FORMATS} - ({".txt"} if task.kind.labelled else set())
     found = [path for place in places[:1] for path in place.iterdir() if path.suffix in suffixes]
-    named = task.train_split, *task.eval_splits, "test"
-    alone = len(found) == 1 and not found[0].stem.startswith(named)
+    named = {task.train_split, *task.eval_splits, *TRAINING, *JUDGING}
+    alone = len(found) == 1 and named.isdisjoint(re.split("[_-]", found[0].stem.lower()))
     return found[0] if alone and len(task.eval_splits) == 1 else source
 
 

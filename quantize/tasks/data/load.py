@@ -54,7 +54,7 @@ def load_split(  # noqa: PLR0913
     if labelled:
         _check_labels(dataset, task, loaded.source)
         warnings += _doubt_labels(dataset, task, split) if seed is None else ()
-    if limit is not None and limit > loaded.rows:
+    if limit is not None and limit > loaded.rows and seed is not None:  # a limit that cuts nothing is none
         notes.append(f"{limit} samples asked for, split {split!r} has {loaded.rows}")
     dataset = _ordered(dataset, task, seed)
     kept = loaded.rows if limit is None else complete_samples(dataset, task, min(limit, loaded.rows))

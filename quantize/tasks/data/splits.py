@@ -15,6 +15,7 @@ from qdqbench.quantize.tasks.data.files import (
     find_root_cause,
     make_dataset,
     only_file,
+    other_names,
     read_lines,
     read_table,
 )
@@ -32,7 +33,9 @@ GLUE_REPOSITORY = "nyu-mll/glue"
 HUB = {name: (GLUE_REPOSITORY, name) for name in GLUE} | {
     name: (f"rajpurkar/{name}", "") for name in ("squad", "squad_v2")
 }
-JUDGED = 0.2  # share of a single file that is evaluated on
+JUDGED = 0.2  # share of a single file that is evaluated on, where the rest is trained on
+# samples of a single file that calibrate; more do not pay (docs/how-to/compare-calibration.md)
+LEAST_CALIBRATING, MOST_CALIBRATING = 64, 512
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,17 @@ def read_split(task: Task, source: str, split: str) -> Split:
         return loaded  # the caller says what is wrong
     texts, left_out = drop_duplicates(dataset.data.column(column).to_pylist(), loaded.source)
     if single:
-        texts = draw_half(texts, (task.train_split, task.eval_splits[0]), split, source)
+        texts = draw_part(texts, (task.train_split, task.eval_splits[0]), split, source)
     return replace(
         loaded, dataset=make_dataset(texts, column), rows=len(texts), warnings=(*loaded.warnings, *left_out)
     )
+
+
+def count_judged(samples: int, *, trained: bool) -> int:
+    """Return how many samples of a single file are evaluated on: all but those that calibrate or train."""
+    if trained:
+        return max(1, round(JUDGED * samples)) if samples > 1 else 0
+    return samples - max(1, min(MOST_CALIBRATING, max(LEAST_CALIBRATING, samples // 4), samples // 2))
 
 
 def _part(whole: Split, task: Task, split: str) -> Split:
@@ -73,14 +83,18 @@ def _part(whole: Split, task: Task, split: str) -> Split:
     samples = task.kind.groups(whole.dataset, task) if complete else np.arange(whole.rows)
     count = int(samples.max(initial=-1)) + 1
     judged = np.zeros(count, dtype=bool)
-    drawn = max(1, round(JUDGED * count)) if count > 1 else 0
+    drawn = max(0, count_judged(count, trained=task.trained))
     judged[np.random.default_rng(0).permutation(count)[:drawn]] = True
     rows = np.flatnonzero(judged[samples] == (split != task.train_split))
     if not len(rows):
         raise UserError(
             f"{whole.source} is one file of {whole.rows} rows, too few to evaluate on and to calibrate with"
         )
-    note = f"{whole.source} is one file: a fifth of it, a draw that is always the same, is evaluated on"
+    others = "train" if task.trained else "calibrate"
+    note = (
+        f"{whole.source} is one file: {drawn:,} of {count:,} samples, a draw that is always the same, are "
+        f"evaluated, the others {others}"
+    )
     with quiet("datasets"):
         kept = whole.dataset.select(rows).flatten_indices()  # columns are read from its table, which has all
     return replace(whole, dataset=kept, rows=len(rows), notes=(*whole.notes, note))
@@ -104,15 +118,15 @@ def drop_duplicates(texts: Sequence[str | None], source: str) -> tuple[list[str]
     return [*first.values()], notes
 
 
-def draw_half(texts: Sequence[str], names: tuple[str, str], name: str, source: str) -> list[str]:
-    """Draw the half `name` (to calibrate with, or to judge on) of a single file's texts; always the same."""
+def draw_part(texts: Sequence[str], names: tuple[str, str], name: str, source: str) -> list[str]:
+    """Draw the part `name` (to calibrate with, or to judge on) of a single file's texts; always the same."""
     if name not in names:
         raise UserError(
-            f"{source} is a single file: one half is split {names[0]!r} and the other {names[1]!r}, so it "
+            f"{source} is a single file: one part is split {names[0]!r} and the other {names[1]!r}, so it "
             f"has no split {name!r}; name one of them, or give --data a folder"
         )
     order = np.random.default_rng(0).permutation(len(texts))
-    first = len(texts) // 2
+    first = len(texts) - count_judged(len(texts), trained=False)
     return [texts[row] for row in np.sort(order[:first] if name == names[0] else order[first:])]
 
 
@@ -183,6 +197,9 @@ def _load_hub(task: Task, source: str, split: str) -> Split:
     name = f"{repository} ({config})" if config else repository
     try:
         with quiet("datasets"):
+            if task.name not in HUB:
+                there = datasets.get_dataset_split_names(repository, config or None, revision=commit)
+                split = next((each for each in [split, *other_names(task, split)] if each in there), split)
             dataset = datasets.load_dataset(repository, config or None, split=split, revision=commit)
     except Exception as error:  # the hub's clients raise OSError, ValueError, RuntimeError, httpx errors, ...
         raise UserError(

@@ -161,6 +161,7 @@ class TaskFields(Frozen):
     metrics: tuple[str, ...]  # the first is the primary one
     train_split: str = "train"
     eval_splits: tuple[str, ...] = ("validation",)  # MNLI has two, scored apart
+    trained: bool = False  # its train split is trained on, so that a single file keeps most rows for it
     type: str | None = None  # name of its kind; None: classification or regression, by the number of labels
     classes: tuple[str, ...] = ()  # names of the model's classes, by their number, where the kind needs them
     values: tuple[str, ...] = ()  # labels of the data by class number; empty where they are the numbers

@@ -81,7 +81,9 @@ def test_the_only_file_of_a_folder_and_text_labels_of_a_known_task(tmp_path):
     task = add_label_values(OWN, str(tmp_path))
     assert read(task, tmp_path) == read(task, path)
     path.rename(tmp_path / "train.csv")  # a split: nothing is drawn from it
-    with pytest.raises(UserError, match=r"no file for split 'validation'.* such as \S+/train.csv"):
+    with pytest.raises(
+        UserError, match=r"no file for split 'validation'.*--data \S+/train.csv, which is split"
+    ):
         read(OWN, tmp_path)
 
 
@@ -155,7 +157,7 @@ def test_texts_that_are_not_utf8_are_refused_and_only_read_where_the_reader_take
 def test_one_file_is_split_the_same_way_each_time_if_it_can_be(tmp_path):
     path = write(tmp_path, "all.csv", [(f"text {n}", n % 2) for n in range(50)])
     judged, trained = read(OWN, path)[0], read(OWN, path, "train")[0]
-    assert len(judged) == 10
+    assert len(judged) == 25
     assert sorted(judged + trained) == sorted(f"text {n}" for n in range(50))
     assert judged == read(OWN, path)[0]
     assert "one file" in read(OWN, path)[2][0]
@@ -169,7 +171,7 @@ def test_labels_of_one_file_stay_with_their_texts(tmp_path, capfd):
     names = ("bad", "good")
     path = write(tmp_path, "all.csv", [(f"{names[n % 2]} {n}", names[n % 2]) for n in range(50)])
     task = add_label_values(OWN, str(path))
-    for split, rows in (("validation", 10), ("train", 40)):
+    for split, rows in (("validation", 25), ("train", 25)):
         texts, labels, _ = read(task, path, split)
         assert [names[label] for label in labels] == [text.split()[0] for text in texts]
         assert len(texts) == rows

@@ -183,7 +183,7 @@ def test_missing_file_says_what_was_looked_for_and_what_is_there(tmp_path):
         load(tmp_path, split="test")
     with pytest.raises(UserError, match="does not exist"):
         load(tmp_path / "nowhere")
-    assert load(tmp_path / "sst2/train.parquet").rows == 1  # one file with all six is data too
+    assert load(tmp_path / "sst2/train.parquet").rows == 3  # one file with all six is data too
     with pytest.raises(UserError, match=r"data file .*mine\.csv does not exist"):
         load(tmp_path / "mine.csv")
 

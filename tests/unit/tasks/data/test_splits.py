@@ -1,11 +1,12 @@
-"""Texts without labels: lines of a file, each once, and two halves that share none."""
+"""Texts without labels: lines of a file, each once, parts of a file, and names of splits."""
 
 from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.tasks.data.files import read_lines
-from qdqbench.quantize.tasks.data.splits import draw_half, drop_duplicates
+from qdqbench.quantize.tasks.data.files import find_files, read_lines
+from qdqbench.quantize.tasks.data.splits import count_judged, draw_part, drop_duplicates
+from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.utils.errors import UserError
 
 NAMES = ("train", "validation")
@@ -35,18 +36,63 @@ def test_each_text_is_there_once_and_what_was_left_out_is_said() -> None:
     assert drop_duplicates(texts, "a.txt") == (texts, [])
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 9, 100])
-def test_the_halves_of_a_file_share_no_text_and_lose_none(count: int) -> None:
-    whole = [f"{number:3}" for number in range(count)]
-    first, second = (draw_half(whole, NAMES, name, "a.txt") for name in NAMES)
+@pytest.mark.parametrize("count", [0, 1, 2, 9, 100, 872, 10_000])
+def test_the_parts_of_a_file_share_no_text_and_lose_none(count: int) -> None:
+    whole = [f"{number:5}" for number in range(count)]
+    first, second = (draw_part(whole, NAMES, name, "a.txt") for name in NAMES)
     assert sorted(first + second) == whole
-    assert abs(len(first) - len(second)) <= 1
     assert (first, second) == (sorted(first), sorted(second))
-    if count == 100:  # not the start and the end, which may be of two kinds
-        assert 15 < sum(int(text) < 50 for text in first) < 35
+    if count >= 100:  # not the start and the end, which may be of two kinds
+        assert 0.15 < sum(int(text) < count / 2 for text in first) / len(first) < 0.85
+
+
+@pytest.mark.parametrize(
+    ("count", "calibrates"), [(2, 1), (100, 50), (200, 64), (872, 218), (2048, 512), (100_000, 512)]
+)
+def test_a_single_file_calibrates_with_few_and_judges_on_all_others(count: int, calibrates: int) -> None:
+    assert count - count_judged(count, trained=False) == calibrates
+    assert count_judged(count, trained=True) == max(1, round(count / 5))
 
 
 def test_a_file_has_no_other_split() -> None:
-    said = r"is a single file: one half is split 'train' and the other .*'test'"
+    said = r"is a single file: one part is split 'train' and the other .*'test'"
     with pytest.raises(UserError, match=said):
-        draw_half(["a"], NAMES, "test", "a.txt")
+        draw_part(["a"], NAMES, "test", "a.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "found"),
+    [
+        ("own", "validation", "dev.csv"),
+        ("own", "validation", "test.csv"),
+        ("own", "validation", "Reviews_Test.csv"),
+        ("own", "train", "reviews-train.csv"),
+        ("own", "train", "Training.csv"),
+        ("sst2", "validation", "dev.csv"),
+        ("sst2", "validation", "test.csv"),  # of GLUE, which has no labels
+    ],
+)
+def test_a_split_is_found_under_its_usual_names(tmp_path: Path, name: str, split: str, found: str) -> None:
+    task = get_task(name, text_columns=["text"], num_labels=2)
+    (tmp_path / found).write_text("text,label\na,1\n")
+    (tmp_path / "notes.csv").write_text("text,label\nb,0\n")
+    if name == "sst2" and found == "test.csv":
+        with pytest.raises(UserError, match="no file for split 'validation'"):
+            find_files(task, tmp_path, split)
+        return
+    (path,), warnings = find_files(task, tmp_path, split)
+    assert path.name == found
+    assert bool(warnings) is not path.stem.lower().endswith(split)
+    own = tmp_path / f"{split}.csv"
+    own.write_text("text,label\na,1\n")
+    assert find_files(task, tmp_path, split) == ([own], [])
+
+
+def test_a_train_file_alone_is_offered_to_be_split_and_a_test_file_is_not(tmp_path: Path) -> None:
+    task = get_task("own", text_columns=["text"], num_labels=2)
+    (tmp_path / "train.csv").write_text("text,label\na,1\n")
+    with pytest.raises(UserError, match=r"give --data .*train\.csv, which is split in two, or a folder"):
+        find_files(task, tmp_path, "validation")
+    (tmp_path / "train.csv").rename(tmp_path / "test.csv")
+    with pytest.raises(UserError, match=r"give --data a folder that holds it"):
+        find_files(task, tmp_path, "train")
