@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mappi
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from fastapi import FastAPI
@@ -31,6 +31,7 @@ from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import LOOK
 from qdqbench.quantize.utils.schema import Strict
 
+Result = TypeVar("Result")
 LOG = logging.getLogger("qdqbench.serve")
 MOST_POSTS = 256  # at once in a worker; with the largest body this bounds memory
 WITH_BODY = ("POST", "PUT", "PATCH")
@@ -318,14 +319,14 @@ class Service:
     async def _run(
         self, request: Request, columns: Columns, texts: int, admitted: contextlib.ExitStack
     ) -> Response:
-        loop, served = asyncio.get_running_loop(), self.served
+        served = self.served
         if served.task.kind.windows:  # they are many for a long context: admitted before they are made
-            count = await loop.run_in_executor(self._tokenizing, served.count_rows, columns)
+            count = await self._tokenize(served.count_rows, columns)
             self._check_rows(count)
             admitted.enter_context(self._admit(count - texts))
         try:
             prompt = getattr(request, "prompt", None)
-            rows = await loop.run_in_executor(self._tokenizing, served.encode, columns, prompt)
+            rows = await self._tokenize(served.encode, columns, prompt)
         except UserError as error:
             raise HTTPException(422, str(error)) from error
         batcher = self.batchers[request.model]
@@ -342,6 +343,23 @@ class Service:
 
         long = len(rows) > 1 or answers[0].size > LONG
         return await asyncio.to_thread(respond) if long else respond()
+
+    async def _tokenize(self, call: Callable[..., Result], *given: Any) -> Result:
+        """Call the tokenizer in its thread; where it hangs, no request after this one could be answered."""
+        loop, hang_s, alarms = asyncio.get_running_loop(), self.settings.timeout, list[asyncio.TimerHandle]()
+
+        def watch() -> None:  # from when the thread begins: requests before this one may have kept it
+            why = f"the tokenizer takes more than {hang_s:g} s"
+            alarms.append(loop.call_later(hang_s, self._give_up, why))
+
+        def work() -> Result:
+            loop.call_soon_threadsafe(watch)
+            try:
+                return call(*given)
+            finally:
+                loop.call_soon_threadsafe(lambda: alarms.pop().cancel())
+
+        return await loop.run_in_executor(self._tokenizing, work)
 
     def _check_texts(self, columns: Columns) -> int:
         settings, count = self.settings, len(next(iter(columns.values())))

@@ -278,6 +278,7 @@ ENDPOINTS = {
 }
 
 
+MOST_WORD = 1000  # characters of a word that WordPiece looks up
 FP32_ROWS = 4  # of a batch: the FP32 model is for comparing single texts
 
 
@@ -365,6 +366,16 @@ class Served:
         return sum(max(1, count) for count in self._encoder().count_windows([*zip(*texts, strict=True)]))
 
 
+def require_short_words(tokenizer: Any, name: str) -> None:
+    """Refuse a WordPiece that looks up long words: one of some thousand characters takes it minutes."""
+    longest = getattr(tokenizer.backend_tokenizer.model, "max_input_chars_per_word", 0)
+    if longest > MOST_WORD:
+        raise UserError(
+            f"the tokenizer of {name} looks up words of {longest} characters, which can take it minutes. "
+            f"Lower max_input_chars_per_word in tokenizer.json to {MOST_WORD} or less, and run it again"
+        )
+
+
 def open_served(folder: Path, *, fp32: bool = True) -> Served:
     """Open a run for serving; MissingDevice without an engine, `UserError` where it cannot be served here."""
     session = Session(read_config(folder), folder)
@@ -383,6 +394,7 @@ def open_served(folder: Path, *, fp32: bool = True) -> Served:
             "`qdqbench export` on the run again, or serve it with --no-fp32"
         )
     task = session.config.task
+    require_short_words(session.tokenizer, session.model_name)
     on_cpu = sidecar.backend in CPU_BACKENDS
     longest = max(profile.max[1] for profile in sidecar.profiles)
     # each text alone, however the run was evaluated; queries come first

@@ -40,7 +40,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 PERIOD_S = 10.0  # after one, but at most two of these a connection without progress is closed
 LEAST_BYTES = 16 << 10  # that a client must read in this time
 MOST_CONNECTIONS, BACKLOG = 1000, 1000  # of a worker; of the socket
-MOST_HEAD_BYTES = 16 << 10
+MOST_HEAD_BYTES, MOST_PARTS = 16 << 10, 10_000  # of a head; of a body, each of which takes 20 us
 GRACE_S = 2  # beyond a request's own time, until what is still open is dropped at the end
 PING_S = 20  # that a worker may hold Python's lock, as some imports do
 PR_SET_PDEATHSIG = 1
@@ -218,7 +218,11 @@ class _Protocol(H11Protocol):
     _seen: tuple[Any, bool, int] = (None, False, 0)  # request, whether one is awaited, and unsent bytes
     _timer: Any = None
 
+    _parts = 0  # of the body of a request: chunks, or what came at once
+
     def connection_made(self, transport: Any) -> None:
+        receive = self.conn.next_event
+        self.conn.next_event = lambda: self._count(receive())  # type: ignore[method-assign]
         super().connection_made(transport)
         self._watch()
         if len(self.connections) > MOST_CONNECTIONS:
@@ -229,6 +233,13 @@ class _Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._timer.cancel()
+
+    def _count(self, event: Any) -> Any:
+        """Return an event of h11; a body of more than `MOST_PARTS` would keep all other clients waiting."""
+        self._parts = 0 if isinstance(event, h11.Request) else self._parts + isinstance(event, h11.Data)
+        if self._parts > MOST_PARTS:
+            raise h11.RemoteProtocolError("too many chunks")
+        return event
 
     def is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
@@ -254,7 +265,11 @@ class _Protocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer as every refusal, where uvicorn's is plain text."""
-        answer = refuse(HTTPException(400, "this is no HTTP request that can be read", CLOSE))
+        answer = refuse(
+            HTTPException(
+                400, f"this is no HTTP request that can be read, or has over {MOST_PARTS} chunks", CLOSE
+            )
+        )
         head = h11.Response(status_code=400, headers=answer.raw_headers)
         with contextlib.suppress(h11.LocalProtocolError):  # an answer was begun before
             for event in (head, h11.Data(bytes(answer.body)), h11.EndOfMessage()):

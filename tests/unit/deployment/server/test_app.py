@@ -1,16 +1,20 @@
 """What the endpoints answer, good and bad, without a process or a socket."""
 
 import asyncio
+import contextlib
 import json
 import re
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from qdqbench.quantize.deployment.server import app
 from qdqbench.quantize.deployment.server.app import PAGES, Service
 from qdqbench.quantize.deployment.server.batches import Metrics, Model, warm_up
+from qdqbench.quantize.deployment.server.served import require_short_words
 from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import LOOK
@@ -221,6 +225,50 @@ def test_a_worker_whose_engine_fails_or_hangs_answers_all_and_leaves(text, why, 
     within(main, leave=lambda: left.append(1))
     assert left == [1]
     assert why in caplog.text
+
+
+def test_a_worker_whose_tokenizer_hangs_leaves(caplog):
+    served, left, release = fake_served(), [], threading.Event()
+    encode = served.encode
+    object.__setattr__(served, "encode", lambda *given: release.wait(20) and encode(*given))
+
+    async def main(service):
+        posts = [called(service, "POST", "/v1/predict", {"texts": ["1"]}) for _ in range(3)]
+        assert {each[0] for each in await asyncio.gather(*posts)} == {503}
+        await asyncio.sleep(0.2)
+        assert (await called(service, "GET", "/health/ready"))[0] == 503
+        await asyncio.sleep(0.6)
+        release.set()
+
+    within(main, served=served, leave=lambda: left.append(1))
+    assert left == [1]
+    assert "the tokenizer takes more than 0.5 s" in caplog.text
+
+
+def test_a_tokenizer_that_looks_up_long_words_is_refused():
+    from tokenizers import models
+
+    for longest in (100, 1000, 1 << 30):
+        model = models.WordPiece({"[UNK]": 0}, unk_token="[UNK]", max_input_chars_per_word=longest)
+        tokenizer = SimpleNamespace(backend_tokenizer=SimpleNamespace(model=model))
+        with (
+            contextlib.nullcontext() if longest <= 1000 else pytest.raises(UserError, match="words of 10737")
+        ):
+            require_short_words(tokenizer, "m")
+
+
+def test_a_tokenizer_that_others_keep_does_not_hang():
+    served, left = fake_served(), []
+    encode = served.encode
+    object.__setattr__(served, "encode", lambda *given: real_sleep(0.2) or encode(*given))
+
+    async def main(service):
+        posts = [called(service, "POST", "/v1/predict", {"texts": ["1"]}) for _ in range(8)]
+        assert 200 in {each[0] for each in await asyncio.gather(*posts)}
+        await asyncio.sleep(1.5)
+
+    within(main, served=served, leave=lambda: left.append(1))
+    assert left == []
 
 
 real_sleep = time.sleep

@@ -133,7 +133,20 @@ def test_what_is_no_http_is_told_in_json():
             for data in (b"\0\1\2\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\0\1\0\1\xfc\r\n\r\n"):
                 told = await told_until_closed(port, data)
                 assert told.startswith(b"HTTP/1.1 400")
-                assert told.endswith(b'{"error":"this is no HTTP request that can be read"}')
+                assert b'{"error":"this is no HTTP request that can be read, or has over' in told
+
+    finished(main())
+
+
+@pytest.mark.parametrize(("count", "status"), [(100, b"200"), (101, b"400")])
+def test_a_body_of_very_many_chunks_is_refused(count, status, monkeypatch):
+    monkeypatch.setattr(server, "MOST_PARTS", 100)
+
+    async def main():
+        async with listening() as port:
+            head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+            told = await told_until_closed(port, head + b"1\r\n \r\n" * count + b"0\r\n\r\n")
+            assert told.startswith(b"HTTP/1.1 " + status)
 
     finished(main())
 
