@@ -70,7 +70,9 @@ def make_gemm(k, n, activation, residual, output):
     )
     tensors = {name: Tensor(kind=kind, width=k if name in "xa" else n) for name, kind in kinds.items()}
     other = {"fp16": "r", "int8": "b"}.get(residual)
-    gemm = Linear(name="g", input="a", weight="int8", activation=activation, residual=other, output="y")
+    center = 0.3 if activation and output == "int8" else 0.0
+    form = {"activation": activation, "residual": other, "center": center}
+    gemm = Linear(name="g", input="a", weight="int8", output="y", **form)
     quantize = [Quantize(name=f"of {x}", input=x, codes=(a,)) for x, a in ("xa", "rb")]
     plan = Plan(inputs=(), given=("x", "r"), tensors=tensors, operations=(*quantize, gemm, end("x")))
     arrays = {

@@ -118,7 +118,7 @@ def _list_expected(plan: Plan, arrays: Mapping[str, Array]) -> tuple[set[str], d
         written |= {*made}
         if not all(name in plan.tensors for name in made) or not _fits(operation, plan):
             raise UserError(f"the tensors of {operation.name} do not fit each other; build it again")
-        if not _has_sound_numbers(operation):
+        if not _has_sound_numbers(operation, plan):
             raise UserError(f"a number of {operation.name} is none that a kernel takes; build it again")
         for key, kind, shape in list_arrays(operation, plan, arrays):
             if key in expected:
@@ -127,7 +127,7 @@ def _list_expected(plan: Plan, arrays: Mapping[str, Array]) -> tuple[set[str], d
     return written, expected
 
 
-def _has_sound_numbers(operation: Operation) -> bool:
+def _has_sound_numbers(operation: Operation, plan: Plan) -> bool:
     """Return whether the numbers of an operation are finite in FP32, and positive where they divide."""
     positive: list[float | None] = []
     match operation:
@@ -135,6 +135,10 @@ def _has_sound_numbers(operation: Operation) -> bool:
             positive = [operation.epsilon]
         case Attention():
             positive = [operation.score_scale, operation.probability_multiplier]
+        case Linear() if operation.activation is None or plan.tensors[operation.output].kind == "fp16":
+            return operation.center == 0
+        case Linear():
+            return abs(operation.center) <= LARGEST
     return all(each is None or SMALLEST <= each <= LARGEST for each in positive)
 
 

@@ -26,6 +26,7 @@ class GemmArguments(c.Structure):
     _fields_ = (
         *((name, Pointer) for name in ("scale", "bias", "factor", "residual", "out")),
         *((name, c.c_int) for name in ("m", "n", "k")),
+        ("center", c.c_float),
     )
 
 

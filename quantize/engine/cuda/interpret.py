@@ -113,7 +113,7 @@ def _linear(operation: Linear, plan: Plan, arrays: Arrays, values: Mapping[str, 
     if plan.tensors[operation.output].kind == "fp16":
         return x.astype(check.HALF)
     multiplier = arrays.get(f"{operation.output}.multiplier")
-    return round_codes(x if multiplier is None else x * multiplier)
+    return round_codes(x if multiplier is None else (x - np.float32(operation.center)) * multiplier)
 
 
 def _attention(

@@ -49,10 +49,10 @@ class Match:
 
 @dataclass
 class _RequestedForms:
-    """Forms in which kernels read a tensor: FP16, and codes by factors and scale, with their names."""
+    """Forms in which kernels read a tensor: FP16, and codes by center, factors and scale, with names."""
 
     half: bool = False
-    codes: dict[tuple[bytes, float], str] = field(default_factory=dict)
+    codes: dict[tuple[float, bytes, float], str] = field(default_factory=dict)
     multipliers: dict[str, Array] = field(default_factory=dict)
 
 
@@ -151,10 +151,7 @@ class _Matcher(Cover):
         for move in moves:
             source = move(source)
         factors: Array = np.ones((), np.float32)
-        if self.kind(source) == "Mul" and any(
-            self.index.constant(name) is not None for name in self.index.producers[source].input
-        ):
-            # smoothing
+        if self._is_scaled(source):  # smoothing
             covered.append(mul := self.take(source, "Mul", shared=True))
             source, factors = self.operands(mul, 0, 1)
         if self.kind(source) == "Clip":
@@ -162,12 +159,24 @@ class _Matcher(Cover):
             if any(clip.input[1:]):
                 refuse("it has bounds", clip)
             source = clip.input[0]
+        center = 0.0
+        if self.kind(source) == "Sub":
+            covered.append(sub := self.take(source, "Sub", shared=True))
+            source, center = sub.input[0], float(self.constant(sub, 1))
+            if self.kind(source) not in ("Gelu", "Mul") or self._is_scaled(source):
+                refuse("it is behind no GELU", sub)
         for node in covered:  # by the kernel that writes the tensor
             self.node_owner[node.output[0]] = source + _CODES
         wanted = self.wanted.setdefault(source, _RequestedForms())
-        codes = wanted.codes.setdefault((factors.tobytes(), scale), dq.input[0])
+        codes = wanted.codes.setdefault((center, factors.tobytes(), scale), dq.input[0])
         wanted.multipliers[codes] = factors.astype(np.float64) / scale
         return _Operand(codes, source, scale)
+
+    def _is_scaled(self, name: str) -> bool:
+        """Return whether a tensor is a product with a constant; that of a written GELU is not."""
+        return self.kind(name) == "Mul" and any(
+            self.index.constant(part) is not None for part in self.index.producers[name].input
+        )
 
     def _scale(self, *nodes: onnx.NodeProto) -> float:
         """Return the scale that a Q and its DQ share."""
@@ -180,7 +189,7 @@ class _Matcher(Cover):
 
     def _write(self, source: str, wanted: _RequestedForms, width: int) -> dict[str, Any]:
         """Return the forms that kernels write of a tensor, as fields of its operation."""
-        for (_, scale), name in wanted.codes.items():
+        for (_, _, scale), name in wanted.codes.items():
             self.constants[f"{name}.multiplier"] = multiplier = wanted.multipliers[name]
             if multiplier.shape not in ((), (width,)):
                 refuse(f"{multiplier.size} factors for {width} channels", name)
@@ -195,6 +204,8 @@ class _Matcher(Cover):
         if one and not wanted.half and len(wanted.codes) == 1:
             return str(self._write(source, wanted, width)["codes"][0])
         wanted.half = True
+        if any(center for center, *_ in wanted.codes):
+            refuse("it has another reader than its Sub", self.index.producers[source])
         if codes := self._write(source, wanted, width)["codes"]:
             self._add(plan.Quantize(name=f"{name}.quantize", input=source, codes=codes))
         return source
@@ -342,8 +353,9 @@ class _Matcher(Cover):
         read = self._codes(matmul.input[0]) if kind == "int8" else self._half(matmul.input[0])
         self.constants[f"{module}.input_scale"] = np.array(read.scale)
         added = None if residual is None else self._residual(module, residual)
+        center = sum((center for center, *_ in wanted.codes), 0.0)  # of one, or all are 0
         output = self._output(source, wanted, width, module, one=residual is None)
-        form = {"weight": kind, "activation": activation, "residual": added}
+        form = {"weight": kind, "activation": activation, "residual": added, "center": center}
         self._add(plan.Linear(name=module, input=read.name, output=output, **form))  # type: ignore[arg-type]
 
     def _gelu(self, name: str) -> tuple[plan.Activation, str]:

@@ -98,7 +98,7 @@ class Quantize(Quantized):
 
 @dataclass(frozen=True, kw_only=True)
 class Linear(_Operation):
-    """Codes or FP16 of `activation(input @ NAME.weight.T * NAME.scale + NAME.bias) + residual`.
+    """Codes or FP16 of `activation(input @ NAME.weight.T * NAME.scale + NAME.bias) - center + residual`.
 
     The scale of output codes is in scale and bias; behind an activation and FP16 weights it is in
     `OUTPUT.multiplier`. An INT8 residual is multiplied by `NAME.residual`. FP16 weights have no scale; their
@@ -110,6 +110,7 @@ class Linear(_Operation):
     weight: Literal["int8", "fp16"]
     activation: Activation | None = None
     residual: str | None = None
+    center: float = 0.0  # subtracted behind an activation, from what becomes codes
     output: str
     parts: tuple[str, ...] = ()  # of a merged q, k and v: ONNX tensors in the order of columns
 

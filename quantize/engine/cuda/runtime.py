@@ -465,7 +465,7 @@ class CudaEngine:
                 None if residual is None else residual.data_ptr(),
                 made.data_ptr(),
             )
-            call.m, call.n, call.k = m, n, k
+            call.m, call.n, call.k, call.center = m, n, k, operation.center
             tile = choose_tile(m, n, k, self._multiprocessors, list_tiles(operation))
             instance = gemm_name(operation, self.plan)
             launch_gemm(self._kernels, instance, tile, self._multiprocessors, source, weight, call)
@@ -478,6 +478,7 @@ class CudaEngine:
             scale = self._arrays.get(f"{name}.residual")
             x = (x.float() + (residual.float() if scale is None else residual.float() * scale)).half()
         coded = self.plan.tensors[operation.output].kind == "int8"
+        x = x - operation.center if operation.center else x
         values[operation.output] = self._codes(x, operation.output) if coded else x
 
     def _attention(self, operation: Attention, values: dict[str, Any], rows: _Rows) -> None:

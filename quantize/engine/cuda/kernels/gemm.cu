@@ -5,8 +5,8 @@
 // tiles, and the weights of that column stay in shared memory: half of the bytes are loaded. Rows of B are permuted by
 // the packer so that a thread owns consecutive columns and writes 16 bytes at once: no staging in shared memory.
 // The epilogue is x = activation(sum * scale[n] + bias[n]); then x + residual[m, n] in FP16, or x + codes[m, n] *
-// factor[n]; then FP16, or codes round(x), behind an activation round(x * factor[n]). What it reads of columns is in
-// shared memory before a group's turn begins.
+// factor[n]; then FP16, or codes round(x), behind an activation round((x - center) * factor[n]). What it reads of
+// columns is in shared memory before a group's turn begins.
 #include "ptx.cuh"
 
 enum Activation { NONE, GELU_TANH, GELU };
@@ -17,6 +17,7 @@ struct GemmArguments {
   const void* residual;
   void* out;
   int m, n, k;
+  float center;
 };
 
 // Of a tile with rows of 128 bytes, swizzled by 128 bytes: 8 rows lie 1,024 bytes apart.
@@ -183,6 +184,8 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
 #pragma unroll
         for (int four = 0; four < RUN / 4; four++) {
           float4 scale = next[0], bias = next[1], factor = next[2];
+          float minus = -call.center * (ACTIVATION == GELU_TANH ? 2 * UNIT : 1.0f);
+          float4 shift = {factor.x * minus, factor.y * minus, factor.z * minus, factor.w * minus};
           if (four < RUN / 4 - 1) read(g * GROUP + 4 * (four + 1));
           else if (g < TN / GROUP - 1) read((g + 1) * GROUP);
 #pragma unroll
@@ -194,8 +197,10 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
               float x1 = activate<ACTIVATION>(fmaf(float(s[1]), scale.y, bias.y));
               float x2 = activate<ACTIVATION>(fmaf(float(s[4]), scale.z, bias.z));
               float x3 = activate<ACTIVATION>(fmaf(float(s[5]), scale.w, bias.w));
-              if constexpr (SCALED) x0 *= factor.x, x1 *= factor.y, x2 *= factor.z, x3 *= factor.w;
-              else if constexpr (ACTIVATION == GELU_TANH) x0 *= 0.5f / UNIT, x1 *= 0.5f / UNIT, x2 *= 0.5f / UNIT, x3 *= 0.5f / UNIT;
+              if constexpr (SCALED) {
+                x0 = fmaf(x0, factor.x, shift.x), x1 = fmaf(x1, factor.y, shift.y);
+                x2 = fmaf(x2, factor.z, shift.z), x3 = fmaf(x3, factor.w, shift.w);
+              } else if constexpr (ACTIVATION == GELU_TANH) x0 *= 0.5f / UNIT, x1 *= 0.5f / UNIT, x2 *= 0.5f / UNIT, x3 *= 0.5f / UNIT;
               if constexpr (CODED) {
                 words[g][mi][h][four] = codes_of(x0, x1, x2, x3);
               } else {

@@ -1,5 +1,6 @@
 """The kernels themselves, compiled for this CPU, against the interpreter of their plan."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -126,6 +127,16 @@ def test_gemms_of_any_size(emulator, epilogue, tile, sizes, blocks):
 @pytest.mark.parametrize("epilogue", [each for each in EPILOGUES if each[1] is None], ids=str)
 def test_gemms_whose_weights_stay(emulator, epilogue, sizes, blocks):
     compare_gemm(emulator, epilogue, STATIONARY, sizes, blocks)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])
+def test_codes_of_an_activation_in_fp16(emulator, activation):
+    plan, arrays = make_gemm(64, 48, activation, None, "int8")
+    gemm = replace(plan.operations[2], input="x", weight="fp16")
+    weight = arrays.pop("g.weight") * arrays.pop("g.scale")[:, None] * 30
+    arrays |= {"g.weight": weight.astype(np.float16), "g.bias": arrays["g.bias"].astype(np.float16)}
+    plan = replace(plan, operations=(*plan.operations[:2], gemm, plan.head))
+    compare_kernels(EmulatedEngine(plan, arrays, emulator), give_states([150], {"x": 64, "r": 48}))
 
 
 @pytest.mark.parametrize("codes", range(4))

@@ -50,12 +50,14 @@ def numbers(graph: onnx.ModelProto) -> Iterator[int]:
 
 
 def with_node_behind(graph: onnx.ModelProto, place: int, kind: str) -> onnx.ModelProto:
-    """A copy with a node behind the first output of another."""
+    """A copy with a node behind the first output of another; a Sub subtracts a number."""
     changed = copied(graph)
     node = changed.graph.node[place]
     output = node.output[0]
     node.output[0] = f"{output}_before"
-    changed.graph.node.insert(place + 1, helper.make_node(kind, [node.output[0]], [output], name="added"))
+    inputs = [node.output[0], *["number"] * (kind == "Sub")]
+    changed.graph.node.insert(place + 1, helper.make_node(kind, inputs, [output], name="added"))
+    changed.graph.initializer.append(numpy_helper.from_array(np.array(0.2, np.float32), "number"))
     return changed
 
 
@@ -89,10 +91,12 @@ def _in_fp32(monkeypatch):
     monkeypatch.setattr(check, "HALF", np.dtype(np.float32))
 
 
-@pytest.mark.parametrize("kind", ["Neg", "Identity", "Softmax"])
+@pytest.mark.parametrize("kind", ["Identity", "Softmax", "Sub"])
 def test_an_added_node_is_refused_by_its_name_or_that_of_a_neighbor(graph, kind):
     for place in places(graph):
         node = graph.graph.node[place]
+        if (node.op_type, kind) == ("Gelu", "Sub"):
+            continue
         readers = (other for other in graph.graph.node if node.output[0] in other.input)
         named = {
             "added",
@@ -103,6 +107,25 @@ def test_an_added_node_is_refused_by_its_name_or_that_of_a_neighbor(graph, kind)
         with pytest.raises(UserError) as told:
             match_graph(with_node_behind(graph, place, kind))
         assert any(name in str(told.value) for name in named), (node.name, str(told.value))
+
+
+def test_a_number_is_subtracted_from_a_gelu_alone(graph):
+    """And for its codes alone."""
+    (first, *_) = (place for place, node in enumerate(graph.graph.node) if node.op_type == "Gelu")
+    changed = with_node_behind(graph, first, "Sub")
+    assert not is_refused_or_right(changed)
+    plan = match_graph(changed).plan
+    assert sorted(each.center for each in plan.operations if each.op == "linear")[-2:] == [0, np.float32(0.2)]
+    gelu, sub = changed.graph.node[first : first + 2]
+    sub.input[:] = [*reversed(sub.input)]
+    with pytest.raises(UserError, match=r"no kernel for added \(Sub\)"):
+        match_graph(changed)
+    sub.input[:] = [*reversed(sub.input)]
+    quantizers = (each for each in changed.graph.node if each.op_type == "QuantizeLinear")
+    other = next(each for each in quantizers if "layer.1" in each.name)
+    other.input[0] = gelu.output[0]
+    with pytest.raises(UserError, match=rf"{gelu.name} \(Gelu\): it has another reader than its Sub"):
+        match_graph(changed)
 
 
 def test_a_node_that_nothing_reads_is_refused_by_its_name(graph):

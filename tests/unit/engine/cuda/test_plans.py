@@ -219,6 +219,9 @@ def test_a_plan_counts_on_nothing_that_is_not_checked(graph_of):
         refused("a number of embed is none", embed, replace(embed, epsilon=epsilon))
     for change in ({"score_scale": 1e300}, {"probability_multiplier": 0.0}):
         refused("is none that a kernel takes", attention, replace(attention, **change))
+    activated = next(each for each in plan.operations if isinstance(each, Linear) and each.activation)
+    for linear, center in ((first, 0.1), (activated, 1e300), (activated, np.nan)):
+        refused(f"a number of {linear.name} is none", linear, replace(linear, center=center))
     for name, array in arrays.items():
         if array.dtype.kind == "f":
             damaged = array.copy()
