@@ -111,12 +111,12 @@ def start_run(recipe: str | Path | Recipe | None, options: QatOptions) -> tuple[
     identity, ready = identity_of("run", session), partial(require_inputs, session, until)
     known = {"recipe": config.recipe.name, "model": session.model_name, "task": config.task.name}
     known |= {"data": session.data_source, "seed": str(config.seed)}
-    if config.recipe.quantizes and until is None:
-        reporter().log(describe_gain(None if session.target.on_cpu else find_gpu(), find_cpu()))
     with (
         owned_folder(folder, identity, overwrite=options.overwrite, ready=ready),
         tracking(options.report_to, folder, known) as tracked,
     ):
+        if config.recipe.quantizes and until is None:
+            reporter().log(describe_gain(None if session.target.on_cpu else find_gpu(), find_cpu()))
         if trains:
             train_on_all(session, partial(run_stages, session, leads=True))
             if not is_main_process():
