@@ -301,7 +301,7 @@ class AutoOptions(EvaluationOptions):
     )
 
 
-class SearchCommandOptions(RecipeOptions, SearchOptions):
+class SearchCommandOptions(EvaluationOptions, SearchOptions):
     """Find the recipe for your model, data and machine: accuracy against latency, confirmed on validation."""
 
 
@@ -436,7 +436,7 @@ class DiagnoseOptions(Options):
     """Find why INT8 is slow, wrong or missing: files of any origin, read together, worst finding first."""
 
     files: list[Path] = field(
-        "Files of one build: ONNX, log, layers, profile, engine, cache; - is stdin.",
+        "Run directory, or files of one build: ONNX, log, layers, profile, engine, cache; - is stdin.",
         json_schema_extra=POSITIONAL,
     )
     load_engine: bool = field("Load the engine to read its layers, if you trust it.", default=False)

@@ -34,10 +34,18 @@ def diagnose(options: DiagnoseOptions) -> Answer:
         if Path("-") in options.files:
             with piped.open("wb") as stream:
                 shutil.copyfileobj(sys.stdin.buffer, stream)
-        given = [piped if path == Path("-") else path for path in options.files]
+        given = [file for path in options.files for file in _files_of(piped if path == Path("-") else path)]
         found = lint.diagnose(given, load_engine=options.load_engine)
     told = found.model_dump(mode="json") | {"errors": len(found.errors)}
     return Answer(told, diagnosis_report(found), error=typer.Exit(2) if found.errors else None)
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return the graph and the layer table of a run directory, or the file that it is."""
+    if not path.is_dir():
+        return [path]
+    table = path / "layers.json"
+    return [find_checked_graph(path)[0], *([table] if table.is_file() else [])]
 
 
 def fix(options: FixCommandOptions) -> Answer:

@@ -51,7 +51,7 @@ def list_recipes(options: ListOptions) -> Answer:
 
 
 def show(recipe: str, options: ShowOptions) -> Answer:
-    loaded = schema.find_recipe(recipe, options.model) if options.model else schema.load_recipe(recipe)
+    loaded = schema.find_recipe(recipe, options.model)  # without a model that of `run`, the built-in BERT
     source, text = schema.read_source(recipe, loaded)
     found = ShownRecipe(name=loaded.name, source=str(source), recipe=loaded.model_dump(mode="json"))
     return Answer(found, schema.dump_recipe(loaded) if options.resolved else text)

@@ -48,16 +48,15 @@ def noise(versus: Comparison) -> str:
     return "within noise" if versus.within_noise else "beyond noise"
 
 
-def change(versus: Comparison, name: str = "", *, in_percent: bool = False, loss: bool = False) -> Cell:
-    """Return the difference from FP32 in a metric, the primary one unless named, with its paired error.
+def change(versus: Comparison, name: str = "", *, in_percent: bool = False) -> Cell:
+    """Return the difference from FP32 in a metric, the primary one unless named: plus is a gain.
 
     Args:
         in_percent: in points, 100 times the difference.
-        loss: with the other sign, as a drop.
     """
     name = name or next(iter(versus.delta))
     value, error = versus.delta[name], versus.delta_stderr.get(name)
-    value = (-value if loss else value) + 0.0  # no negative zero
+    value += 0.0  # no negative zero
     text = in_points(value, error, "+") if in_percent else with_error(value, error, "+.4f")
     quiet = versus.within_noise
     return Cell(text, note="within noise" if quiet else "", short=f"{text} ~" if quiet else None, sort=value)

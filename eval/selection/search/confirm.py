@@ -30,7 +30,7 @@ from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.tasks.metrics import NOISE
 from qdqbench.quantize.utils.arrays import Float32
 from qdqbench.quantize.utils.limits import INT8_RESIDUALS
-from qdqbench.quantize.utils.progress import report_phase
+from qdqbench.quantize.utils.progress import report_phase, reporter
 from qdqbench.quantize.utils.system.environment import versions
 
 
@@ -59,6 +59,7 @@ def finish_search(worker: Worker, folder: Path) -> Search:
     )
     (folder / RECIPE_FILE).unlink(missing_ok=True)
     if (chosen := found.chosen) is not None and chosen.recipe is not None:
+        reporter().begin("validating the choice")  # the trials are done, the search is not
         report_phase("validating FP32")
         found.fp32 = {split: evaluated.fp32_scores(split) for split in evaluated.encoded}
         found.confirmed = confirm_recipes(worker, chosen, chosen.recipe)

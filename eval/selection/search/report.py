@@ -59,7 +59,7 @@ def search_report(found: Search) -> doc.Report:
         title = "speed of the chosen" if best.speedup else "INT8 share of the chosen"
         tiles.append(doc.Tile(title, _speed(best), speed if best.speedup else "of multiply-adds"))
         remark = f"on validation, {figures.noise(best.score)}"
-        tiles.append(doc.Tile("drop, points", _drop(best.score).text, remark))
+        tiles.append(doc.Tile("against FP32, points", _change(best.score).text, remark))
     front = sum(trial.on_front for trial in tried)
     return doc.Report(
         doc.page_of(found, "search", model_label(found.model), about, SEARCH_FILE, facts=facts),
@@ -137,8 +137,8 @@ def _confirmation(found: Search, speed: str) -> doc.Section:
         found.confirmed,
         ("recipe", lambda each: each.name),
         (label(found.metric), lambda each: f"{fp32 - each.score.drop:.4f}" if each.score else ""),
-        ("drop, points", lambda each: _drop(each.score)),
-        ("engine drop", lambda each: _drop(next(iter(each.engine.values()), None))),
+        ("against FP32, points", lambda each: _change(each.score)),
+        ("engine", lambda each: _change(next(iter(each.engine.values()), None))),
         ("ms", lambda each: figures.latency(each.speedup)),
         (speed, lambda each: _speed(each) if each.score else ""),
         (
@@ -162,8 +162,8 @@ def _remark(each: ConfirmedRecipe) -> str:
         return each.failure.text
     texts = []
     for split, score in list(each.scores.items())[1:]:
-        engine = f", of the engine {_drop(each.engine[split]).text}" if split in each.engine else ""
-        texts.append(f"{split.removeprefix('validation_')}: drop {_drop(score).text}{engine}")
+        engine = f", of the engine {_change(each.engine[split]).text}" if split in each.engine else ""
+        texts.append(f"{split.removeprefix('validation_')}: {_change(score).text} points{engine}")
     return "; ".join(texts + ["dominates the chosen recipe"] * each.dominates)
 
 
@@ -182,7 +182,7 @@ def _trials(found: Search, speed: str) -> doc.Section:
         order,
         ("trial", lambda each: each.number),
         (speed, lambda each: _speed(each) if each.scores else ""),
-        ("drop, points", lambda each: _drop(each.scores.get(DRAW))),
+        ("against FP32, points", lambda each: _change(each.scores.get(DRAW))),
         ("front", lambda each: "yes" if each.on_front else ""),
         ("holds", lambda each: "yes" if each.holds else ""),
         ("ms", lambda each: figures.latency(each.speedup)),
@@ -220,8 +220,8 @@ def _trial_remark(trial: SearchTrial) -> str:
     return f"same recipe as {trial.duplicate_of}" if trial.duplicate_of is not None else ""
 
 
-def _drop(score: Comparison | None) -> doc.Cell:
-    return figures.change(score, in_percent=True, loss=True) if score else doc.Cell()
+def _change(score: Comparison | None) -> doc.Cell:
+    return figures.change(score, in_percent=True) if score else doc.Cell()
 
 
 def _speed(each: PlacedTrial) -> str:

@@ -17,12 +17,12 @@ WIDEST = 36  # characters of a name in a terminal
 COLUMNS = (
     "name",
     "only this in INT8: divergence",
-    "drop",
+    "against FP32",
     "differing answers",
     "SQNR",
     "all but this in INT8: divergence",
     "of everything's",
-    "drop",
+    "against FP32",
 )
 
 
@@ -49,18 +49,20 @@ def sensitivity_report(sensitivity: Sensitivity) -> doc.Report:
         sensitivity.curve,
         ("kept", lambda point: point.kept),
         ("divergence", lambda point: figures.divergence(point.comparison)),
-        ("drop", lambda point: figures.change(point.comparison, loss=True)),
+        ("against FP32", lambda point: figures.change(point.comparison)),
         ("differing answers", lambda point: point.comparison.disagreements),
         texts=(),
     )
     screens: list[doc.Block] = [
         _screen_table(f"the {WORST} worst linears", worst[:WORST]),
         _screen_table("kinds", kinds),
-        doc.Prose("~ marks drops within noise.", on=doc.SCREEN),
+        doc.Prose("~ marks changes within noise.", on=doc.SCREEN),
     ]
-    drop, kept = f"{full.drop:+.4f}", count_of(sensitivity.choice.kept, "linear")
+    change, kept = f"{0 - full.drop:+.4f}", count_of(sensitivity.choice.kept, "linear")
     tiles = [
-        doc.Tile(f"drop of {label(sensitivity.metric)}", drop, f"everything in INT8, {figures.noise(full)}"),
+        doc.Tile(
+            f"{label(sensitivity.metric)} against FP32", change, f"everything in INT8, {figures.noise(full)}"
+        ),
         doc.Tile("divergence", f"{full.divergence:.2g}", "everything in INT8"),
     ]
     if worst and full.divergence:
@@ -71,8 +73,8 @@ def sensitivity_report(sensitivity: Sensitivity) -> doc.Report:
     data = sensitivity.data
     explanation = (
         f"Divergence is {DIVERGENCES[sensitivity.divergence]}. The ranking goes by it and not by the metric: "
-        f"on {data['samples']} samples most drops are noise. ± is one standard error, and within noise are "
-        "drops of at most two (~), paired with FP32.",
+        f"on {data['samples']} samples most changes are noise. ± is one standard error, and within noise are "
+        "changes of at most two (~), paired with FP32.",
         f"Measured on split {data['split']!r}, on other rows than those that calibrate; no evaluation "
         f"split was read. Everything in INT8 means {count_of(len(sensitivity.int8), 'module')}.",
     )
@@ -105,7 +107,7 @@ def sensitivity_headline(sensitivity: Sensitivity) -> str:
     value = fp32.metrics[sensitivity.metric]
     text = (
         f"Everything in INT8: {metric} {value - full.drop:.4f} against {value:.4f} in FP32 on "
-        f"{sensitivity.data['samples']} training samples, drop {figures.change(full, loss=True).text}, "
+        f"{sensitivity.data['samples']} training samples, {figures.change(full).text}, "
         f"divergence {full.divergence:.2g}."
     )
     if worst := ranking(sensitivity.rows):
@@ -116,19 +118,19 @@ def sensitivity_headline(sensitivity: Sensitivity) -> str:
 
 def choice_text(sensitivity: Sensitivity) -> str:
     choice, own, limit = sensitivity.choice, sensitivity.chosen.comparison, sensitivity.max_drop
-    drop = figures.change(own, loss=True).text
+    drop = figures.change(own).text
     if not choice.reached:
         reason = (
             f"no measured number of linears kept out of INT8 holds the drop to {limit:g} and halves the "
             f"divergence; {choice.kept} leave the least"
         )
     elif choice.kept == 0:
-        reason = f"the drop of everything in INT8 ({drop}) is within noise: nothing to keep out"
+        reason = f"the change by everything in INT8 ({drop}) is within noise: nothing to keep out"
     else:
         noise = "" if own.drop <= limit else " within noise"
         reason = (
             f"with them the divergence is {own.distance / sensitivity.full.distance:.0%} of that of "
-            f"everything in INT8, the drop ({drop}) is at most {limit:g}{noise}"
+            f"everything in INT8, and the change ({drop}) is a drop of at most {limit:g}{noise}"
         )
     return f"{choice.file} keeps {count_of(choice.kept, 'linear')} out of INT8: {reason}"
 
@@ -138,14 +140,14 @@ def _row(sensitivity: Sensitivity, candidate: CandidateRow) -> doc.Row:
     name = doc.code(f"{candidate.name}{' (diagnostic)' if candidate.diagnostic else ''}")
     cells = [
         figures.divergence(only),
-        figures.change(only, loss=True),
+        figures.change(only),
         only.disagreements,
         figures.sqnr(only),
     ]
     if rest is None:
         return doc.row(name, *cells, doc.Cell("not part of everything", "quiet"))
     share = f"{rest.distance / full.distance:.0%}" if full.divergence else ""
-    return doc.row(name, *cells, figures.divergence(rest), share, figures.change(rest, loss=True))
+    return doc.row(name, *cells, figures.divergence(rest), share, figures.change(rest))
 
 
 def _screen_table(title: str, rows: list[CandidateRow]) -> doc.Table:
@@ -153,7 +155,7 @@ def _screen_table(title: str, rows: list[CandidateRow]) -> doc.Table:
         rows,
         (f"{title}, by divergence", lambda each: _shorten(each.name.removeprefix("encoder."))),
         ("only this", lambda each: f"{each.only.divergence:.1e}"),
-        ("drop", lambda each: figures.change(each.only, loss=True)),
+        ("against FP32", lambda each: figures.change(each.only)),
         ("all but", lambda each: f"{each.all_but.divergence:.1e}" if each.all_but else ""),
         on=doc.SCREEN,
     )

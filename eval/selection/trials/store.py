@@ -143,18 +143,24 @@ class Store(Generic[Record]):
         except OSError as error:
             raise files.cannot_write(self.path, error) from error
         self.trials[key] = trial
+        self._mark.unlink(missing_ok=True)  # of a process that died, in another trial too
         return trial
 
     @contextlib.contextmanager
     def attempt(self, key: str) -> Iterator[int]:
         """Run a trial; yield how often its process died in it before."""
-        mark = self.path.with_suffix(".running.json")  # left behind by a process that dies
+        mark = self._mark
         deaths = files.read_json(mark).get(key, 0) if mark.is_file() else 0
         files.write_json(mark, {key: deaths + 1})
         try:
             yield deaths
         finally:
-            mark.unlink()
+            mark.unlink(missing_ok=True)
+
+    @property
+    def _mark(self) -> Path:
+        """The trial that runs: left behind by a process that dies."""
+        return self.path.with_suffix(".running.json")
 
     @property
     def seconds(self) -> float:

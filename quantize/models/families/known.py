@@ -183,6 +183,10 @@ def family_of(of: Any, model: str = "") -> Family:
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     others = explain_other([model_type])
     new = "; for other encoders `qdqbench recipes new --model " + f"{model or 'DIR'}` writes a recipe"
+    if any(
+        name.endswith(("ForCausalLM", "LMHeadModel")) for name in getattr(of, "architectures", None) or ()
+    ):
+        new = "; it is a decoder, and qdqbench quantizes encoders"
     raise UserError(
         f"{f'model {model}' if model else 'the model'} is a {model_type!r}; supported here: {known} "
         f"(config.json, key model_type){others or new}"

@@ -11,6 +11,8 @@ import ctypes
 import gc
 import os
 import platform
+import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -18,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from qdqbench.quantize.utils.system.cpu import quota
@@ -30,6 +33,13 @@ AGAIN_S = 0.05  # until a signal that Python dropped comes again
 NEW_OBJECTS = 100_000  # before Python looks for cycles among them; it comes with 700
 IMPORTED = 10 * NEW_OBJECTS  # the same until stages run: of imports nothing is garbage
 MEMORY_INTERVAL_S = 0.05  # every 10 ms it took 2.6 % of a core
+
+
+def find_python() -> str:
+    """Return how a user calls this Python: by its path where the environment is not activated."""
+    found = shutil.which("python")
+    own = found is not None and Path(found).parent == Path(sys.executable).parent
+    return "python" if own else shlex.quote(sys.executable)
 
 
 def open_streams() -> None:

@@ -19,19 +19,15 @@ def test_the_share_in_int8() -> None:
     ("how", "within", "beyond"),
     [
         ({}, "-0.0010 ± 0.0020", "-0.0100 ± 0.0020"),
-        ({"loss": True}, "+0.0010 ± 0.0020", "+0.0100 ± 0.0020"),
         ({"in_percent": True}, "-0.10 ± 0.20", "-1.00 ± 0.20"),
     ],
 )
 def test_a_change_and_whether_it_is_noise(how: dict[str, bool], within: str, beyond: str) -> None:
     small, large = (comparison({"accuracy": delta}, 0.002) for delta in (-0.001, -0.01))
-    sign = -1 if how.get("loss") else 1
-    assert figures.change(small, **how) == Cell(
-        within, note="within noise", short=f"{within} ~", sort=-0.001 * sign
-    )
-    assert figures.change(large, **how) == Cell(beyond, sort=-0.01 * sign)
+    assert figures.change(small, **how) == Cell(within, note="within noise", short=f"{within} ~", sort=-0.001)
+    assert figures.change(large, **how) == Cell(beyond, sort=-0.01)
     assert figures.change_text(large) == "-0.0100 ± 0.0020, beyond noise"
-    assert figures.change(comparison({"f1": 0.0}, 0.1), loss=True).text == "+0.0000 ± 0.1000"
+    assert figures.change(comparison({"f1": -0.0}, 0.1)).text == "+0.0000 ± 0.1000"
 
 
 LOADED = speedup(0.73, 0.14, 4.07).model_copy(update={"cpu": speedup(1.1, 1.05, 1.2), "other_cores": 1.3})

@@ -60,8 +60,16 @@ def test_nothing_to_divide_by() -> None:
 @pytest.mark.parametrize(
     ("kept", "reached", "words"),
     [
-        (0, True, "keeps 0 linears out of INT8: the drop of everything in INT8 (+0.0010 ± 0.0020) is within"),
-        (2, True, "40% of that of everything in INT8, the drop (+0.0010 ± 0.0020) is at most 0.01"),
+        (
+            0,
+            True,
+            "keeps 0 linears out of INT8: the change by everything in INT8 (-0.0010 ± 0.0020) is within",
+        ),
+        (
+            2,
+            True,
+            "40% of that of everything in INT8, and the change (-0.0010 ± 0.0020) is a drop of at most 0.01",
+        ),
         (2, False, "no measured number of linears kept out of INT8 holds the drop to 0.01 and halves"),
     ],
 )
