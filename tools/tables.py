@@ -476,7 +476,7 @@ def recipes_table(data: Data) -> str:
 
 def recipes_words(data: Data) -> str:
     choice = shipped.describe_choice(shipped.choose_start())
-    return "\n\n".join([choice, *shipped.describe_conditions(data.figures)])
+    return "\n\n".join(["", choice, *shipped.describe_conditions(data.figures), ""])
 
 
 def bert_table(data: Data) -> str:
@@ -622,8 +622,7 @@ def _start(data: Data) -> Figure:
 def beyond_words(data: Data) -> str:
     rows = [row for row in _start(data).judged if row.stderr and row.points < -2 * row.stderr]
     losses = ", ".join(f"{-row.points:.2f} ± {row.stderr:.2f} ({label(row.task)})" for row in rows)
-    counts = f"{len(rows)} of {len(_start(data).judged)} measurements"
-    return f"{counts} lose more than two standard errors: {losses}"
+    return f"{len(rows)} of {len(_start(data).judged)} lose more than two standard errors: {losses}"
 
 
 def loss_words(data: Data) -> str:

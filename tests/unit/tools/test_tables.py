@@ -1,6 +1,7 @@
 """Figures of the documents: each is that of its file, one wherever it stands, and of the code as it is."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,13 @@ def test_every_measured_file_is_read_and_every_figure_is_shown():
     assert [name for name in tables.FIGURES if tables.BEGIN.format(name) not in pages] == []
     loose = {path.name for path in MEASURED.iterdir() if path.is_file()}
     assert [name for name in loose if f"measured/{name}" not in pages] == []
+
+
+def test_a_figure_within_a_sentence_begins_no_line():
+    """A line that begins with a comment is HTML, in which links are none."""
+    marks = re.compile(r"^\s*(?:[-*] )?<!-- figures:[\w-]+ -->\S", re.MULTILINE)
+    pages = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+    assert [path.name for path in pages if marks.search(path.read_text())] == []
 
 
 def test_a_figure_is_that_of_its_file():
