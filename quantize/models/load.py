@@ -1,12 +1,13 @@
 """Load a BERT-class model and its tokenizer, with an attention whose every tensor can be quantized."""
 
-import inspect
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
 
 from qdqbench.quantize.models import identity, stored
 from qdqbench.quantize.models.attention import ATTENTION, _register_attention
-from qdqbench.quantize.models.families.known import BERT, family_of
+from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.models.families.others import require_encoder
 from qdqbench.quantize.tasks.task import kind_of
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.kind import TaskKind
@@ -288,16 +289,28 @@ def read_plain_config(name: str, commit: str | None, inside: str = "") -> Any:
 
 def create_untrained(name: str, config: Any) -> "PreTrainedModel":
     """Create an encoder of the configuration's own class, with a classifier where that has no head."""
-    what = f"model {name} is a {config.model_type!r}"
-    if config.is_encoder_decoder:
-        raise UserError(f"{what}, an encoder with a decoder; only encoders are supported")
     with quiet("transformers"), identity.explain_load_errors(name):
-        model = _find_class(config)._from_config(config, attn_implementation="eager").eval()
-    if (tokens := BERT.inputs[0]) not in inspect.signature(model.forward).parameters:
-        raise UserError(f"{what}, which does not read {tokens}; only encoders of text are supported")
-    if model.config.pad_token_id is None:
+        require_encoder(config, name)
+        made = _find_class(config)
+        _require_small(name, made, config)
+        model = made._from_config(config, attn_implementation="eager").eval()
+    if getattr(model.config, "pad_token_id", None) is None:
         model.config.pad_token_id = 0  # some classifiers look for the last token that is none
     return model  # type: ignore[no-any-return]
+
+
+def _require_small(name: str, model_class: Any, config: Any) -> None:
+    """Refuse a model that no ONNX file holds, before its memory is taken."""
+    import torch
+
+    weights = 0
+    with suppress(Exception), torch.device("meta"):  # some cannot be made without memory
+        weights = sum(weight.numel() for weight in model_class(config).parameters())
+    if 2 * weights > LARGEST:
+        raise UserError(
+            f"model {name} is a {config.model_type!r} of {weights / 1e9:.1f} billion weights, more than an "
+            "ONNX file holds; give a smaller one"
+        )
 
 
 def _find_class(config: Any) -> Any:

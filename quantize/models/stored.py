@@ -133,9 +133,9 @@ def _is_of_transformers(name: str) -> bool:
 
 
 def require_plain_weights(name: str, commit: str | None, inside: str = "") -> None:
-    """Refuse stored tensors that are codes, scales, or parts that were never merged into weights.
+    """Refuse stored tensors that are codes or scales.
 
-    transformers would cast INT8 codes to FP32, a factor of 1 / scale too large, and leave the rest unread.
+    transformers would cast INT8 codes to FP32, a factor of 1 / scale too large, and leave the scales unread.
 
     Raises:
         UserError: with all offenders by kind, from the headers alone.
@@ -145,11 +145,9 @@ def require_plain_weights(name: str, commit: str | None, inside: str = "") -> No
         raise UserError(
             f"the weights of model {name} are quantized already (hf_quant_config.json); give the original"
         )
-    codes, scales, parts = [], [], []
+    codes, scales = [], []
     for tensor, dtype in _read_headers(name, commit, place):
-        if ADAPTERS.search(tensor):
-            parts.append(tensor)
-        elif SCALES.search(tensor):
+        if SCALES.search(tensor):
             scales.append(tensor)
         elif dtype not in FLOATS and not tensor.endswith(BUFFERS):
             codes.append(f"{tensor} in {dtype}")
@@ -157,11 +155,6 @@ def require_plain_weights(name: str, commit: str | None, inside: str = "") -> No
         raise UserError(
             f"the weights of model {name} are quantized already: {count_of(len(codes + scales), 'tensor')} "
             f"such as {name_list(codes[:2] + scales[:2])}; give the original model"
-        )
-    if parts:
-        raise UserError(
-            f"model {name} has {count_of(len(parts), 'tensor')} of an adapter that is not merged into the "
-            f"weights, such as {name_list(parts[:2])}; merge it (`merge_and_unload`) and save the model again"
         )
 
 
@@ -179,6 +172,12 @@ def _read_headers(name: str, commit: str | None, place: str) -> Iterator[tuple[s
 
 def require_all_read(name: str, unread: Iterable[str], prefix: str) -> None:
     """Refuse a checkpoint with tensors that the model does not read, other than heads of another task."""
+    unread = [*unread]
+    if parts := sorted(key for key in unread if ADAPTERS.search(key)):
+        raise UserError(
+            f"model {name} has {count_of(len(parts), 'tensor')} of an adapter that is not merged into the "
+            f"weights, such as {name_list(parts[:2])}; merge it (`merge_and_unload`) and save the model again"
+        )
     lost = sorted(
         key
         for key in unread

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from qdqbench.quantize.models.attention import ATTENTION, _register_attention
 from qdqbench.quantize.models.families.family import QKV, Family, Norm, Residual, Role
@@ -26,8 +27,10 @@ from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.quiet import quiet
 
 Kind = Literal["input", "linear", "convolution", "norm", "embedding", "softmax", "product", "own weights"]
-BY_HAND = "its family needs a description by hand"
-LENGTH = 8  # tokens of the samples that are sent through
+BY_HAND = (
+    "copy a recipe of `recipes new` for another type and write model.layout by hand, or give another model"
+)
+LENGTH = 16  # tokens of the samples that are sent through
 RECORDED = "qdq_recorded"  # name of the attention with transformers
 
 
@@ -58,6 +61,8 @@ class Flow:
     tuples: set[str] = field(default_factory=set)  # modules that return one
     outputs: frozenset[int] = frozenset()  # steps that the logits come from
     ahead: bool = True  # tokens see those behind them
+    behind: bool = True  # and those before them
+    padded: bool = True  # padding changes no answer
     same: bool = True  # the attention that can be quantized gives the same logits as the model's own
 
     def of(self, kind: Kind) -> list[FlowStep]:
@@ -73,7 +78,7 @@ class Flow:
 def trace_flow(model: PreTrainedModel) -> Flow:
     """Record what two random samples, one of them padded, do in a model with transformers' eager attention.
 
-    It keeps the attention that can be quantized. Whatever the model raises on the samples is raised.
+    It keeps the attention that can be quantized, and wider weights. What the model raises is raised.
     """
     tokens, mask, _ = BERT.inputs
     taken = inspect.signature(model.forward).parameters
@@ -87,17 +92,37 @@ def trace_flow(model: PreTrainedModel) -> Flow:
         recorder.add("input", name, (), value)
     with torch.no_grad():
         expected = model(**given)[0]
-        # whether the first token's last hidden state depends on the last token
+        # whether the last hidden state of a token depends on the token before it, and on the one behind it
         sample = {name: given[name][:1] for name in (tokens, mask) if name in given}
-        other = sample | {tokens: sample[tokens].clone()}
-        other[tokens][0, -1] += 1
-        one, two = (model.base_model(**each)[0][0, 0] for each in (sample, other))
-        recorder.flow.ahead = not torch.equal(one, two)
+        changes = torch.eye(LENGTH, dtype=torch.long)[1:3]
+        one, first, second = (
+            model.base_model(**(sample | {tokens: sample[tokens] + change}))[0][0]
+            for change in (torch.zeros_like(changes[0]), *changes)
+        )
+        recorder.flow.behind = not torch.equal(one[2], first[2])
+        recorder.flow.ahead = not torch.equal(one[1], second[1])
         with recorder.watching():
             output = model(**given)[0]
     recorder.flow.outputs = recorder.sources(output)
     recorder.flow.same = bool(torch.allclose(expected, output, atol=1e-5))
+    recorder.flow.padded = mask not in given or _answers_padded_alike(model, given)
     return recorder.flow
+
+
+def _answers_padded_alike(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> bool:
+    """Return whether the padded sample has the logits that it has alone; widens the model's weights.
+
+    Of random weights as they are, what a convolution reads of padding is near rounding.
+    """
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(10 if weight.dim() > 1 else 1)
+        both, alone = (
+            model(**each)[0]
+            for each in (given, {name: value[1:, : LENGTH // 2] for name, value in given.items()})
+        )
+    apart = (both[1:, : alone.shape[1]] - alone).abs().max()
+    return not apart > 1e-3 * alone.abs().max()
 
 
 class _Recorder:
@@ -534,8 +559,11 @@ def detect_layout(model: PreTrainedModel) -> Recognized:
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(
-            f"a {name!r} of this configuration does not run on a sample of text ({text})"
+            f"a {name!r} of this configuration does not run on a sample of text ({text}); give an encoder of "
+            "text of another type"
         ) from error
+    if not (flow.ahead or flow.behind):
+        raise UserError(f"no token of a {name!r} sees another one, at least on a CPU; give another model")
     if not flow.ahead:
         raise UserError(
             f"a {name!r} is a decoder, as no token sees those after it; only encoders are supported"
@@ -544,12 +572,22 @@ def detect_layout(model: PreTrainedModel) -> Recognized:
         raise UserError(
             f"a {name!r} gives other logits with the attention and the mask that are used here; {BY_HAND}"
         )
+    if not flow.padded:
+        raise UserError(
+            f"a {name!r} gives a text other logits when it is padded, so what a batch answers depends on its "
+            "longest text; give another model"
+        )
     found = find_attention_roles(flow)
     if not found.attentions:
         strange = _join_reasons(find_other_products(flow, found))
         raise UserError(
             f"no attention was recognized in a {name!r}, as no product of what two linears made goes through "
-            f"a softmax to meet what a third made{f' ({strange})' if strange else ''}"
+            f"a softmax to meet what a third made{f' ({strange})' if strange else ''}; give another model"
+        )
+    if model.base_model is not model and MODEL_MAPPING.get(type(model.config), None) is type(model):
+        raise UserError(
+            f"a {name!r} keeps its encoder in {model.base_model_prefix!r}, of class "
+            f"{type(model.base_model).__name__}; save that encoder, and give its folder"
         )
     modules = dict(model.named_modules())
     prefix = f"{model.base_model_prefix}." if model.base_model is not model else ""

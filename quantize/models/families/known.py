@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from qdqbench.quantize.models.families.family import Family, Residual, Role
-from qdqbench.quantize.models.families.others import explain_other
+from qdqbench.quantize.models.families.others import explain_other, require_encoder
 from qdqbench.quantize.utils.errors import UserError
 
 TYPES = "token_type_ids"
@@ -180,6 +180,8 @@ def family_of(of: Any, model: str = "") -> Family:
     model_type = of if isinstance(of, str) else of.model_type
     if found := known_family(model_type) or _DESCRIBED.get(model_type):
         return found
+    if not isinstance(of, str):
+        require_encoder(of, model)
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     others = explain_other([model_type])
     new = "; for other encoders `qdqbench recipes new --model " + f"{model or 'DIR'}` writes a recipe"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from qdqbench.quantize.models.detection import detect_layout as layouts
 from qdqbench.quantize.models.detection.detect_layout import Recognized, detect_layout, list_modules
 from qdqbench.quantize.models.families.known import BERT, FAMILIES
 from qdqbench.quantize.models.load import create_untrained
@@ -49,7 +50,7 @@ def test_a_known_family_is_recognized_as_it_is_described(model_type: str) -> Non
 
 
 SAME = ["ernie", "megatron-bert", "data2vec-text", "xlm-roberta-xl", "roberta-prelayernorm", "roformer"]
-SAME += ["rembert", "bert-generation", "layoutlm"]
+SAME += ["rembert", "bert-generation"]
 
 
 @pytest.mark.parametrize("model_type", SAME)
@@ -116,7 +117,10 @@ CONVOLUTION = "a convolution; only linears become INT8"
         ("nystromformer", {"attention.self.conv": CONVOLUTION}),
     ],
 )
-def test_what_is_not_recognized_is_named_with_a_reason(model_type: str, left: dict[str, str]) -> None:
+def test_what_is_not_recognized_is_named_with_a_reason(
+    model_type: str, left: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layouts, "_answers_padded_alike", lambda *_: True)  # for three of them it changes
     model = create_untrained("tiny", config_for(model_type))
     found = detect_layout(model)
     assert {name.removeprefix("encoder.layer.*."): why for name, why in found.left.items()} == left
@@ -133,7 +137,10 @@ def test_what_is_not_recognized_is_named_with_a_reason(model_type: str, left: di
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("gpt2", r"a 'gpt2' is a decoder, as no token sees those after it"),
+        ("gpt2", r"model tiny is a 'gpt2', a causal language model; only encoders of text"),
+        ("layoutlm", r"is a 'layoutlm', which reads bbox, the place of each word on a page"),
+        ("convbert", r"a 'convbert' gives a text other logits when it is padded"),
+        ("mobilebert", r"a 'mobilebert' gives a text other logits when it is padded"),
         ("t5", r"model tiny is a 't5', an encoder with a decoder"),
         ("squeezebert", r"no attention .* 'squeezebert', .*\.\*\.attention\.query: a convolution"),
         ("fnet", r"no attention was recognized in a 'fnet'"),
@@ -145,6 +152,21 @@ def test_what_is_not_recognized_is_named_with_a_reason(model_type: str, left: di
 def test_what_cannot_be_described(model_type: str, why: str) -> None:
     with pytest.raises(UserError, match=why):
         recognized(model_type)
+
+
+def test_a_decoder_that_its_type_does_not_tell() -> None:
+    config = config_for("bert-generation")
+    config.is_decoder = True
+    with pytest.raises(UserError, match=r"'bert-generation' is a decoder, as no token sees those after it"):
+        detect_layout(create_untrained("tiny", config))
+
+
+def test_a_class_that_keeps_its_encoder_inside() -> None:
+    config = AutoConfig.for_model("dpr", vocab_size=60, **SIZES["bert"])
+    with pytest.raises(
+        UserError, match=r"keeps its encoder in 'question_encoder', of class DPREncoder; save"
+    ):
+        detect_layout(create_untrained("tiny", config))
 
 
 def test_libraries_are_silent_while_a_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
