@@ -128,7 +128,10 @@ def _to_fp16_constant(constant: TensorProto, target: str) -> TensorProto | None:
 
 
 def _list_exact(model: onnx.ModelProto) -> set[str]:
-    """Return the tensors of rotary angles with their Sin and Cos, and of sums with what divides them."""
+    """Return the tensors of rotary angles with their Sin and Cos, and of sums with what divides them.
+
+    And what is made with a number beyond FP16, such as a mask of 1e6, up to the Softmax that reads it.
+    """
     exact: set[str] = set()
     for node in reversed(model.graph.node):
         if node.op_type in ("Sin", "Cos") or not exact.isdisjoint(node.output):
@@ -137,7 +140,13 @@ def _list_exact(model: onnx.ModelProto) -> set[str]:
     for node in model.graph.node:
         if node.op_type == "ReduceSum" or (node.op_type == "Div" and node.input[0] in sums):
             sums |= {*node.output}
-    return exact | sums
+    constants = (item for item in model.graph.initializer if item.data_type == TensorProto.FLOAT)
+    values = {item.name: numpy_helper.to_array(item) for item in constants if not [*item.dims]}
+    large = {name for name, value in values.items() if FP16_MAX < abs(value) < abs(LOWEST)}
+    for node in model.graph.node:
+        if node.op_type != "Softmax" and not large.isdisjoint(node.input):
+            large |= {*node.output}
+    return exact | sums | large
 
 
 def halve_table(model: onnx.ModelProto, shape: tuple[int, ...]) -> None:

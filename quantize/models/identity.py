@@ -40,6 +40,7 @@ ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid")  # of PyTorch, beh
 PACKAGES = {"MeCab": "mecab-python3", "unidic_lite": "unidic-lite", "google": "protobuf"}  # of modules
 _ASKS_FOR = re.compile(r"need to install (\w+) to use|requires the (\w+) library|pip install `?([\w-]+)")
 _ORDER = ["Transformer", "Pooling", "Dense", "Normalize"]  # the last two may be missing
+_PACKAGE = "sentence_transformers"  # whose modules are known
 _EMBEDDER = "SentenceTransformer"  # what a folder of modules says that it is, where it says nothing
 _SUPPORTED = "a Transformer, a Pooling (mean, cls or last token), a Dense and a Normalize, in this order"
 
@@ -72,18 +73,29 @@ def read_sentence_folder(name: str, commit: str | None) -> SentenceFolder | None
     """Read the settings of a sentence-transformers folder or hub model; None for another kind of model."""
     if (listed := read_model_json(name, MODULES, commit)) is None:
         return None
-    modules = {str(each["type"]).rpartition(".")[2]: str(each.get("path", "")) for each in listed}
+    if not isinstance(listed, list) or not all(isinstance(each, dict) and "type" in each for each in listed):
+        raise UserError(f"{MODULES} of model {name} is no list of modules with a type each; save it again")
+    listed = [each for each in listed if not str(each["type"]).endswith(".Dropout")]  # of training alone
+    kinds = [str(each["type"]).removeprefix(f"{_PACKAGE}.") for each in listed]
+    modules = {
+        kind.rpartition(".")[2]: str(each.get("path", "")) for kind, each in zip(kinds, listed, strict=True)
+    }
     own = read_model_json(name, SENTENCE_CONFIG, commit) or {}
     says = str(own.get("model_type", _EMBEDDER))
     if says == "CrossEncoder" and modules == {"Transformer": ""}:
         return None  # a classifier as transformers has it
     there = [kind for kind in _ORDER if kind in modules]
     whole = [*modules] == there and len(listed) == len(modules) and there[:2] == _ORDER[:2]
-    if not whole or says != _EMBEDDER:
-        found = name_list(repr(str(each["type"]).rpartition(".")[2][:80])[1:-1] for each in listed)
-        told = f"model {name} is made of {found} ({MODULES})"
+    foreign = [each["type"] for each in listed if not str(each["type"]).startswith(f"{_PACKAGE}.")]
+    if not whole or foreign or says != _EMBEDDER:
+        found = name_list(
+            repr((kind if kind in foreign else kind.rpartition(".")[2])[:80])[1:-1] for kind in kinds
+        )
+        told = f"model {name} is made of {found or 'nothing'} ({MODULES})"
         parts = [part for each in listed for part in (each["type"], *str(each["type"]).split("."))]
         wanted = f"; supported here: {_SUPPORTED}"
+        if "Transformer" in modules:
+            wanted += f"; to quantize its Transformer alone, copy that without {MODULES} and give --pooling"
         if says != _EMBEDDER:
             wanted = f" and is a {repr(says)[1:-1][:80]} ({SENTENCE_CONFIG}), which is not supported"
         raise UserError(f"{told}{wanted}{explain_other([says, *parts])}")
@@ -126,6 +138,8 @@ def _dense(name: str, folder: str, commit: str | None) -> Dense:
             f"model {name} has the activation {activation!r} after its Dense ({folder}/config.json); "
             f"supported here: {', '.join(ACTIVATIONS)}"
         )
+    if not isinstance(settings.get("out_features"), int):
+        raise UserError(f"model {name} has no out_features in {folder}/config.json; save it again")
     return Dense(width=settings["out_features"], bias=settings.get("bias", True), activation=activation)
 
 

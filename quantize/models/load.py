@@ -34,7 +34,12 @@ def load_model(
     """
     with quiet("transformers"), identity.explain_load_errors(name):
         commit = identity.model_commit(name, revision)
-        folder = identity.read_sentence_folder(name, commit) if kind.embeds else None
+        folder = identity.read_sentence_folder(name, commit)
+        if folder and not kind.embeds:
+            raise UserError(
+                f"model {name} is an embedder ({identity.MODULES}) without a head for {kind.name}; give "
+                "--task embed, or fine-tune its encoder with a head"
+            )
         inside = folder.encoder if folder else ""
         config = _supported_config(name, commit, inside)
         if kind.embeds:

@@ -15,6 +15,8 @@ from .families import SIZES
 from .unknown import UNKNOWN
 
 LAYERS, HIDDEN, HEADS, INTERMEDIATE, POSITIONS, ENTRIES = 2, 32, 2, 64, 128, 64
+SMALL = ["--set", "engine.shapes=[{batch: [1, 4, 8], length: [8, 32, 32]}]"]
+SMALL += ["--set", "export.max_length=32", "--set", "calibration.batch_size=8"]
 MOST = 20_000_000  # weights of what counts as tiny
 WORDS = ("good", "bad", "fine", "poor", "a", "the", "film", "plot", "is", "was", "very", "not", "and", "but")
 SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
@@ -38,17 +40,20 @@ class Head(NamedTuple):
     mapping: str
     task: tuple[str, ...]
     data: str
+    until: str = "export"  # the last stage; one classifier and one embedder of each type go through them all
 
 
 _EMBED = ("--task", "embed", "--pooling", "mean")
 HEAD_KINDS = {
-    "classification": Head("AutoModelForSequenceClassification", "FOR_SEQUENCE_CLASSIFICATION_", (), "rows"),
+    "classification": Head(
+        "AutoModelForSequenceClassification", "FOR_SEQUENCE_CLASSIFICATION_", (), "rows", "evaluate"
+    ),
     "tokens": Head(
         "AutoModelForTokenClassification", "FOR_TOKEN_CLASSIFICATION_", ("--task", "tokens"), "ner"
     ),
     "questions": Head("AutoModelForQuestionAnswering", "FOR_QUESTION_ANSWERING_", ("--task", "qa"), "qa"),
     "masked": Head("AutoModelForMaskedLM", "FOR_MASKED_LM_", _EMBED, "lines.txt"),
-    "embedding": Head("AutoModel", "", _EMBED, "lines.txt"),
+    "embedding": Head("AutoModel", "", _EMBED, "lines.txt", "evaluate"),
 }
 
 
@@ -181,7 +186,7 @@ def take(folder: Path, data: Path, model_type: str, head: str) -> Outcome:
     write_model(model, model_type, head)
     kind = HEAD_KINDS[head]
     options = ["--model", model, *kind.task, "--data", data / kind.data, "--backend", "onnxruntime"]
-    options += ["--until", "evaluate", "--max-length", "32", "--out", out]
+    options += ["--until", kind.until, "--out", out, *SMALL]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         done = call_alone("run", *options)

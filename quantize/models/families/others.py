@@ -36,12 +36,6 @@ OTHERS = (
         "multilingual-e5-*, bge-m3; to rank, bge-reranker-v2-m3",
     ),
     Other(
-        ("nomic_bert",),
-        "nomic-embed-text-*",
-        "no recipe is shipped for their gated layers",
-        "modernbert-embed-base",
-    ),
-    Other(
         ("qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text"),
         "Qwen3-Embedding, e5-mistral, embeddinggemma, bge-reranker-v2-gemma",
         "they are no encoders of the BERT class",

@@ -1,6 +1,7 @@
 """Embedding models: names of the encoder, numbers of sentence-transformers, refusals in one sentence."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from qdqbench.quantize.models.identity import (
 from qdqbench.quantize.models.load import load_model, load_tokenizer
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.tasks.types.embedding import PAIRS
+from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support import tiny_embedder
 from ...support.tiny_bert import HIDDEN, INT8, LINEARS, padded_batch, plan_of, recipe_with, run_onnx
-from ...support.tiny_embedder import CLS, LAST, MEAN, expected, hidden_states, write_sentence_folder
+from ...support.tiny_embedder import CLS, KINDS, LAST, MEAN, expected, hidden_states, write_sentence_folder
 
 SHORT = {MEAN: "mean", CLS: "cls", LAST: "last"}
 
@@ -107,6 +109,15 @@ def test_a_dense_is_between_pooling_and_normalization(tmp_path: Path) -> None:
     assert plan_of(recipe_with(), model).high == ("pooling.dense",)  # a recipe may quantize it
 
 
+def test_a_dropout_changes_nothing(tmp_path: Path) -> None:
+    folder = write_sentence_folder(tmp_path)
+    plain = embed(load_model(str(folder), kind=PAIRS), padded_batch())
+    listed = json.loads((folder / "modules.json").read_text())
+    listed.insert(1, {"type": f"{KINDS}.Dropout", "path": "1_Dropout"})
+    (folder / "modules.json").write_text(json.dumps(listed))
+    np.testing.assert_array_equal(embed(load_model(str(folder), kind=PAIRS), padded_batch()), plain)
+
+
 @pytest.mark.parametrize("dense", [None, {"width": 8, "activation": "Identity"}])
 def test_saved_it_is_loaded_without_being_told_how(tmp_path: Path, dense: dict[str, Any] | None) -> None:
     model = load_model(str(write_sentence_folder(tmp_path / "a", LAST, dense=dense)), kind=PAIRS)
@@ -184,6 +195,30 @@ class TestRefused:
         assert not has_pooling(str(folder))
 
     @pytest.mark.parametrize(
+        ("kinds", "said"),
+        [
+            (["Transformer"], "copy that without modules.json"),
+            (["BoW"], "made of BoW .* supported here"),
+            (["WordEmbeddings", "Pooling"], "made of WordEmbeddings, Pooling "),
+            (["StaticEmbedding", "Normalize"], "made of StaticEmbedding, Normalize .* without layers"),
+            (["CLIPModel"], "made of CLIPModel "),
+            (["Router"], "made of Router "),
+            (["MLMTransformer", "SpladePooling"], "made of MLMTransformer, SpladePooling .* splade"),
+            (["Transformer", "Pooling", "Dense", "LayerNorm", "Dense"], "Dense, LayerNorm, Dense "),
+            (["custom_st.Transformer", "Pooling"], "made of custom_st.Transformer, Pooling"),
+            ([{"idx": 0}], "is no list of modules"),
+        ],
+    )
+    def test_folders_of_other_modules(self, tmp_path: Path, kinds: list[Any], said: str) -> None:
+        folder = write_sentence_folder(tmp_path)
+        listed = [
+            each if isinstance(each, dict) else {"type": each if "." in each else f"{KINDS}.{each}"}
+            for each in kinds
+        ]
+        (folder / "modules.json").write_text(json.dumps(listed))
+        assert re.search(said, refusal(folder))
+
+    @pytest.mark.parametrize(
         ("flags", "named"),
         [
             ({MEAN: False}, "nothing"),
@@ -198,6 +233,10 @@ class TestRefused:
         path = folder / "1_Pooling" / "config.json"
         path.write_text(json.dumps(dict.fromkeys((MEAN, CLS), False) | {MEAN: True} | flags))
         assert f"pools by {named}; supported here is one of mean, cls and last token" in refusal(folder)
+
+    def test_a_task_that_needs_a_head(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match=r"is an embedder \(modules.json\) without a head for re-ranking"):
+            load_model(str(write_sentence_folder(tmp_path)), kind=RERANKING)
 
     def test_a_dense_that_cannot_be_read(self, tmp_path: Path) -> None:
         message = refusal(write_sentence_folder(tmp_path, dense={"width": 8, "activation": "SiLU"}))
