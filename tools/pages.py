@@ -231,7 +231,6 @@ def supported_page() -> str:
         for kind in TASK_KINDS.values()
     ]
     lines += table(["kind of task", "`--task`", "model class", "metrics, the default ones first"], rows)
-    lines += zoo_lines()
     lines += ["", "What was measured: [results](../results/README.md).", ""]
     return "\n".join(lines) + "\n"
 
@@ -433,34 +432,6 @@ def _cause(kind: Kind) -> str:
     text = fill("; ".join(filter(None, [kind.title, kind.why])))
     text = re.sub(r" \(\{n\} [\w ]+\)|^\{n\} (?!of)", "", text)
     return _cell(re.sub(r"\{\w+\}", "…", text))
-
-
-def zoo_lines() -> list[str]:
-    """Return tables of every model type of transformers: those that are served, and why others are not."""
-    found = json.loads((ROOT / "docs/measured-zoo/types.json").read_text(encoding="utf-8"))
-    heads = [head for head in found if head != "transformers"]
-    served = sorted({each for head in heads for each in found[head].get("", [])})
-    rows = [
-        [f"`{each}`", *("yes" if each in found[head].get("", []) else "" for head in heads)]
-        for each in served
-    ]
-    by_reason: dict[str, set[str]] = {}
-    for head in heads:
-        for reason, types in found[head].items():
-            by_reason.setdefault(reason, set()).update(types)
-    del by_reason[""]
-    reasons = sorted(by_reason.items(), key=lambda item: (-len(item[1]), item[0]))
-    about = (
-        f"A test takes a tiny model of every type of transformers {found['transformers']} through a run. The "
-        "FP32 logits of these equal those of transformers to 1e-3. Types that are not listed above get a "
-        "recipe by `qdqbench recipes new`. An empty cell: refused, or no such model."
-    )
-    refused = [[_cell(reason.replace("TYPE", "…")), _list(sorted(types))] for reason, types in reasons]
-    why = "Other types are refused by name. A type may be in both tables where only some of its heads are served."
-    return [
-        "", "## Every model type", "", about, "", *table(["`model_type`", *heads], rows),
-        "", why, "", *table(["a model of this type ...", "`model_type`"], refused),
-    ]  # fmt: skip
 
 
 def _fixes(kind: Kind) -> str:

@@ -161,6 +161,19 @@ def test_an_int8_layer_in_an_fp32_island(tiny_bert: Path) -> None:
 
 
 class TestConstants:
+    def test_a_mask_beyond_fp16_stays_in_fp32_up_to_the_softmax(self) -> None:
+        """As that of the question's tokens in BigBird."""
+        nodes = [
+            helper.make_node("Mul", ["x", "far"], ["mask"], name="/Mul"),
+            helper.make_node("Sub", ["x", "mask"], ["scores"], name="/Sub"),
+            helper.make_node("Softmax", ["scores"], ["y"], name="/Softmax"),
+        ]
+        model = graph_of(nodes, {"far": 1e6})
+        to_fp16(model)
+        onnx.checker.check_model(model, full_check=True)
+        types = compute_types(model)
+        assert (types["/Mul"], types["/Sub"], types["/Softmax"]) == ({FLOAT}, {FLOAT}, {HALF})
+
     def test_too_large_ones_are_all_named(self, tiny_bert: Path) -> None:
         graph = tiny.traced(tiny_bert)
         first, second = (f"{name}.bias" for name in tiny.LINEARS[:2])

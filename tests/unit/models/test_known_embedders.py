@@ -76,7 +76,7 @@ def list_modules(folder: Path, *types: str) -> None:
             {"model_type": "xlm-roberta", "position_embedding_type": "rotary"},
             f"jina-colbert-v2: {OWN}. Nearest that works: multilingual-e5-*, bge-m3",
         ),
-        ({"model_type": "nomic_bert"}, "Nearest that works: modernbert-embed-base"),
+        ({"model_type": "nomic_bert"}, "for other encoders `qdqbench recipes new --model"),
         (
             {"model_type": "qwen3"},
             "embeddinggemma, bge-reranker-v2-gemma: they are no encoders of the BERT class",
