@@ -1,5 +1,6 @@
 """Load a BERT-class model and its tokenizer, with an attention whose every tensor can be quantized."""
 
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, cast
@@ -294,7 +295,8 @@ def read_plain_config(name: str, commit: str | None, inside: str = "") -> Any:
 
 def create_untrained(name: str, config: Any) -> "PreTrainedModel":
     """Create an encoder of the configuration's own class, with a classifier where that has no head."""
-    with quiet("transformers"), identity.explain_load_errors(name):
+    with quiet("transformers"), identity.explain_load_errors(name), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of layers of no width, in MobileBERT
         require_encoder(config, name)
         made = _find_class(config)
         _require_small(name, made, config)

@@ -584,7 +584,8 @@ def detect_layout(model: PreTrainedModel) -> Recognized:
             f"no attention was recognized in a {name!r}, as no product of what two linears made goes through "
             f"a softmax to meet what a third made{f' ({strange})' if strange else ''}; give another model"
         )
-    if model.base_model is not model and MODEL_MAPPING.get(type(model.config), None) is type(model):
+    plain: Any = MODEL_MAPPING.get(type(model.config), None)
+    if model.base_model is not model and plain is type(model):
         raise UserError(
             f"a {name!r} keeps its encoder in {model.base_model_prefix!r}, of class "
             f"{type(model.base_model).__name__}; save that encoder, and give its folder"
