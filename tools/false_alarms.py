@@ -1,13 +1,12 @@
 """Rates of layer parity on tiny models: false alarms of healthy graphs, and planted faults that it catches.
 
-    python -m tools.false_alarms [--seeds N] [--families bert,roberta] [--runs N [--faults N] [--odd-data]]
+    python -m tools.false_alarms [--seeds N] [--families bert,roberta] [--runs N [--faults N]]
 
 Healthy: families x recipes x classes x seeds x compute x form of weights. Every second model of a family with
 BERT's names has channels that are the same in every token, on a border of rounding. `--runs` takes that many
 whole runs on CPU engines instead, counts those whose parity, verification or gate fails, and builds engines
-from broken graphs in the first `--faults` of them. With `--odd-data` the texts that are evaluated repeat, are
-few, of one class or of very different lengths (`ODD`), one way in each run. Exits with 1 where something
-healthy fails, or a fault passes or was planted nowhere.
+from broken graphs in the first `--faults` of them. Exits with 1 where something healthy fails, or a fault
+passes or was planted nowhere.
 """
 
 import argparse
@@ -46,7 +45,6 @@ RECIPES = (
 )
 BERT_NAMES = ("bert", "roberta", "xlm-roberta", "camembert", "electra")
 CONSTANT = 4  # channels of each LayerNorm that are the same in every token
-Rows = dict[str, list[Any]]
 Fault = Callable[[onnx.ModelProto], bool]  # in place; whether the graph has what it breaks
 
 
@@ -229,41 +227,6 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def repeated(share: float) -> Callable[[Rows], Rows]:
-    """Return what makes a share of the rows the first one."""
-    return lambda rows: {
-        name: [values[0] if n < share * len(values) else value for n, value in enumerate(values)]
-        for name, values in rows.items()
-    }
-
-
-def first(count: int) -> Callable[[Rows], Rows]:
-    return lambda rows: {name: values[:count] for name, values in rows.items()}
-
-
-def of_one_class(rows: Rows) -> Rows:
-    kept = [n for n, label in enumerate(rows["label"]) if label == rows["label"][0]]
-    return {name: [values[n] for n in kept] for name, values in rows.items()}
-
-
-def with_long_tail(rows: Rows) -> Rows:
-    """Make every tenth text as long as positions allow."""
-    texts = [text if n % 10 else " ".join([text] * 30) for n, text in enumerate(rows["sentence"])]
-    return rows | {"sentence": texts}
-
-
-ODD: dict[str, Callable[[Rows], Rows]] = {
-    "5% repeated": repeated(0.05),
-    "20% repeated": repeated(0.2),
-    "all repeated": repeated(1),
-    "1 row": first(1),
-    "2 rows": first(2),
-    "10 rows": first(10),
-    "one class": of_one_class,
-    "long tail": with_long_tail,
-}
-
-
 def interval(count: int, of: int) -> str:
     """Return a rate with its exact (Clopper-Pearson) 95 % interval."""
     from scipy import stats
@@ -319,9 +282,9 @@ def catches(run: Path, name: str) -> bool | None:
         return not verify_engine(session).passed
 
 
-def whole_runs(count: int, families: list[str], backends: list[str], faults: int, *, odd: bool) -> bool:
+def whole_runs(count: int, families: list[str], backends: list[str], faults: int) -> bool:
     """Run the main job on tiny models and engines for CPUs, and plant faults into the first runs."""
-    from tests.integration.tiny import EVAL_ROWS, entries, rows, write_data, write_split
+    from tests.integration.tiny import entries, write_data
 
     import qdqbench
 
@@ -340,11 +303,6 @@ def whole_runs(count: int, families: list[str], backends: list[str], faults: int
         with tempfile.TemporaryDirectory() as place:
             folder, name = Path(place), f"{family} {recipe.name} {backend} seed {seed}"
             write_data(folder / "data", "sst2")
-            if odd:
-                kind = [*ODD][done % len(ODD)]
-                name = f"{name} {kind}"
-                evaluated = ODD[kind](rows("sst2", EVAL_ROWS, 100 + done))
-                write_split(folder / "data" / "sst2" / "validation.parquet", evaluated)
             model = write_model(folder / "model", family, entries(), seed=seed)
             text = recipe.model_dump(mode="json")
             text["calibration"]["samples"], text["engine"]["backend"] = 64, backend
@@ -404,11 +362,10 @@ def main() -> None:
     asked.add_argument("--backends", default="openvino,onnxruntime", help="of --runs")
     asked.add_argument("--runs", type=int, default=0)
     asked.add_argument("--faults", type=int, default=20)
-    asked.add_argument("--odd-data", action="store_true", help="of --runs")
     options = asked.parse_args()
     if options.runs:
         families, backends = options.families.split(","), options.backends.split(",")
-        sys.exit(not whole_runs(options.runs, families, backends, options.faults, odd=options.odd_data))
+        sys.exit(not whole_runs(options.runs, families, backends, options.faults))
     healthy: list[bool] = []
     caught: dict[str, list[bool]] = {name: [] for name in FAULTS}
     worst, start = 0.0, time.monotonic()

@@ -582,7 +582,7 @@ def detect_layout(model: PreTrainedModel) -> Recognized:
         strange = _join_reasons(find_other_products(flow, found))
         raise UserError(
             f"no attention was recognized in a {name!r}, as no product of what two linears made goes through "
-            f"a softmax to meet what a third made{f' ({strange})' if strange else ''}; give another model"
+            f"a softmax to meet what a third made{f' ({strange})' if strange else ''}. Give another model"
         )
     plain: Any = MODEL_MAPPING.get(type(model.config), None)
     if model.base_model is not model and plain is type(model):

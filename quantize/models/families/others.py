@@ -1,5 +1,6 @@
 """Embedders and re-rankers that are asked for by name and are not supported: why, and the nearest that is."""
 
+import inspect
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -77,7 +78,7 @@ def explain_other(values: Iterable[Any]) -> str:
     return f". This type includes {found.models}: {found.reason}. Nearest that works: {found.nearest}"
 
 
-# inputs beside tokens that a text alone does not have; models without them answer, and poorly
+# inputs other than tokens, which a text alone does not have; models without them answer, and poorly
 PLACES = {
     "bbox": "the place of each word on a page",
     "xpath_tags_seq": "the place of each word in a web page",
@@ -96,8 +97,6 @@ def require_encoder(config: Any, model: str) -> None:
 
 def _find_other_kind(config: Any) -> str:
     """Return what a model is by its type; empty for an encoder of text, or for what a forward pass shows."""
-    import inspect
-
     from transformers.models.auto import modeling_auto as names
 
     kind = config.model_type
