@@ -229,6 +229,9 @@ def _find_invalid(model: onnx.ModelProto) -> FindingRow | None:
     bare.graph.name = model.graph.name or "graph"
     bare.graph.node.extend(model.graph.node)
     bare.graph.output.extend(model.graph.output)
+    for value in bare.graph.output:  # ONNX Runtime and TensorRT find a shape that is left out
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.shape.SetInParent()
     bare.graph.input.extend(model.graph.input)
     inputs = {value.name for value in model.graph.input}
     stored = [*model.graph.initializer, *(sparse.values for sparse in model.graph.sparse_initializer)]

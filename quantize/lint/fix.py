@@ -20,8 +20,10 @@ from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.graph.index import (
     MAX_STEPS,
     MOVES,
+    ONNX_DOMAINS,
     QDQ_DOMAINS,
     GraphIndex,
+    is_qdq,
     module_of,
     opset_of,
     prune,
@@ -230,8 +232,10 @@ class FixReport(Strict):
     @property
     def failures(self) -> list[str]:
         found = []
-        if not self.outputs.holds:
-            out = self.outputs
+        out = self.outputs
+        if out.after_error >= NOT_FINITE:
+            found.append(f"output {out.name} is NaN or infinite")
+        elif not out.holds:
             found.append(f"output {out.name} is {out.after_error:.3g} off, and the limit is {out.limit:.3g}")
         if self.engine_after and self.engine_after.refused:
             found.append("the builder refuses what was written")
@@ -260,7 +264,7 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
         raise UserError(f"--out {out} is the file itself; give another name, so that both can be compared")
     model = read_model(path)
     before = check_model(model)
-    stopped = [row for row in before.findings if row.code in ("invalid-onnx", "opset-too-low")]
+    stopped = [row for row in before.refusals if row.code in ("invalid-onnx", "opset-too-low")]
     if stopped:
         raise UserError(f"{path} cannot be fixed: {stopped[0].node}: {stopped[0].why}; {stopped[0].fix}")
     if options.inputs is None:
@@ -282,18 +286,16 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
         try:
             compared = compare_outputs(path, plain, temporary, feeds, inputs=where, limit=options.max_error)
         except UserError as error:
-            if runs.took_too_long(error):
-                raise
-            fits = "give --inputs FILE.npz with samples that it takes"
-            if options.inputs is None:
-                fits = f"random inputs do not fit every graph, so {fits}"
-            raise UserError(f"{fits}: {error}") from error
+            raise _explain(error, options) from error
         builder = None
         if options.engine:
             with suppress(MissingDevice):
                 builder = choose_backend(gpu_backend())
         engines = [engine_row(each, builder) if builder else None for each in (path, temporary)]
-    left += [f"{row.code} at {row.node}: {row.fix}" for row in after.errors[:20]]
+    for code, rows in after.codes.items():
+        if errors := [row for row in rows if row.severity == "error"]:
+            where = name_list([row.node for row in errors])
+            left.append(f"{code} in {count_of(len(errors), 'node')} ({where}): {errors[0].fix}")
     return FixReport(
         file=path.name,
         out=out.name,
@@ -311,11 +313,24 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
     )
 
 
+def _explain(error: UserError, options: FixOptions) -> UserError:
+    """Return the error with what to do where ONNX Runtime does not run a graph, or not on these inputs."""
+    if isinstance(error, runs.CannotLoad):
+        return UserError(f"{error}; outputs are compared in it, so export for its operators")
+    if runs.took_too_long(error):
+        return error
+    fits = "give --inputs FILE.npz with samples that it takes"
+    if options.inputs is None:
+        fits = f"random inputs do not fit every graph, so {fits}"
+    return UserError(f"{fits}: {error}")
+
+
 def rewrite(
     model: onnx.ModelProto, options: FixOptions, feeds: runs.Feeds, done: list[str], left: list[str]
 ) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     work = onnx.ModelProto()
     work.CopyFrom(model)
+    _name_apart(work)
     converted, integer = qoperator_to_qdq(work)
     if converted:
         prune(work)
@@ -338,6 +353,7 @@ def rewrite(
         "{n} weights are rounded again, with a scale per output channel": rounded,
         "{n} UINT8 with zero point 128 are INT8: the same codes less 128": len(scales.shifted),
         "{n} ranges with a zero point are symmetric, with steps up to twice as wide": len(scales.widened),
+        "{n} ranges of FP8 are ranges of INT8": len(scales.converted),
         "{n} GEMMs had Q/DQ on their activation alone: their weights have it too": len(scales.completed),
         "{n} activations without a scale are calibrated on the given samples": len(calibrated),
         "{n} products of partly quantized attentions are floating point, to be fused": len(scales.apart),
@@ -364,6 +380,8 @@ def rewrite(
         else:
             work = half
             done.append("what is not INT8 computes in FP16, LayerNorms in FP32; Q/DQ have FP32 scales")
+    if not (taken or converted or made):
+        done.append("nothing in the file is quantized, so no more was done; `qdqbench run` quantizes a model")
     if opset_of(work) >= 13 and work.ir_version > 10:
         work.ir_version = 10
     known = {entry.key: entry.value for entry in work.metadata_props}
@@ -371,6 +389,14 @@ def rewrite(
     if why := _why_invalid(work):
         raise UserError(f"the rewritten graph is not valid ({why}); nothing was written")
     return plain, work
+
+
+def _name_apart(model: onnx.ModelProto) -> None:
+    """Give nodes that share a name one of their own, from which those of new tensors follow."""
+    shared = Counter(node.name for node in model.graph.node)
+    for node in model.graph.node:
+        if node.name and shared[node.name] > 1 and node.output:
+            node.name = f"{node.name}/{node.output[0]}"
 
 
 def _require_passable(report: CheckReport, scales: Scales) -> None:
@@ -390,10 +416,17 @@ def _require_passable(report: CheckReport, scales: Scales) -> None:
 
 def _why_invalid(model: onnx.ModelProto) -> str:
     try:
-        onnx.checker.check_model(model, full_check=True)
+        if not _has_shapes(model):  # of its outputs, which may be left out
+            model = onnx.shape_inference.infer_shapes(model)
+        if _has_shapes(model):
+            onnx.checker.check_model(model, full_check=True)
     except (ValueError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         return " ".join(str(error).split())[:300]
     return ""
+
+
+def _has_shapes(model: onnx.ModelProto) -> bool:
+    return all(value.type.tensor_type.HasField("shape") for value in model.graph.output)
 
 
 def _calibrate(plain: onnx.ModelProto, scales: Scales, feeds: runs.Feeds) -> list[Product]:
@@ -559,6 +592,9 @@ def to_half(model: onnx.ModelProto) -> str:
 
     Return why the result is no valid graph, or "".
     """
+    nodes = [node for node in model.graph.node if node.domain not in ONNX_DOMAINS and not is_qdq(node)]
+    if foreign := {node.op_type for node in nodes}:
+        return f"operators of other domains may not run ({name_list(sorted(foreign))})"
     try:
         constants_to_initializers(model)
         drop_noop_casts(model)

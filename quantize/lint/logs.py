@@ -43,7 +43,8 @@ def list_signs() -> dict[str, tuple[tuple[str, ...], re.Pattern[str] | None]]:
 _TRTEXEC = re.compile(r"&&&& (RUNNING|PASSED|FAILED) TensorRT\.trtexec(?: \[TensorRT v(\d{4,7})\])?")
 _VERSION = re.compile(r"TensorRT[- ](?:version|RTX version)?:? ?v?(\d{1,3}(?:\.\d{1,5}){1,3})\b")
 _OPTION = re.compile(r"(?<!\S)--(\w{1,60})(?:[= ]([^\s-]\S{0,2000})?)?")
-_SEVERITY = re.compile(r"\[(?:TRT\] \[)?([EFW])\]")
+_SEVERITY = re.compile(r"\[(?:TRT\] \[)?([EFW])\]|\b(E)RROR\b[:\]]")
+_COLOR = re.compile(r"\x1b\[[\d;]{0,20}m")
 _SHAPE = re.compile(r"\d[\dx+]{0,200}")
 _SIZES = r"[\[(]([\d, ]{1,80})[\])]"
 _TRIPLE = re.compile(rf" \[min={_SIZES}, opt={_SIZES}, max={_SIZES}\]")
@@ -52,7 +53,18 @@ _MEDIAN = re.compile(
     r"median = (\d{1,12}(?:\.\d{1,12})?) ms"
 )
 _TOOLS = {"TensorRT.trtexec": "trtexec", "polygraphy": "Polygraphy"}  # else TensorRT itself
-_MARKS = (*_TOOLS, "[TRT]", "LayerType: ")
+# TensorRT also speaks through ONNX Runtime, Torch-TensorRT and Triton.
+_MARKS = (
+    *_TOOLS,
+    "[TRT]",
+    "[TensorRT]",
+    "TensorRT TorchScript",
+    "tensorrt_execution_",
+    "Error Code ",
+    "LayerType: ",
+)
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")  # as PowerShell redirects
+_JSON = re.compile(r"\s*(?:\{|\[\s*[\[{\"])")
 
 Shape = tuple[int, ...]
 
@@ -75,7 +87,10 @@ class LogFile:
 
 
 def is_log(start: bytes) -> bool:
-    text = start.decode("utf-8", errors="replace")
+    text = start.decode("utf-16" if start[:2] in _UTF16 else "utf-8", errors="replace")
+    text = _COLOR.sub("", text).removeprefix("\ufeff")
+    if _JSON.match(text):
+        return False
     strange = sum(not (c.isprintable() or c.isspace() or c == "\x1f") for c in text)
     return strange <= len(text) // 50 and any(mark in text for mark in (*_MARKS, "[I] ", "[W] "))
 
@@ -118,9 +133,11 @@ def _lines(path: Path) -> Iterator[str]:
     try:
         if path.stat().st_size > MAX_LOG_BYTES:
             raise UserError(f"{path} has over {MAX_LOG_BYTES} bytes; give the part from the build on")
-        with path.open(encoding="utf-8", errors="replace", newline=None) as stream:
+        with path.open("rb") as start:
+            encoding = "utf-16" if start.read(2) in _UTF16 else "utf-8-sig"
+        with path.open(encoding=encoding, errors="replace", newline=None) as stream:
             while line := stream.readline(MAX_LINE):
-                yield line.rstrip("\n")
+                yield _COLOR.sub("", line.rstrip("\n"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
 
@@ -140,7 +157,7 @@ def _take(found: LogFile, line: str) -> None:
             if pattern and (name := pattern.search(line)):
                 _keep(found.names.setdefault(code, []), name[1])
     severity = _SEVERITY.search(line[:80])
-    if severity and severity[1] in "EF":
+    if severity and (severity[1] or severity[2]) in "EF":
         _keep(found.errors, line[severity.end() :].strip().removeprefix("[TRT]").strip()[:400])
 
 

@@ -27,7 +27,9 @@ from qdqbench.quantize.utils.limits import INT8_HEAD_SIZES
 _RANGES: dict[int, tuple[int, int]] = {
     TensorProto.INT8: (-128, 127), TensorProto.UINT8: (0, 255), TensorProto.INT16: (-32768, 32767),
     TensorProto.UINT16: (0, 65535), TensorProto.INT4: (-8, 7), TensorProto.UINT4: (0, 15),
+    TensorProto.FLOAT8E4M3FN: (-448, 448), TensorProto.FLOAT8E5M2: (-57344, 57344),
 }  # fmt: skip
+_FP8 = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Product:
 class Scales:
     products: list[Product] = field(default_factory=list)
     widened: list[str] = field(default_factory=list)  # ranges with a zero point, made symmetric around 0
+    converted: list[str] = field(default_factory=list)  # ranges of FP8
     shifted: list[str] = field(default_factory=list)  # UINT8 with zero point 128: the same codes less 128
     completed: list[str] = field(default_factory=list)  # products that get the Q/DQ they lacked at the weight
     waiting: list[Product] = field(default_factory=list)  # linears whose activation has no usable scale
@@ -111,13 +114,13 @@ def _amax_of(graph: CheckGraph, dq: onnx.NodeProto, found: Scales) -> float | No
     zero = graph.value(dq.input[2]) if len(dq.input) > 2 and dq.input[2] else None
     low, high = _RANGES[kind]
     step = float(np.max(scale.astype(np.float64)))
-    point = 0 if zero is None else int(zero.reshape(-1)[0])
+    point = 0 if zero is None or kind in _FP8 else int(zero.reshape(-1)[0])
     if kind == TensorProto.UINT8 and point == 128:
         found.shifted.append(finding_label(dq))
         return step * 127
     if kind == TensorProto.INT8 and point == 0:
         return step * 127
-    found.widened.append(finding_label(dq))
+    (found.converted if kind in _FP8 else found.widened).append(finding_label(dq))
     return step * max(high - point, point - low)
 
 
@@ -140,10 +143,10 @@ def _weight(
     shift = 128 if kind == TensorProto.UINT8 else 0
     symmetric = kind in (TensorProto.INT8, TensorProto.UINT8)
     symmetric &= shift == 0 if zero is None else bool(np.all(zero == shift))
-    if scale is None or not _is_good(scale):
+    if scale is None or not np.isfinite(scale.astype(np.float64)).all() or not scale.all():
         found.lost.append(finding_label(dq))
         return nothing
-    if not symmetric or scale.ndim > 1 or attribute(dq, "block_size"):
+    if not symmetric or not _is_good(scale) or scale.ndim > 1 or attribute(dq, "block_size"):
         return nothing
     if scale.size == 1:
         return Weight(np.asarray(scale, np.float32).reshape(()), True)
@@ -164,10 +167,13 @@ def remove_qdq(model: onnx.ModelProto) -> int:
     renamed: dict[str, str] = {}
     added: dict[str, onnx.TensorProto] = {}
     inputs: dict[str, str] = {}  # codes that are moved before their DQ -> floating-point constant
+    outputs = {value.name for value in model.graph.output}
     kept = []
     for node in model.graph.node:
-        if not is_qdq(node):
+        codes_leave = is_quantize(node) and node.output[0] in outputs
+        if not is_qdq(node) or codes_leave:
             kept.append(node)
+        if not is_qdq(node):
             continue
         renamed[node.output[0]] = node.input[0]
         _, origin = index.origin(node.input[0], MOVES)
@@ -181,8 +187,9 @@ def remove_qdq(model: onnx.ModelProto) -> int:
     for node in kept:
         for position, name in enumerate(node.input):
             node.input[position] = inputs.get(name, _final(renamed, name))
-    for value in model.graph.output:  # that of a Q or DQ keeps its name
-        if (source := _final(renamed, value.name)) != value.name:
+    made = {name for node in kept for name in node.output}
+    for value in model.graph.output:  # that of a DQ keeps its name
+        if value.name not in made and (source := _final(renamed, value.name)) != value.name:
             kept.append(helper.make_node("Identity", [source], [value.name], name=f"{value.name}_Identity"))
     model.graph.initializer.extend(added.values())
     replace_nodes(model, kept)

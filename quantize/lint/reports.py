@@ -24,7 +24,7 @@ from qdqbench.quantize.lint.check import CheckReport, summary
 from qdqbench.quantize.lint.diagnose import Diagnosis
 from qdqbench.quantize.lint.doctor import Doctor
 from qdqbench.quantize.lint.findings import EFFECTS, Finding
-from qdqbench.quantize.lint.fix import EngineRow, FixReport
+from qdqbench.quantize.lint.fix import NOT_FINITE, EngineRow, FixReport
 from qdqbench.quantize.lint.inspection import Inspection, Time
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report.figures import share
@@ -148,8 +148,8 @@ def fix_report(found: FixReport) -> doc.Report:
         ]
     several = len(outputs.rows) > 1
     for output in outputs.rows:
-        own = "not run" if output.before_error is None else f"{output.before_error:.4f}"
-        limit = f"{output.after_error:.4f} (limit {output.limit:.4f})"
+        own = "not run" if output.before_error is None else _error(output.before_error)
+        limit = f"{_error(output.after_error)} (limit {output.limit:.4f})"
         which = f"output {output.name}" if several else "outputs"
         rows.append(doc.row(f"{which}, relative error to the file without Q/DQ", own, limit))
     lines = []
@@ -158,8 +158,9 @@ def fix_report(found: FixReport) -> doc.Report:
         lengths = f", another shape in {outputs.other_lengths} batches" if outputs.other_lengths else ""
         where = f"{outputs.name}, " if several else ""
         lines.append(
-            f"{where}after against before: relative difference {outputs.difference:.4f}, largest "
-            f"{outputs.largest:.4f}{other}{lengths} (n = {outputs.n}, {outputs.inputs}, ONNX Runtime)"
+            f"{where}after against before: relative difference {_error(outputs.difference)}, largest "
+            f"{_error(outputs.largest or 0.0)}{other}{lengths} "
+            f"(n = {outputs.n}, {outputs.inputs}, ONNX Runtime)"
         )
     refused = ((row, name) for row, name in ((first, "before"), (second, "after")) if row and row.refused)
     lines += [f"engine {name}: {row.refused}" for row, name in refused]
@@ -171,6 +172,10 @@ def fix_report(found: FixReport) -> doc.Report:
     table = doc.Table(["", "before", "after"], rows, on=doc.EVERYWHERE)
     blocks: list[doc.Block] = [_list(done, "good"), _list(found.left, "bad"), table, _list(lines)]
     return report_of("fix", found.out, blocks)
+
+
+def _error(value: float) -> str:
+    return "NaN or infinite" if value >= NOT_FINITE else f"{value:.4f}"
 
 
 def _gemms(row: EngineRow) -> str:

@@ -27,6 +27,10 @@ MAX_VALUES = 1 << 27  # of a random input
 Feeds = Mapping[str, Array]
 
 
+class CannotLoad(UserError):
+    """ONNX Runtime has no kernels for a graph, or finds it invalid; other inputs would not help."""
+
+
 def graph_inputs(model: onnx.ModelProto) -> list[onnx.ValueInfoProto]:
     constants = {tensor.name for tensor in model.graph.initializer}
     return [value for value in model.graph.input if value.name not in constants]
@@ -153,6 +157,9 @@ def _run(
     source = str(model) if isinstance(model, Path) else model.SerializeToString()
     try:
         session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # its errors are of classes of its own, which it does not export
+        raise CannotLoad(f"ONNX Runtime cannot load the graph: {_shorten(str(error))}") from error
+    try:
         names = list(wanted) if wanted is not None else [output.name for output in session.get_outputs()]
         shapes = [each.shape for each in session.get_inputs()]
         fixed = [shape[0] for shape in shapes if shape and isinstance(shape[0], int)]
@@ -177,12 +184,17 @@ _SOURCE = re.compile(
 )
 
 
+def _shorten(text: str) -> str:
+    text = " ".join(text.split()).rpartition(" : ")[2]
+    return re.sub(r"^Load model from .{1,300}? failed:", "", text)[:300]
+
+
 def _read_refusal(text: str) -> str:
     """Return what ONNX Runtime refuses, and why, without places in its own source."""
     text = " ".join(text.split())
     if found := _AT_NODE.search(text):
         return f"{found[1]} {found[2]!r}: {_SOURCE.sub('', found[3])[:300]}"
-    return f"the graph or its inputs: {text.rpartition(' : ')[2][:300]}"
+    return f"the inputs: {_shorten(text)}"
 
 
 def _run_in_time(session: Any, names: list[str], batch: Feeds) -> list[Array]:

@@ -30,7 +30,7 @@ from qdqbench.quantize.utils.arrays import Array
 PRODUCTS = {
     "MatMul": 1, "Gemm": 1, "MatMulInteger": 1, "MatMulIntegerToFloat": 1, "DynamicQuantizeMatMul": 1,
     "QLinearMatMul": 3, "QGemm": 3, "QAttention": 1, "MatMulNBits": 1, "FusedMatMul": 1,
-    "Attention": 1, "MultiHeadAttention": 1,
+    "Attention": 1, "MultiHeadAttention": 1, "Einsum": 1,
 }  # fmt: skip
 # What `qdqbench fix` writes as Q, DQ and the plain operator, and the inputs that each needs.
 PLAIN_FORMS = {
@@ -113,7 +113,7 @@ class CheckGraph:
         self.operands = {
             node.output[0]: (self.operand(node.input[0]), self.operand(node.input[1]))
             for node in self.nodes
-            if operator(node) in (*MATMULS, "Attention") and len(node.input) > 1
+            if operator(node) in (*MATMULS, "Attention", "Einsum") and len(node.input) > 1
         }
         attentions = (self._attention(node) for node in self.nodes if operator(node) == "Softmax")
         self.attentions = [attention for attention in attentions if attention]

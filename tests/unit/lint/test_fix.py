@@ -475,7 +475,7 @@ def test_a_graph_that_took_too_long_is_not_run_in_other_batches(monkeypatch):
 def test_dynamic_quantization_in_fp16_is_mended(tmp_path):
     """FP16 scales times FP32 ones, which ONNX Runtime refuses: `check` offers `fix`."""
     path = write_dynamic(tmp_path, "dynamic.onnx", "fp16")
-    with pytest.raises(UserError, match="ONNX Runtime refuses"):
+    with pytest.raises(UserError, match="ONNX Runtime cannot load"):
         run_batches(path, {name: value.astype(np.float16) for name, value in feeds().items()})
     assert "mixed-types" in offered(onnx.load(path))
     np.savez(tmp_path / "h.npz", **{name: value.astype(np.float16) for name, value in feeds().items()})
@@ -520,3 +520,73 @@ def test_random_inputs_that_do_not_fit_are_said_in_words(tmp_path):
         fix(tmp_path / "file.onnx", tmp_path / "out.onnx", FixOptions(engine=False))
     assert str(error.value).startswith("random inputs do not fit every graph, so give --inputs FILE.npz")
     assert "ONNX Runtime refuses GatherElements '/pick': GatherElements op: Out of range" in str(error.value)
+
+
+def test_a_scale_below_zero_has_lost_nothing():
+    """As 4-bit quantizers of ONNX Runtime write them: the codes times the scale are the weight."""
+    model = healthy("fp32")
+    stored("/layer/query.weight_scale", np.full(32, -0.01))(model)
+    _, work = rewrite(model, FixOptions(), {}, [], left := [])
+    assert left == []
+    assert check_model(work).findings == []
+
+
+def test_ranges_of_fp8_become_ranges_of_int8():
+    model = healthy("fp32")
+    zero = next(t for t in model.graph.initializer if t.name == "/layer/query/input.zero_point")
+    zero.CopyFrom(helper.make_tensor(zero.name, TensorProto.FLOAT8E4M3FN, [], [0]))
+    work, done, _ = mended(model)
+    scale = next(t for t in work.graph.initializer if t.name == "/layer/norm0.out/int8/scale")
+    assert onnx.numpy_helper.to_array(scale) == np.float32(0.02 * 448 / 127)
+    assert "1 ranges of FP8 are ranges of INT8" in done
+
+
+def test_an_output_without_a_shape_and_one_of_codes(tmp_path):
+    model = healthy("fp32")
+    q = helper.make_node("QuantizeLinear", [model.graph.output[0].name, "s", "z"], ["codes"], name="/out/Q")
+    model.graph.node.append(q)
+    model.graph.initializer.append(helper.make_tensor("s", TensorProto.FLOAT, [], [0.05]))
+    model.graph.initializer.append(helper.make_tensor("z", TensorProto.INT8, [], [0]))
+    model.graph.output.append(helper.make_tensor_value_info("codes", TensorProto.INT8, None))
+    onnx.save(model, tmp_path / "file.onnx")
+    assert check_file(tmp_path / "file.onnx", allow=("slow-weight-order",)).findings == []
+    report = fix(tmp_path / "file.onnx", tmp_path / "out.onnx", FixOptions(engine=False, compute="keep"))
+    assert [row.name for row in report.outputs.rows] == [value.name for value in model.graph.output]
+    assert onnx.load(tmp_path / "out.onnx").graph.output[1].type.tensor_type.elem_type == TensorProto.INT8
+
+
+def test_nodes_that_share_a_name_are_kept_apart():
+    model = healthy("fp32")
+    for node in model.graph.node:
+        node.name = "same"
+    work, _, left = mended(model, compute="keep")
+    onnx.checker.check_model(work, full_check=True)
+    assert left == []
+
+
+def test_scales_in_half_precision_are_repaired_in_an_old_opset(tmp_path):
+    case = next(case for case in CASES if case.code == "opset-too-low" and case.form == "factored")
+    onnx.save(case.broken(), tmp_path / "file.onnx")
+    report = fix(tmp_path / "file.onnx", tmp_path / "out.onnx", FixOptions(engine=False))
+    assert (report.findings_before["opset-too-low"], report.findings_after) == (1, {})
+
+
+def test_operators_of_other_domains_keep_a_graph_in_fp32():
+    model = healthy("fp32")
+    model.graph.node[0].domain = "com.microsoft"
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    assert to_half(model) == "operators of other domains may not run (LayerNormalization)"
+
+
+def test_a_file_without_quantization_is_said_to_have_none():
+    _, done, _ = mended(float_layer())
+    assert done[-1].startswith("nothing in the file is quantized")
+
+
+def test_a_graph_that_the_runtime_cannot_load_needs_no_other_inputs(tmp_path):
+    node = helper.make_node("Own", ["x"], ["y"], domain="own")
+    model = model_of([node], {"x": [2, 2]}, {"y": [2, 2]})
+    model.opset_import.append(helper.make_opsetid("own", 1))
+    onnx.save(model, tmp_path / "file.onnx")
+    with pytest.raises(UserError, match=r"cannot load the graph: .*own.*; outputs are compared in it"):
+        fix(tmp_path / "file.onnx", tmp_path / "out.onnx", FixOptions(engine=False))

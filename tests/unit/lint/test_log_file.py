@@ -66,3 +66,54 @@ def test_other_text_is_no_log(tmp_path, text):
 def test_a_line_without_end_is_cut(tmp_path):
     found = read(tmp_path, trtexec(*missing_scale("x" * (2 * MAX_LINE)), *missing_scale("kept")))
     assert found.names["missing-scale"] == ["kept"]
+
+
+FAILED = trtexec(line("[TRT] Error Code 9: incorrectly marked as an int8 node", "E"), verdict="FAILED")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        FAILED.encode("utf-16"),  # as PowerShell redirects
+        FAILED.replace("\n", "\r\n").encode("utf-8-sig"),
+        "".join(f"\x1b[38;5;9m{each}\x1b[0m\n" for each in FAILED.splitlines()).encode(),
+        "".join(f"trt-1  | 2026-01-02T03:04:05Z {each}\n" for each in FAILED.splitlines()).encode(),
+    ],
+    ids=["utf-16", "crlf", "colors", "container"],
+)
+def test_a_log_is_read_as_its_program_wrote_it(tmp_path, data):
+    (tmp_path / "build.log").write_bytes(data)
+    found = read_log(tmp_path / "build.log")
+    assert is_log(data)
+    assert (found.version, found.passed, found.precision) == ("8.6.1", False, "FP32+FP16+INT8")
+    assert found.signs["log-marked-int8"] == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("[TensorRT] ERROR: Network must have at least one output", "log-no-outputs"),
+        (
+            "2026 [E:onnxruntime:Default, tensorrt_execution_provider.h:88 log] [2026 ERROR] 4: no "
+            "optimization profile has been defined",
+            "log-no-profile",
+        ),
+        (
+            "ERROR: [Torch-TensorRT TorchScript Conversion Context] - Unable to load library: libnvinfer.so",
+            "log-library",
+        ),
+        (
+            "E01 1 logging.cc:40] 1: Error Code 1: Serialization (Version tag does not match)",
+            "log-other-version",
+        ),
+    ],
+)
+def test_logs_of_programs_around_tensorrt(tmp_path, said, code):
+    found = read(tmp_path, said)
+    assert is_log(said.encode())
+    assert set(found.signs) == {code}
+
+
+@pytest.mark.parametrize("text", ['{"Layers": ["[TensorRT] ERROR"]}', '[{"name": "[TRT] [E] Error Code 1"}]'])
+def test_json_is_no_log(text):
+    assert not is_log(text.encode())
