@@ -157,7 +157,8 @@ def list_shipped(family: Family | None = None) -> list[Shipped]:
         first = choose_start(each)
         for name in (name for name, having in family_free_recipes().items() if each.name in having):
             recipe = f"{each.name}-{name}"
-            figures = {figure.device: figure for figure in read_figures() if figure.recipe == recipe}
+            own = [figure for figure in read_figures() if figure.recipe == recipe]
+            figures = {figure.device: figure for figure in own if figure.accuracy or figure.shown_speed}
             measured = tuple(figures[device] for device in DEVICES if device in figures)
             on = tuple(device for device, chosen in first.items() if chosen == name)
             about = load_recipe(recipe).description

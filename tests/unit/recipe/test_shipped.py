@@ -125,6 +125,10 @@ def test_figures_and_recipes_of_one_family():
     rows = shipped.list_shipped(family_of("xlm-roberta"))
     assert {row.recipe for row in rows} == {name for name in shipped_recipes() if name.startswith("roberta-")}
     assert all("xlm-roberta" in row.model_types and row.description for row in rows)
+    shown = [figure for row in shipped.list_shipped() for figure in row.figures]
+    assert all(
+        set(shipped.format_figure(figure)) > {shipped.NOT_MEASURED} or figure.accuracy for figure in shown
+    )
 
 
 def test_the_documents_recommend_what_the_figures_do():
