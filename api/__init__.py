@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from qdqbench._auto import auto
     from qdqbench._bench import bench
     from qdqbench._models import Exported, Quantized, check, export, load, load_embedder, quantize
+    from qdqbench._predict import predict
     from qdqbench._progress import StageProgress
     from qdqbench._runs import build, evaluate, load_recipe, qat, resume, run
     from qdqbench._train import finetune
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from qdqbench.eval.runs.results import Results
     from qdqbench.eval.selection.auto.results import Auto
     from qdqbench.quantize.calibration.record import CalibrationRecord
+    from qdqbench.quantize.deployment.predict import Predicted, Predictor
     from qdqbench.quantize.engine.results import EngineResult
     from qdqbench.quantize.lint.check import CheckReport
     from qdqbench.quantize.recipe.schema import Recipe
@@ -26,6 +28,7 @@ _HOMES = {
     "_auto": "auto",
     "_bench": "bench",
     "_models": "Exported Quantized check export load load_embedder",
+    "_predict": "predict",
     "_progress": "StageProgress",
     "_runs": "build evaluate load_recipe qat resume run",
     "_train": "finetune",
@@ -33,6 +36,7 @@ _HOMES = {
     "eval.bench.results": "Bench",
     "eval.metrics.mteb": "mteb_encoder",
     "quantize.calibration.record": "CalibrationRecord",
+    "quantize.deployment.predict": "Predicted Predictor",
     "quantize.lint.check": "CheckReport",
     "quantize.utils.errors": "CheckFailed MissingDevice QdqError UserError",
     "eval.runs.results": "Results",
@@ -50,6 +54,8 @@ __all__ = [
     "EngineResult",
     "Exported",
     "MissingDevice",
+    "Predicted",
+    "Predictor",
     "QdqError",
     "Quantized",
     "Recipe",
@@ -67,6 +73,7 @@ __all__ = [
     "load_embedder",
     "load_recipe",
     "mteb_encoder",
+    "predict",
     "qat",
     "quantize",
     "resume",

@@ -32,6 +32,7 @@ from qdqbench.eval.selection.auto.results import Auto
 from qdqbench.eval.selection.calibration_comparison import CalibrationComparison
 from qdqbench.eval.selection.search.results import Search
 from qdqbench.eval.selection.sensitivity.results import Sensitivity
+from qdqbench.quantize.deployment.predict import Predicted
 from qdqbench.quantize.engine.cuda import match
 from qdqbench.quantize.engine.cuda import names as cuda
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS
@@ -55,10 +56,13 @@ FILES: dict[str, tuple[type[BaseModel], ...]] = {  # in this order, each schema 
     "methods.json": (CalibrationComparison,),
     "search.json": (Search,),
     "auto.json": (Auto,),
-    "What other commands print with `--json`": tuple(
-        value
-        for value in vars(schemas).values()
-        if isinstance(value, type) and value.__module__ == schemas.__name__
+    "What other commands print with `--json`": (
+        *(
+            value
+            for value in vars(schemas).values()
+            if isinstance(value, type) and value.__module__ == schemas.__name__
+        ),
+        Predicted,
     ),
 }
 BOUNDS = {

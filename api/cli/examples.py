@@ -39,6 +39,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {  # by command: its page in `PAGES`, and
     "qat": ("how-to/qat.md", "qat int8-attention-qat --model my-model --task sst2"),
     "finetune": ("how-to/qat.md", "finetune --model bert-base-uncased --task sst2 --seeds 3"),
     "deploy": ("how-to/deploy.md", "deploy runs/a --out my-service"),
+    "predict": ("how-to/predict-files.md", "predict runs/a --data reviews.csv --out answers.parquet"),
     "push": ("how-to/other-libraries.md", "push runs/a OWNER/NAME --private"),
     "serve": ("how-to/serve.md", "serve runs/a --port 8000"),
     "export-triton": ("how-to/triton.md", "export-triton runs/a --out model-repository"),

@@ -1,4 +1,4 @@
-"""The commands `serve`, `deploy`, `push` and `export-triton`."""
+"""The commands `serve`, `deploy`, `predict`, `push` and `export-triton`."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +10,8 @@ from qdqbench.cli.terminal import plain, say
 from qdqbench.eval.runs.report.report import deploy as write
 from qdqbench.eval.runs.report.report import where_to_begin
 from qdqbench.quantize.deployment import push as upload
+from qdqbench.quantize.deployment.predict import predict_files
+from qdqbench.quantize.deployment.predict_options import PredictOptions
 from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.deployment.triton import export as triton
 from qdqbench.quantize.pipeline.ownership import locked_for_reading
@@ -50,6 +52,17 @@ def deploy(options: DeployOptions) -> Answer:
     paths = (path for path in sorted(made.rglob("*")) if path.is_file())
     sizes = {str(path.relative_to(made)): path.stat().st_size for path in paths}
     return Answer(HandedOver(folder=str(made), files=sizes, entry_point=begin), None, [f"deploy: {begin}"])
+
+
+def predict(options: PredictOptions) -> Answer:
+    made = predict_files(options)
+    rate = f"{made.rows_per_second:,.0f} rows/s" if made.rows_per_second else "in one part"
+    lines = [f"{made.out}: {made.rows:,} rows, {rate}"]
+    if made.resumed:
+        lines.append(f"{made.resumed:,} rows of them were answered by an earlier call")
+    if made.unanswered:
+        lines.append(f"{made.unanswered:,} rows have no answer: a text is null, or takes too many windows")
+    return Answer(made, None, lines)
 
 
 def push(options: PushOptions) -> Answer:

@@ -8,6 +8,7 @@ import typer
 
 from qdqbench import _options as options
 from qdqbench.cli.options import REQUIRED, Parameters, RecipeName, StartRecipe
+from qdqbench.quantize.deployment.predict_options import PredictOptions
 from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.utils.names import DEFAULT_QAT
 from qdqbench.quantize.utils.options import Options
@@ -89,6 +90,7 @@ COMMANDS: dict[str, dict[str, Command]] = {  # by what they are for, as help sho
     },
     "Deploy": {
         "deploy": Command("serve.deploy", options.DeployOptions),
+        "predict": Command("serve.predict", PredictOptions, resumes=True),
         "push": Command("serve.push", options.PushOptions),
         "serve": Command("serve.serve", Settings, RUN, about=SERVE, steps=None, json=False),
         "export-triton": Command("serve.export_triton", options.TritonOptions),

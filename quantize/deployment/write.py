@@ -88,6 +88,18 @@ def describe_texts(kind: TaskKind, columns: int, max_length: int) -> dict[str, A
     }
 
 
+def describe_task(session: Session, max_length: int) -> dict[str, Any]:
+    """Return what `standalone` has to know of a run's task and tokenizer; `model.json` has it too."""
+    task, tokenizer = session.config.task, session.tokenizer
+    return {
+        **describe_texts(task.kind, len(task.text_columns), max_length),
+        "side": tokenizer.truncation_side,  # where a text is cut off
+        "labels": read_labels(session),
+        "prompt": next(iter(task.prompts), ""),
+        "pad_id": session.pad_id,
+    }
+
+
 def read_labels(session: Session) -> list[str]:
     """Return the names of the answers' columns; empty where they are no classes."""
     classified = session.config.task.kind in (CLASSIFICATION, MULTI_LABEL, TOKENS)
@@ -348,23 +360,19 @@ def _describe_model(session: Session, graph: Path, runtimes: Sequence[Runtime]) 
     evaluated = outcomes.read_optimized(session.folder)
     optimized = evaluated is not None and not evaluated.describe_loss(session.recipe.gate.max_drop)
     optimized |= any(runtime.ran and runtime.backend == "onnxruntime" for runtime in runtimes)
-    texts = describe_texts(task.kind, len(task.text_columns), length)
+    told = describe_task(session, length)
     return {
         "task": task.name,
-        **texts,
-        "side": session.tokenizer.truncation_side,  # where a text is cut off
+        **told,
         "inputs": [value.name for value in read.input],
         "outputs": {
             value.name: str(onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type))
             for value in read.output
         },
-        "labels": read_labels(session),
         "pooling": pooling.model_dump(mode="json") if pooling else None,
-        "prompt": next(iter(task.prompts), ""),
-        "pad_id": session.pad_id,
         "batch": min(rows, MOST_ROWS),
         "script": runtimes[0].script,  # the nearest to what the run showed
-        "example": " ".join(f'"{text}"' for text in texts["texts"]),  # arguments of a command line
+        "example": " ".join(f'"{text}"' for text in told["texts"]),  # arguments of a command line
         "ran": any(runtime.ran for runtime in runtimes),  # as the engine of the run
         "onnxruntime": "ORT_ENABLE_ALL" if optimized else "ORT_DISABLE_ALL",
         "int8_dot": INT8_DOT,

@@ -71,7 +71,7 @@ def test_a_run_that_cannot_be_served_is_told_why(finished_run, tmp_path, qdqbenc
     (run / "build.json").write_text(json.dumps({"skipped": "no GPU here"}))
     done = qdqbench("serve", run)
     assert done.code == 3
-    assert "no engine to serve: no GPU here" in done.err
+    assert "no engine that answers: no GPU here" in done.err
 
 
 def test_a_worker_refuses_a_model_that_changed_since_the_start(finished_run, tmp_path):
@@ -82,10 +82,10 @@ def test_a_worker_refuses_a_model_that_changed_since_the_start(finished_run, tmp
     for part in (served.fp32, served.graph, served.engine):
         kept = part.path.read_bytes()
         part.path.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
-        with pytest.raises(UserError, match="changed since the server started; start the server again"):
+        with pytest.raises(UserError, match="changed since it was opened; start the same command again"):
             served.open_model("fp32" if part is served.fp32 else "engine")
         part.path.unlink()
-        with pytest.raises(UserError, match="changed since the server started"):
+        with pytest.raises(UserError, match="changed since it was opened"):
             served.open_model("fp32" if part is served.fp32 else "engine")
         part.path.write_bytes(kept)
 

@@ -8,14 +8,11 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 import numpy as np
 from pydantic import BeforeValidator, FailFast, Field, field_validator, model_validator
 
+from qdqbench.quantize.deployment.opened import ModelFile, open_run
 from qdqbench.quantize.deployment.server.batches import Run, Sizes
 from qdqbench.quantize.deployment.server.settings import ModelName
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile
-from qdqbench.quantize.engine.sidecar import check_sidecar
-from qdqbench.quantize.pipeline.graphs import FP32, graph_path
-from qdqbench.quantize.pipeline.outcomes import Skipped, engine_file, read_built
-from qdqbench.quantize.pipeline.pipeline import require_recorded
-from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.pipeline.graphs import FP32
 from qdqbench.quantize.standalone.answers import Row, classify, embed, extract, list_classes, score, tag
 from qdqbench.quantize.standalone.texts import Encoder
 from qdqbench.quantize.tasks.data.encode import Sample, encode_columns, make_encoder
@@ -28,7 +25,7 @@ from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.tasks.types.tokens import TOKENS, Tagged
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Float32
-from qdqbench.quantize.utils.errors import MissingDevice, UserError
+from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.schema import Strict
 
@@ -283,18 +280,6 @@ FP32_ROWS = 4  # of a batch: the FP32 model is for comparing single texts
 
 
 @dataclass(frozen=True)
-class ModelFile:
-    """A file of the run with its hash, so that no other model ever answers."""
-
-    path: Path
-    sha256: str
-
-    def check(self) -> None:
-        if not self.path.is_file() or files.sha256(self.path) != self.sha256:
-            raise UserError(f"{self.path} changed since the server started; start the server again")
-
-
-@dataclass(frozen=True)
 class Served:
     """A run as it is served; each worker process gets a copy."""
 
@@ -378,16 +363,8 @@ def require_short_words(tokenizer: Any, name: str) -> None:
 
 def open_served(folder: Path, *, fp32: bool = True) -> Served:
     """Open a run for serving; MissingDevice without an engine, `UserError` where it cannot be served here."""
-    session = Session(read_config(folder), folder)
-    built = read_built(folder)
-    if isinstance(built, Skipped):
-        raise MissingDevice(
-            f"{folder} has no engine to serve: {built.skipped}; build one for this CPU with "
-            "`qdqbench run ... --backend openvino`"
-        )
-    engine, graph, unquantized = engine_file(folder, built), graph_path(session), folder / FP32
-    require_recorded(session, graph)
-    sidecar = check_sidecar(engine, graph)
+    opened, unquantized = open_run(folder), folder / FP32
+    session, sidecar = opened.session, opened.sidecar
     if fp32 and not unquantized.is_file():
         raise UserError(
             f"{unquantized}, the FP32 model to compare with, does not exist; run "
@@ -396,7 +373,6 @@ def open_served(folder: Path, *, fp32: bool = True) -> Served:
     task = session.config.task
     require_short_words(session.tokenizer, session.model_name)
     on_cpu = sidecar.backend in CPU_BACKENDS
-    longest = max(profile.max[1] for profile in sidecar.profiles)
     # each text alone, however the run was evaluated; queries come first
     alone = EMBED.model_copy(update={"prompts": task.prompts[:1]})
     return Served(
@@ -404,12 +380,12 @@ def open_served(folder: Path, *, fp32: bool = True) -> Served:
         task=alone if task.kind.embeds else task,
         classes=() if task.kind.embeds else session.class_names,
         tokenizer=session.tokenizer,
-        max_length=min(session.recipe.export.max_length, longest),
+        max_length=opened.max_length,
         profiles=tuple(sidecar.profiles),
         made_with=f"{sidecar.backend} {sidecar.version}",
         recipe=session.recipe.name,
-        engine=ModelFile(engine, sidecar.engine_sha256),
-        graph=ModelFile(graph, sidecar.onnx_sha256),
+        engine=opened.engine,
+        graph=opened.graph,
         fp32=ModelFile(unquantized, files.sha256(unquantized) if fp32 else ""),
         fp32_backend=cast("BackendName", sidecar.backend) if on_cpu else "onnxruntime",
         int8=session.recipe.quantizes,

@@ -54,7 +54,14 @@ class CompiledEngine(AbstractContextManager["CompiledEngine"]):
 
     memory: CpuMemory | GpuMemory
 
-    def __init__(self, path: Path, onnx_path: Path | None = None, *, profile: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        onnx_path: Path | None = None,
+        *,
+        profile: bool = False,
+        threads: int | None = None,
+    ) -> None:
         sidecar = check_sidecar(path, onnx_path)
         backend, compute = cast("BackendName", sidecar.backend), sidecar.compute or "fp32"
         self._model: CompiledModel
@@ -64,7 +71,9 @@ class CompiledEngine(AbstractContextManager["CompiledEngine"]):
         else:
             before = psutil.Process().memory_info().rss
             data = path.read_bytes()
-            self._model = compile_model(backend, data, blob=True, compute=compute, profile=profile)
+            self._model = compile_model(
+                backend, data, blob=True, compute=compute, threads=threads, profile=profile
+            )
             used = max(0, psutil.Process().memory_info().rss - before)
             self.memory = CpuMemory(sidecar.engine_bytes, used)
         self.prepare = getattr(self._model, "prepare", None)  # where tokens are packed
@@ -183,21 +192,25 @@ def pad_to_profile(
     return pad_batch({name: batch[name] for name in inputs}, to_length, pad_id, to_rows)
 
 
-def open_engine(path: Path, onnx_path: Path, *, runtime_cache: Path | None = None) -> Engine | CompiledEngine:
+def open_engine(
+    path: Path, onnx_path: Path, *, runtime_cache: Path | None = None, threads: int | None = None
+) -> Engine | CompiledEngine:
     if has_profiles(read_sidecar(path).backend):
         return Engine(path, onnx_path, runtime_cache=runtime_cache)
-    return CompiledEngine(path, onnx_path)
+    return CompiledEngine(path, onnx_path, threads=threads)
 
 
-def open_runner(
+def open_runner(  # noqa: PLR0913
     path: Path,
     onnx_path: Path,
     *,
     pad_id: int,
     runtime_cache: Path | None = None,
     outputs: Iterable[str] = LOGITS,
+    threads: int | None = None,
 ) -> EngineRunner:
-    engine = open_engine(path, onnx_path, runtime_cache=runtime_cache)
+    """Return a runner of an engine; `threads` are for one of a CPU."""
+    engine = open_engine(path, onnx_path, runtime_cache=runtime_cache, threads=threads)
     if isinstance(engine, Engine):
         return GpuRunner(engine, pad_id=pad_id, outputs=outputs)
     return EngineRunner(engine, pad_id=pad_id, outputs=outputs)

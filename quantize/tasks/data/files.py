@@ -10,7 +10,7 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -171,7 +171,7 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
     options: dict[str, Any] = {}
     notes, warnings, mark = list[str](), list[str](), ","
     if kind == "csv":
-        encoding, mark = _form(task, paths[0])
+        encoding, mark, _ = find_form(paths[0], {*task.text_columns, task.label_column})
         missing = {task.label_column: ["", "NA", "NaN", "nan", "null", "None"]}
         options = {"converters": dict.fromkeys(task.text_columns, str), "keep_default_na": False}
         options |= {"na_values": missing, "encoding": encoding, "sep": mark}
@@ -283,20 +283,21 @@ def _remove_abandoned(place: Path) -> None:
                     shutil.rmtree(folder)
 
 
-def _form(task: Task, path: Path) -> tuple[str, str]:
-    """Return the encoding of a file, and the separator under which its header has the task's columns."""
+def find_form(path: Path, wanted: Collection[str]) -> tuple[str, str, list[str]]:
+    """Return a CSV's encoding, the separator under which it has the wanted columns, and all columns."""
     encoding = _encoding(path)
     with path.open("rb") as stream:
         head = stream.read(HEAD).decode(encoding, errors="ignore")
     line = next(iter(head.splitlines()), "")
     usual = "\t" if path.suffix == ".tsv" else ","
-    wanted = {*task.text_columns, task.label_column}
     fields = {mark: next(csv.reader([line], delimiter=mark), []) for mark in (usual, *BETWEEN)}
-    parted = {mark: (len(wanted & {*names}), len(names) > 1, mark == usual) for mark, names in fields.items()}
+    parted = {
+        mark: (len({*wanted} & {*names}), len(names) > 1, mark == usual) for mark, names in fields.items()
+    }
     chosen = max(parted, key=lambda mark: parted[mark])
     if twice := [name for name in wanted if fields[chosen].count(name) > 1]:
         raise UserError(f"{path} has more than one column {min(twice)!r}; remove or rename the others")
-    return encoding, chosen
+    return encoding, chosen, fields[chosen]
 
 
 def _encoding(path: Path) -> str:

@@ -35,19 +35,30 @@ def explain_refusal(error: Exception) -> MissingDevice | None:
     return next(map(MissingDevice, found), None)
 
 
+def _load_driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def count_gpus() -> int:
+    """Return how many GPUs CUDA shows to this process."""
+    cuda, count = _load_driver(), ctypes.c_int()
+    if cuda is None or cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)):
+        return 0
+    return count.value
+
+
 def find_gpu() -> Gpu | None:
     """Find the first GPU that CUDA shows to this process, by the driver library, as TensorRT does.
 
     torch may be a CPU build, and NVML neither heeds CUDA_VISIBLE_DEVICES nor counts in CUDA's order.
     """
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    cuda, major, minor = _load_driver(), ctypes.c_int(), ctypes.c_int()
+    if cuda is None or not count_gpus():
         return None
-    count, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(256)
-    if cuda.cuInit(0) or cuda.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
-        return None
     failed = cuda.cuDeviceGetName(name, len(name), 0)
     failed |= cuda.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, 0)
     failed |= cuda.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, 0)
