@@ -2,6 +2,7 @@
 
 import itertools
 
+import onnx
 import pytest
 from tools import measure_operators as measured
 
@@ -48,6 +49,17 @@ def test_products_inside_of_attention_count():
     report = check_model(model)
     assert report.counts["gemms"] == before + 2
     assert [row.state for row in report.gemms if row.node == "/own"] == ["floating point"] * 2
+
+
+def test_a_product_that_einsum_writes_counts():
+    """As the engine has it: a GEMM in INT8."""
+    model = measured.linear("INT8", "INT8")
+    node = model.graph.node[-1]
+    node.op_type = "Einsum"
+    node.attribute.append(onnx.helper.make_attribute("equation", "mk,kn->mn"))
+    assert [(row.operator, row.state) for row in check_model(model).gemms] == [("Einsum", "INT8")]
+    model.graph.node[-1].input[0] = "x"
+    assert [row.state for row in check_model(model).gemms] == ["not INT8"]
 
 
 def test_the_engine_agrees_with_the_tables():
