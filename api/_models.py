@@ -23,7 +23,7 @@ from qdqbench.quantize.calibration.record import (
     trained_record,
     write_record,
 )
-from qdqbench.quantize.calibration.techniques import channel_splitting, smoothing
+from qdqbench.quantize.calibration.techniques import channel_splitting
 from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSplit
 from qdqbench.quantize.engine.backend import gpu_backend
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
@@ -129,17 +129,16 @@ class Quantized(Shown):
 
         plain: Any = prepare_model(cast("Any", copy.deepcopy(self.original)).cpu())
         channel_splitting.keep_equal(self.model, self.record.splits)()  # after the last step of a training
-        own = {name: value.cpu() for name, value in self.model.state_dict().items()}
 
         def gives_own(record: CalibrationRecord) -> bool:
+            own = {name: value.cpu() for name, value in self.model.state_dict().items()}
             rebuilt = _restore(plain, self.recipe, record).model.state_dict()
             return own.keys() == rebuilt.keys() and all(torch.equal(own[name], rebuilt[name]) for name in own)
 
         if gives_own(self.record):
             return plain, self.record
-        record, family = trained_record(self.model, self.record), self.plan.family
-        weights = smoothing.remove_factors(self.model, record.smoothing)
-        weights = channel_splitting.remove_copies(weights, record.splits, family)
+        record = trained_record(self.model, self.record)
+        weights = ptq.take_out(self.model, record)
         shapes = {name: weights[name].shape if name in weights else None for name in plain.state_dict()}
         fits = shapes == {name: value.shape for name, value in plain.state_dict().items()}
         if fits:

@@ -18,6 +18,7 @@ from qdqbench.eval.verification.results import read_verified
 from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
 from qdqbench.quantize.calibration.techniques import (
     bias_correction,
+    centering,
     channel_splitting,
     qkv_bias_folding,
     smoothing,
@@ -67,6 +68,7 @@ def model_changes(  # noqa: PLR0913
         ),
         *smoothing.describe_changes(record.smoothing),
         *channel_splitting.describe_changes(record.splits),
+        *centering.describe_changes(record.centering, record.shifts),
         *qkv_bias_folding.describe_changes(plan, record.centers, record.shifts),
         *softmax_scale.describe_changes(record.softmax),
         ("INT8 attention", len(plan.attention), "attention", "q, k, v and the softmax of {} are in INT8."),

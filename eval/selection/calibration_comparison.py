@@ -79,6 +79,7 @@ class CalibrationRow(Strict):
         parts += [f"weights {section.weights_method}"] if section.weights_method != "max" else []
         parts += ["bias correction"] if section.bias_correction else []
         parts += [f"split {section.outlier_channel_splitting}"] if section.outlier_channel_splitting else []
+        parts += ["centering"] if section.centering else []
         return ", ".join(parts)
 
 
@@ -121,6 +122,7 @@ def list_sections(own: Calibration, methods: Sequence[str], smooths: Sequence[st
             {"bias_correction": not own.bias_correction},
             {"outlier_channel_splitting": 0 if own.outlier_channel_splitting else EXTRA},
             {"smoothing": ALPHA if own.smoothing == "gain" else "gain"},
+            {"centering": not own.centering},
         ]
     sections = [own, *(_change(own, each) for each in changes)]
     return [section for at, section in enumerate(sections) if section not in sections[:at]]
@@ -169,7 +171,7 @@ class CalibrationCase:
     def passes(self) -> str:
         """Return what is equal for cases that share their passes over the calibration data."""
         scaling = [(name, each.weights, each.smoothing) for name, each in self.plan.scaling.items()]
-        return repr((self.section.outlier_channel_splitting, scaling))
+        return repr((self.section.outlier_channel_splitting, self.section.centering, scaling))
 
 
 def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str]) -> list[CalibrationCase]:
@@ -185,7 +187,8 @@ def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str])
     for section in sections:
         variant = recipe.model_copy(update={"calibration": section})
         plan = resolve(variant, modules, prefix)
-        key = tuple(plan.scaling.items()), section.bias_correction, section.outlier_channel_splitting
+        others = section.bias_correction, section.outlier_channel_splitting, section.centering
+        key = tuple(plan.scaling.items()), *others
         cases.setdefault(key, CalibrationCase(variant, plan))
     if same := len(sections) - len(cases):
         session.notes.append(

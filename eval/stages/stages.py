@@ -230,7 +230,7 @@ def parity(session: Session) -> list[Path]:
     with use_frozen_weights(model):
         found = compare_layers(graph, model, _parity_batches(session))
         few = {name: rows[:LAYER_SAMPLES] for name, rows in next(_parity_batches(session)).items()}
-        moved = get_state_shifts(session.ptq_record, plan)
+        moved = get_state_shifts(session.ptq_record)
         with session.fp32_shifted() as fp32:
             errors = layer_errors(model, fp32, list(plan.int8), [few], biases, moved)
     return [

@@ -12,16 +12,22 @@ import numpy as np
 
 from qdqbench.quantize.calibration import record as records
 from qdqbench.quantize.calibration.fakequant import quantizers as fake
-from qdqbench.quantize.calibration.techniques import channel_splitting, qkv_bias_folding, smoothing
+from qdqbench.quantize.calibration.techniques import (
+    centering,
+    channel_splitting,
+    qkv_bias_folding,
+    smoothing,
+)
 from qdqbench.quantize.calibration.techniques import softmax_scale as softmax
 from qdqbench.quantize.calibration.techniques.bias_correction import (
     apply_biases,
     correct_biases,
     note_missing_biases,
 )
+from qdqbench.quantize.calibration.techniques.centering import Centering, Shift
 from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSplit
-from qdqbench.quantize.calibration.techniques.qkv_bias_folding import Shift
 from qdqbench.quantize.calibration.techniques.smoothing import Smoothing
+from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.recipe.plan import (
     Plan,
     folds_kv_bias,
@@ -37,6 +43,7 @@ from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import report_phase, reporter, track
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 PARTS = 4  # of the calibration rows, whose largest values are compared
@@ -186,7 +193,7 @@ def calibrate(
     quantizers = insert_quantizers(model, plan)
     fixed = _resolve_overrides(settings.amax, quantizers, plan, model.base_model_prefix)
     report_phase("looking at ranges")
-    shifts, moved, splits, warnings = _prepare(model, plan, settings.outlier_channel_splitting, forward_loop)
+    shifts, moved, splits, centered, warnings = _prepare(model, plan, settings, forward_loop)
     without = qkv_bias_folding.compute_moved_biases(model, plan)
     apply_biases(model, without)
     report_phase("looking at softmax")
@@ -196,8 +203,8 @@ def calibrate(
         and any(batch["input_ids"].shape[1] > softmax.LONG for batch in batches)
     )
     chosen = softmax.choose_softmax_scales(model, plan, forward_loop, folds_kv_bias(plan), by_error=by_error)
-    centered = softmax.get_bias_deltas(model, plan, chosen.centers)
-    apply_biases(model, centered)
+    of_values = softmax.get_bias_deltas(model, plan, chosen.centers)
+    apply_biases(model, of_values)
     for name, amax in chosen.amax.items():
         quantizers[f"{name}.p_bmm_quantizer"].amax = amax
     histograms.install_calibrators(quantizers, plan)
@@ -205,6 +212,8 @@ def calibrate(
     with fake._silent(), _watch_inputs(quantizers, lengths, fixed, plan) as seen:
         mtq.calibrate(model, "max", forward_loop=forward_loop)
     notes = [*_note_shared(model, plan), *note_kept_biases(plan), *chosen.notes]
+    if settings.centering and not (shifts or centered.inputs):
+        notes.append("nothing was centered: no one-sided input of an INT8 linear can go into a bias")
     notes += _revive_dead_channels(model, quantizers)
     for name in track("scales of weights", plan.int8):
         if plan.scaling_of(name).weights == "mse":
@@ -233,7 +242,8 @@ def calibrate(
         shifts=shifts,
         splits=splits,
         smoothing=moved,
-        centers=without | centered,
+        centers=without | of_values,
+        centering=centered,
         biases=biases,
         softmax=chosen.loss,
         replaced=replaced,
@@ -246,32 +256,38 @@ def calibrate(
 
 
 def _prepare(
-    model: "PreTrainedModel", plan: Plan, extra: int, forward_loop: Callable[["PreTrainedModel"], None]
-) -> tuple[
-    dict[str, Shift],
-    Smoothing,
-    dict[str, ChannelSplit],
-    list[str],
-]:
-    """Shift, smooth, and split outlier channels, in one pass over the data; only what the plan asks for."""
-    seconds = plan.family.splittable(plan.int8) if extra else []
+    model: "PreTrainedModel",
+    plan: Plan,
+    settings: Calibration,
+    forward_loop: Callable[["PreTrainedModel"], None],
+) -> tuple[dict[str, Shift], Smoothing, dict[str, ChannelSplit], Centering, list[str]]:
+    """Shift, smooth, split outlier channels and center, in one pass over the data; what the plan asks for."""
+    extra, center = settings.outlier_channel_splitting, settings.centering
+    seconds = plan.family.splittable(plan.int8) if extra or center else []
+    tensors = centering.list_centered(model, plan) if center else {}
+    readers = [name for tensor in tensors.values() for name in tensor.readers]
     with qkv_bias_folding.record_inputs(model, plan) as seen:
-        ranges = smoothing.measure_ranges(model, plan, forward_loop, seconds, always=bool(seen))
-    shifts, warnings = qkv_bias_folding.choose_shifts(model, plan, seen, ranges)
+        also = [*seconds, *readers]
+        ranges = smoothing.measure_ranges(model, plan, forward_loop, also, always=bool(seen))
+    shifts, warnings = qkv_bias_folding.choose_shifts(model, plan, seen, ranges, centered=center)
+    shifts |= centering.center_norms(model, tensors, ranges)
     for shift in shifts.values():
         apply_biases(model, shift.added)
     moved = smoothing.smooth(model, plan, ranges, folds_kv_bias(plan))
     moved = qkv_bias_folding.equalize(model, plan, moved, ranges)
+    constants = centering.choose_constants(model, plan, seconds, ranges) if center else {}
     splits: dict[str, ChannelSplit] = {}
-    for name in seconds:
+    for name in seconds if extra else ():
         second: Any = model.get_submodule(name)
         if plan.int8[name] == "channel":  # a massive weight is in few rows, and has their scales to itself
             weights = np.ones(second.in_features)
         else:
             weights = smoothing.column_ranges(second.weight)
-        splits[name] = channel_splitting.choose_channels(ranges.inputs[name], weights, extra)
+        splits[name] = channel_splitting.choose_channels(ranges.inputs[name].max(axis=0), weights, extra)
     channel_splitting.apply_copies(model, splits)
-    return shifts, moved, splits, warnings
+    centered = centering.compute_biases(model, constants)
+    centering.apply_centering(model, centered)
+    return shifts, moved, splits, centered, warnings
 
 
 def restore(model: "PreTrainedModel", plan: Plan, record: records.CalibrationRecord) -> None:
@@ -289,6 +305,7 @@ def restore(model: "PreTrainedModel", plan: Plan, record: records.CalibrationRec
         apply_biases(model, shift.added)
     smoothing.apply_factors(model, record.smoothing)
     channel_splitting.apply_copies(model, record.splits)
+    centering.apply_centering(model, record.centering)
     apply_biases(model, record.centers)
     apply_biases(model, record.biases)
     device = next(model.parameters()).device
@@ -296,6 +313,16 @@ def restore(model: "PreTrainedModel", plan: Plan, record: records.CalibrationRec
         state = record.quantizers[name]
         amax = torch.tensor(state.amax, dtype=torch.float32, device=device)
         quantizer.amax = amax.reshape(-1, 1) if state.axis is not None else amax
+
+
+def take_out(model: "PreTrainedModel", record: records.CalibrationRecord) -> "dict[str, torch.Tensor]":
+    """Return the weights from which `restore` makes a fake-quant model again, bit for bit: a state dict.
+
+    Without quantizers both compute the same. Biases of the model may change in the last bit, in place.
+    """
+    weights = smoothing.remove_factors(model, record.smoothing)
+    weights = channel_splitting.remove_copies(weights, record.splits, family_of(model.config))
+    return centering.take_out_biases(model, record.centering, weights)
 
 
 def _require_finite_weights(model: "PreTrainedModel") -> None:

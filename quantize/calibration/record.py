@@ -10,11 +10,16 @@ from typing import Any, Literal
 import numpy as np
 
 from qdqbench.quantize.calibration.fakequant import quantizers as fake
+from qdqbench.quantize.calibration.techniques.centering import (
+    Centering,
+    Shift,
+    compute_biases,
+    select_centering,
+)
 from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSplit
-from qdqbench.quantize.calibration.techniques.qkv_bias_folding import Shift
 from qdqbench.quantize.calibration.techniques.smoothing import Smoothing
 from qdqbench.quantize.calibration.techniques.softmax_scale import SoftmaxRow
-from qdqbench.quantize.recipe.plan import Plan, folds_q_bias
+from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -82,12 +87,13 @@ class QuantizerState(Strict):
 class CalibrationRecord(Tabular):
     """`calibration.json`: every amax, and the data that it came from."""
 
-    schema_version: Literal[2] = 2
+    schema_version: Literal[3] = 3
     method: str  # of the calibration section; rules may refine it
     methods: dict[str, str] = {}  # linear or attention -> method, where it differs
     # second linear of a feed-forward -> its copies, made after smoothing
     splits: dict[str, ChannelSplit] = {}
-    shifts: dict[str, Shift] = {}  # by INT8 attention
+    shifts: dict[str, Shift] = {}  # by attention whose q lost its bias, or by first reader
+    centering: Centering = Centering()
     smoothing: Smoothing = Smoothing()
     # linear -> what centering the values of an INT8 attention added to its bias, float32 values
     centers: dict[str, list[float]] = {}
@@ -139,7 +145,8 @@ def trained_record(model: Any, record: CalibrationRecord) -> CalibrationRecord:
         if state.amax == record.quantizers[name].amax:  # else training made it
             state.spread = record.quantizers[name].spread
     require_plausible(states)
-    changed = {"quantizers": states, "shifts": {}, "centers": {}, "biases": {}}
+    changed: dict[str, Any] = {"quantizers": states, "shifts": {}, "centers": {}, "biases": {}}
+    changed["centering"] = compute_biases(model, record.centering.inputs)
     return record.model_copy(update=changed)
 
 
@@ -189,14 +196,10 @@ def _implausible(state: QuantizerState) -> str | None:
     return None
 
 
-def get_state_shifts(record: CalibrationRecord, plan: Plan) -> dict[int, list[float]]:
+def get_state_shifts(record: CalibrationRecord) -> dict[int, list[float]]:
     """Return what shifts add to hidden states, [hidden], by number: 0 is that after the embeddings."""
-    makers = folds_q_bias(plan)
-    return {
-        place.number: shift.added[makers[name]]
-        for name, shift in record.shifts.items()
-        if (place := plan.family.place(name))
-    }
+    shifts = record.shifts.values()
+    return {shift.state: shift.added[shift.maker] for shift in shifts if shift.state is not None}
 
 
 def require_shared(states: Mapping[str, QuantizerState], plan: Plan) -> None:
@@ -237,7 +240,8 @@ def select_record(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord
         smoothing.inputs |= {n: v for n, v in factors.inputs.items() if of(n) is record and n in plan.int8}
         smoothing.rows |= {n: v for n, v in factors.rows.items() if of(n) is record}
     centers = {n: v for record in (plain, fused) for n, v in record.centers.items() if of(n) is record}
-    shifts = {name: choice for name, choice in fused.shifts.items() if name in plan.attention}
+    shifts = {n: v for record in (plain, fused) for n, v in record.shifts.items() if of(n) is record}
+    centering = select_centering(fused.centering, plan.int8)
     softmax = [row for row in fused.softmax if row.module in plan.attention]
     quantizers = {name: of(name).quantizers[name] for name in wanted}
     splits = {name: of(name).splits[name] for name in fused.splits if name in plan.int8}
@@ -249,6 +253,7 @@ def select_record(plan: Plan, plain: CalibrationRecord, fused: CalibrationRecord
             own = [value for n, value in enumerate(amax) if n % width < width - choice.extra]
             quantizers[rows] = quantizers[rows].model_copy(update={"amax": own})
     parts = {"shifts": shifts, "smoothing": smoothing, "splits": splits, "centers": centers}
+    parts["centering"] = centering
     return fused.model_copy(update={"quantizers": quantizers, "softmax": softmax, **parts})
 
 

@@ -102,7 +102,7 @@ def recipe_from_cache(cache: Path, model: str, onnx_file: Path, *, revision: str
     draft = new_recipe(model, revision)
     data = parse_recipe(draft.text, draft.recipe).model_dump(mode="json")
     # nothing may change the range of tensors before they are quantized
-    data["calibration"] |= {"smoothing": "none", "outlier_channel_splitting": 0}
+    data["calibration"] |= {"smoothing": "none", "outlier_channel_splitting": 0, "centering": False}
     network = prepare_model(create_untrained(model, read_model_config(model, revision)))
     recipe = validate_recipe(data, data["name"])
     plan = resolve(recipe, module_table(network), network.base_model_prefix)

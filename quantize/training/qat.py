@@ -17,10 +17,11 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import PreTrainedModel
 
+from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration import record as records
 from qdqbench.quantize.calibration.fakequant import native
 from qdqbench.quantize.calibration.fakequant.quantizers import list_quantizers
-from qdqbench.quantize.calibration.techniques import channel_splitting, qkv_bias_folding, smoothing
+from qdqbench.quantize.calibration.techniques import channel_splitting, qkv_bias_folding
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.pipeline.session import CHECKPOINTS, QAT, RECORD, Session
@@ -65,7 +66,7 @@ def unshift_states(session: Session, accelerator: Accelerator) -> Callable[[Stat
     """Return what takes the shifts of calibration out of hidden states, which the teacher has not."""
     moved = {
         number: torch.tensor(values, device=accelerator.device)
-        for number, values in records.get_state_shifts(session.ptq_record, session.plan).items()
+        for number, values in records.get_state_shifts(session.ptq_record).items()
     }
     return lambda hidden: tuple(
         state - moved[number] if number in moved else state for number, state in enumerate(hidden)
@@ -307,9 +308,7 @@ def _write_trained(session: Session, model: PreTrainedModel, run: TrainingRun) -
     folder, record = session.folder / QAT, session.ptq_record
     trained = records.trained_record(model, record)
     plain = session.new_model()  # no quantizers, no smoothing factors in weights, no copies
-    weights = channel_splitting.remove_copies(
-        smoothing.remove_factors(model, record.smoothing), record.splits, family_of(model.config)
-    )
+    weights = ptq.take_out(model, trained)
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
     with files.atomic_folder(folder / "model") as temporary, quiet("transformers"):
         plain.save_pretrained(temporary)

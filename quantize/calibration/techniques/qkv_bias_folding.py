@@ -10,7 +10,7 @@ taken out of the residual: W d is the bias, but for what the keys of the calibra
 regression), which is dropped.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qdqbench.quantize.calibration.techniques.centering import (
+    NormOutput,
+    Shift,
+    find_middle,
+    make_shift,
+    shift_edges,
+)
 from qdqbench.quantize.calibration.techniques.change import Change
 from qdqbench.quantize.calibration.techniques.smoothing import (
     Ranges,
@@ -38,7 +45,6 @@ from qdqbench.quantize.recipe.plan import (
 from qdqbench.quantize.utils.arrays import Float64
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
-from qdqbench.quantize.utils.schema import Strict
 
 if TYPE_CHECKING:
     import torch
@@ -49,14 +55,7 @@ RIDGE_LAMBDA = 0.01
 LARGEST_REST = 0.1  # of scores, root mean square: more is told
 
 
-class Shift(Strict):
-    """A shift of what q, k and v of an INT8 attention read, in place of the bias of q."""
-
-    added: dict[str, list[float]]  # module -> what is added to its bias before all else, float32 values
-    rest: float  # root mean square of what the bias did to scores and the shift does not
-
-
-def describe_changes(plan: Plan, centers: Collection[str], shifts: Collection[str]) -> Iterator[Change]:
+def describe_changes(plan: Plan, centers: Collection[str], shifts: Mapping[str, Shift]) -> Iterator[Change]:
     yield Change(
         "moved biases",
         len(list_bias_free_linears(plan).intersection(centers)),
@@ -65,7 +64,7 @@ def describe_changes(plan: Plan, centers: Collection[str], shifts: Collection[st
     )
     yield Change(
         "shifted inputs",
-        len(shifts),
+        sum(shift.rest is not None for shift in shifts.values()),
         "INT8 attention",
         "What q, k and v of {} read is shifted where it is made, which does what the bias of q did. What "
         "else that does is taken out after the attention.",
@@ -122,15 +121,13 @@ def record_inputs(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _S
 
 
 def choose_shifts(
-    model: "PreTrainedModel", plan: Plan, seen: dict[str, _Seen], ranges: Ranges
+    model: "PreTrainedModel", plan: Plan, seen: dict[str, _Seen], ranges: Ranges, *, centered: bool = False
 ) -> tuple[dict[str, Shift], list[str]]:
     """Choose the shifts for a model whose weights are its own yet; they change no answer.
 
-    `ranges` of what q, k and v read become those of the shifted. Returns the shifts by attention whose q has
-    a bias, and a warning where much of what one does is left out.
+    `ranges` of what q, k and v read become those of the shifted: near the middle if `centered`. Returns the
+    shifts by attention whose q has a bias, and a warning where much of what one does is left out.
     """
-    import torch
-
     shifts: dict[str, Shift] = {}
     makers = folds_q_bias(plan)
     for name, stats in seen.items():
@@ -142,18 +139,18 @@ def choose_shifts(
         low, high = (edge.double().cpu().numpy() for edge in (stats.low, stats.high))
         bias = modules[0].bias.detach().double().cpu().numpy()
         size = int(getattr(model.get_submodule(name), plan.family.head_size))
-        spread = stats.spread.cpu().numpy() / stats.samples
-        values, rest = solve_shift(weights[0], weights[1], bias, size, spread, (high - low) / 2)
-        values = values.astype(np.float32).astype(np.float64)
-        added = {makers[name]: values} | {
-            linear: -weight @ values for linear, weight in zip(linears, weights, strict=True)
-        }
-        added |= dict.fromkeys(get_linears(plan, name, "output"), -values)
-        as_lists = {module: torch.from_numpy(delta).float().tolist() for module, delta in added.items()}
-        shifts[name] = Shift(added=as_lists, rest=rest)
-        largest = np.maximum(np.abs(low + values), np.abs(high + values))
-        ranges.inputs |= {linear: largest for linear in linears if linear in ranges.inputs}
-    lost = {name: shift.rest for name, shift in shifts.items() if shift.rest > LARGEST_REST}
+        spread, edges = stats.spread.cpu().numpy() / stats.samples, np.stack([-low, high])
+        start = -find_middle(edges) if centered else np.zeros_like(low)
+        left = bias - weights[0] @ start
+        values, rest = solve_shift(weights[0], weights[1], left, size, spread, (high - low) / 2)
+        values = (start + values).astype(np.float32).astype(np.float64)
+        (output,) = get_linears(plan, name, "output")
+        tensor = NormOutput(makers[name], tuple(linears), output, plan.family.layer_of(name))
+        shifts[name] = make_shift(model, tensor, values, rest)
+        moved = shift_edges(edges, values)
+        ranges.inputs |= {linear: moved for linear in linears if linear in ranges.inputs}
+    rests = {name: shift.rest or 0.0 for name, shift in shifts.items()}
+    lost = {name: rest for name, rest in rests.items() if rest > LARGEST_REST}
     warning = (
         f"the scores of {name_list(lost)} lose part of what the bias of q adds, up to a root mean "
         f"square of {max(lost.values(), default=0):.2f}; keep it with weights: int8/per-channel for their "

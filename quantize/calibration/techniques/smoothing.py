@@ -66,10 +66,10 @@ def describe_changes(smoothing: Smoothing) -> Iterator[Change]:
 
 @dataclass
 class Ranges:
-    """Ranges of each channel, float64, by module."""
+    """Minus the smallest and the largest value of each channel, float64 [2, channels], by linear."""
 
-    inputs: dict[str, Float64]  # largest magnitude, [channels]
-    outputs: dict[str, Float64]  # minus the smallest and the largest value, [2, channels]
+    inputs: dict[str, Float64]
+    outputs: dict[str, Float64]
 
 
 def measure_ranges(
@@ -87,23 +87,23 @@ def measure_ranges(
     """
     import torch
 
-    inputs = [*_smoothed(plan, plan.int8), *also]
+    inputs = dict.fromkeys([*_smoothed(plan, plan.int8), *also])
     outputs = {made.linear for name in _smoothed(plan, plan.attention) for made in _made_scores(plan, name)}
     outputs |= {linear for name in folds_kv_bias(plan) for linear in get_linears(plan, name, *QKV_ROLES)}
     if not (inputs or outputs or always):
         return Ranges({}, {})
     ranges: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
 
-    def keep(side: str, name: str, largest: "torch.Tensor") -> None:
-        before = ranges[side].get(name)
-        ranges[side][name] = largest if before is None else largest.maximum(before)
+    def keep(side: str, name: str, value: "torch.Tensor") -> None:
+        flat, before = value.detach().flatten(0, -2), ranges[side].get(name)
+        edges = torch.stack([-flat.amin(dim=0), flat.amax(dim=0)])
+        ranges[side][name] = edges if before is None else edges.maximum(before)
 
     def before(name: str, _: Any, values: tuple[Any, ...]) -> None:
-        keep("inputs", name, values[0].detach().flatten(0, -2).abs().amax(dim=0))
+        keep("inputs", name, values[0])
 
     def after(name: str, _: Any, __: Any, output: "torch.Tensor") -> None:
-        flat = output.detach().flatten(0, -2)
-        keep("outputs", name, torch.stack([-flat.amin(dim=0), flat.amax(dim=0)]))
+        keep("outputs", name, output)
 
     with ExitStack() as hooks, quantizers_off(model):
         for name in inputs:
@@ -247,7 +247,8 @@ def _product(smoothing: Smoothing, name: str, value: "torch.Tensor") -> "torch.T
 def _choose_scales(model: "PreTrainedModel", names: list[str], ranges: Ranges, alpha: float | str) -> Float64:
     """Return powers of two [K] for the input that linears share; 1 for channels that are always zero."""
     largest = np.max([column_ranges(get_weight(model, name)) for name in names], axis=0)
-    return _power_of_two(_ratio(ranges.inputs[names[0]] ** float(alpha), largest ** (1 - float(alpha))))
+    inputs = ranges.inputs[names[0]].max(axis=0)
+    return _power_of_two(_ratio(inputs ** float(alpha), largest ** (1 - float(alpha))))
 
 
 def column_ranges(weight: "torch.Tensor") -> Float64:

@@ -107,7 +107,7 @@ def test_a_shift_changes_no_answer_and_does_what_the_bias_of_q_does(model: Any) 
         apply_biases(model, each.added)
     torch.testing.assert_close(forward(model, batch), before, rtol=1e-4, atol=1e-5)
     for name in QUERIES:
-        assert ranges.inputs[name].shape == (model.config.hidden_size,)
+        assert ranges.inputs[name].shape == (2, model.config.hidden_size)
         without.get_submodule(name).bias.data.zero_()
     apply_biases(model, qkv_bias_folding.compute_moved_biases(model, plan))
     assert not any(model.get_submodule(name).bias.any() for name in KEYS_AND_VALUES | QUERIES)

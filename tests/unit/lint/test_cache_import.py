@@ -141,9 +141,13 @@ def test_given_amax_that_cannot_be_used_are_refused(folder, name, changes, said)
         ptq.calibrate(model, tiny.plan_of(recipe, model), tiny.calibration_batches(), recipe.calibration)
 
 
-@pytest.mark.parametrize("changes", [{"smoothing": 0.5}, {"outlier_channel_splitting": 32}])
+@pytest.mark.parametrize(
+    "changes", [{"smoothing": 0.5}, {"outlier_channel_splitting": 32}, {"centering": True}]
+)
 def test_a_recipe_that_changes_the_tensors_cannot_give_their_amax(changes):
-    with pytest.raises(ValueError, match="set smoothing to none and outlier_channel_splitting to 0"):
+    with pytest.raises(
+        ValueError, match="smoothing to none, outlier_channel_splitting to 0 and centering to false"
+    ):
         tiny.recipe_with(calibration={"amax": {"x.input_quantizer": 1.0}, **changes})
 
 

@@ -36,12 +36,13 @@ def test_default_rows_change_one_thing_beside_the_grid(own: Calibration) -> None
     assert len(found) == len({section.model_dump_json() for section in found})
     single = [section for section in found if len(differing(section, own)) == 1]
     changed = {next(iter(differing(section, own))) for section in single}
-    grid, others = {"method", "smoothing"}, {"weights_method", "bias_correction", "outlier_channel_splitting"}
+    grid = {"method", "smoothing"}
+    others = {"weights_method", "bias_correction", "outlier_channel_splitting", "centering"}
     assert changed == grid | others
     assert {section.method for section in found} == {*METHODS, own.method}
     assert {"none", own.smoothing, "gain"} <= {section.smoothing for section in found}
     assert all(differing(section, own) <= {"method", "smoothing"} or section in single for section in found)
-    assert 10 <= len(found) <= 18
+    assert 10 <= len(found) <= 19
 
 
 def test_named_methods_and_smoothings_make_the_grid() -> None:

@@ -1,0 +1,213 @@
+"""Centering: INT8 codes are symmetric, and many activations are not (`calibration.centering`).
+
+Both forms are exact before quantization and cost no kernel:
+
+- the bias of a LayerNorm loses the middle of each channel's range. The biases of the linears that read it
+  make up for that, and so does that of the linear to which the residual is added (Wei et al. 2023, "Outlier
+  Suppression+", arXiv 2304.09145, section 4.1);
+- GELU gives nothing under -0.17: a constant is subtracted from the input of the second feed-forward linear
+  before its Q. The bias of this linear has the constant times the sums of its weight's rows.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from qdqbench.quantize.calibration.techniques.bias_correction import apply_biases
+from qdqbench.quantize.calibration.techniques.change import Change
+from qdqbench.quantize.calibration.techniques.smoothing import Ranges
+from qdqbench.quantize.recipe.plan import QKV_ROLES, Plan, list_bias_free_linears
+from qdqbench.quantize.utils.arrays import Float64
+from qdqbench.quantize.utils.schema import Strict
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+LIKE = 8  # channels that may reach further than the range that is centered: splitting takes care of these
+LEAST_GAIN = 0.9  # of the range, that is left where a constant is worth its subtraction
+
+
+class Shift(Strict):
+    """A shift of what a LayerNorm makes, which biases behind it take out again."""
+
+    maker: str  # module whose bias makes the shift
+    state: int | None = None  # number of the hidden state that is shifted; None: inside a layer
+    added: dict[str, list[float]]  # module -> what is added to its bias before all else, float32 values
+    # root mean square of what a folded bias of q did to scores and the shift does not; None: none is folded
+    rest: float | None = None
+
+
+class Centering(Strict):
+    """Constants that are subtracted from the inputs of linears before their Q."""
+
+    inputs: dict[str, float] = {}  # linear -> constant, exact in FP16
+    biases: dict[str, list[float]] = {}  # linear -> what its bias has for it, float32 values
+
+
+class NormOutput(NamedTuple):
+    """A tensor that linears of one layer and its residual read, and nothing else."""
+
+    maker: str
+    readers: tuple[str, ...]
+    adder: str  # linear whose output it is added to
+    state: int | None
+
+
+def describe_changes(centering: Centering, shifts: Mapping[str, Shift]) -> Iterator[Change]:
+    yield Change(
+        "centered inputs",
+        sum(shift.rest is None for shift in shifts.values()),
+        "LayerNorm",
+        "The channels that {} make are moved by the middles of their ranges, which biases behind undo.",
+    )
+    yield Change(
+        "centered activations",
+        len(centering.inputs),
+        "linear",
+        "A constant is subtracted from the inputs of {} before their Q; their biases make up for it.",
+    )
+
+
+def list_centered(model: "PreTrainedModel", plan: Plan) -> dict[str, NormOutput]:
+    """List what can be centered in front of INT8 linears, by the first linear that reads it.
+
+    Not where a module has no bias to take the shift, nor where it goes to several runs of a layer or is not
+    known. The input of q, k and v without biases is left to `qkv_bias_folding`.
+    """
+    family, linears = plan.family, {*plan.int8, *plan.high}
+    tensors: list[NormOutput] = []
+    for output in linears if family.layer_end else ():
+        place, role = family.place(output), family.role(output)
+        if place is None or role not in {"output", "ffn-out"}:
+            continue
+        if role == "output":
+            if family.terms:  # of scores, which go through the linears of q and k with their biases
+                continue
+            readers = [family.made_by(output, each).linear for each in QKV_ROLES]
+            maker, state = family.read_by(output, linears), place.number
+        else:
+            readers, state = [family.require_beside(output, "ffn-in")], None
+            norm = next((path for path, what in family.norms.items() if what == "attention"), None)
+            maker = norm and f"{place.layers}.{place.number}.{norm}"
+        if maker:
+            tensors.append(NormOutput(maker, tuple(dict.fromkeys(readers)), output, state))
+    free = list_bias_free_linears(plan)
+    return {
+        tensor.readers[0]: tensor
+        for tensor in tensors
+        if free.isdisjoint(tensor.readers)
+        and not {*tensor.readers}.isdisjoint(plan.int8)
+        and all(_has_bias(model, name) for name in (tensor.maker, *tensor.readers, tensor.adder))
+    }
+
+
+def _has_bias(model: "PreTrainedModel", name: str) -> bool:
+    return getattr(model.get_submodule(name), "bias", None) is not None
+
+
+def make_shift(
+    model: "PreTrainedModel", tensor: NormOutput, values: Float64, rest: float | None = None
+) -> Shift:
+    """Return the shift of a tensor by `values` [channels], for a model whose weights are its own yet."""
+    import torch
+
+    values = values.astype(np.float32).astype(np.float64)
+    added = {tensor.maker: values, tensor.adder: -values}
+    for name in tensor.readers:
+        weight: Any = model.get_submodule(name).weight
+        added[name] = -(weight.detach().double().cpu().numpy() @ values)
+    as_lists = {module: torch.from_numpy(delta).float().tolist() for module, delta in added.items()}
+    return Shift(maker=tensor.maker, state=tensor.state, added=as_lists, rest=rest)
+
+
+def shift_edges(edges: Float64, values: Float64 | float) -> Float64:
+    """Return minus the smallest and the largest value, [2, channels], of what is shifted by `values`."""
+    moved: Float64 = edges + np.array([[-1.0], [1.0]]) * values
+    return moved
+
+
+def find_middle(edges: Float64) -> Float64:
+    middle: Float64 = (edges[1] - edges[0]) / 2
+    return middle
+
+
+def center_norms(
+    model: "PreTrainedModel", tensors: Mapping[str, NormOutput], ranges: Ranges
+) -> dict[str, Shift]:
+    """Choose the shifts that center tensors, by their first reader; `ranges` become those of the shifted."""
+    shifts = {}
+    for name, tensor in tensors.items():
+        values = -find_middle(ranges.inputs[name])
+        shifts[name] = make_shift(model, tensor, values)
+        for reader in tensor.readers:
+            if reader in ranges.inputs:
+                ranges.inputs[reader] = shift_edges(ranges.inputs[reader], values)
+    return shifts
+
+
+def choose_constants(
+    model: "PreTrainedModel", plan: Plan, linears: Iterable[str], ranges: Ranges
+) -> dict[str, float]:
+    """Choose what is subtracted from the inputs of linears; `ranges` become those of the centered."""
+    chosen = {}
+    for name in linears:
+        if not _has_bias(model, name) or name not in plan.int8:
+            continue
+        low, high = (float(np.sort(edge)[-min(LIKE + 1, len(edge))]) for edge in ranges.inputs[name])
+        constant = float(np.float16((high - low) / 2))
+        if (high + low) / 2 < LEAST_GAIN * max(high, low):
+            chosen[name] = constant
+            ranges.inputs[name] = shift_edges(ranges.inputs[name], -constant)
+    return chosen
+
+
+def compute_biases(model: "PreTrainedModel", constants: Mapping[str, float]) -> Centering:
+    """Compute what makes up for the constants, after all that changes the weights and factors of linears."""
+    biases = {}
+    for name, constant in constants.items():
+        linear: Any = model.get_submodule(name)
+        weight, factors = linear.weight.detach().double(), linear.input_quantizer.pre_quant_scale
+        sums = weight.sum(dim=1) if factors is None else weight @ factors.double().flatten()
+        biases[name] = (constant * sums).float().cpu().tolist()
+    return Centering(inputs=dict(constants), biases=biases)
+
+
+def apply_centering(model: "PreTrainedModel", centering: Centering) -> None:
+    """Subtract the constants in front of the linears, and give these their biases, in place."""
+    for name, constant in centering.inputs.items():
+        model.get_submodule(name).register_forward_pre_hook(partial(_subtract, constant))
+    apply_biases(model, centering.biases)
+
+
+def _subtract(constant: float, _: Any, inputs: "tuple[torch.Tensor, ...]") -> "tuple[torch.Tensor, ...]":
+    return (inputs[0] - constant, *inputs[1:])
+
+
+def take_out_biases(
+    model: "PreTrainedModel", centering: Centering, weights: "dict[str, torch.Tensor]"
+) -> "dict[str, torch.Tensor]":
+    """Return a state dict whose biases lack those of centering, of a model that may have been trained.
+
+    The model's own biases become what `apply_centering` makes of these, which may differ in the last bit.
+    """
+    import torch
+
+    plain = dict(weights)
+    with torch.no_grad():
+        for name, added in centering.biases.items():
+            bias: Any = model.get_submodule(name).bias
+            step = bias.new_tensor(added)
+            plain[f"{name}.bias"] = bias.detach() - step
+            bias.copy_(plain[f"{name}.bias"] + step)
+    return plain
+
+
+def select_centering(centering: Centering, names: Iterable[str]) -> Centering:
+    chosen = [name for name in names if name in centering.inputs]
+    return Centering(
+        inputs={name: centering.inputs[name] for name in chosen},
+        biases={name: centering.biases[name] for name in chosen},
+    )

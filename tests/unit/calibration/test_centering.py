@@ -1,0 +1,127 @@
+"""Centering: answers stay until something is quantized, ranges get smaller, and all of it can be restored."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from qdqbench.eval.metrics.parity import compare_layers
+from qdqbench.quantize.calibration import ptq
+from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off
+from qdqbench.quantize.calibration.record import CalibrationRecord, get_state_shifts, trained_record
+from qdqbench.quantize.calibration.techniques import centering, channel_splitting
+from qdqbench.quantize.graph import export
+from qdqbench.quantize.lint.check import check_model
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.models.modules import module_table
+from qdqbench.quantize.recipe.plan import Plan, resolve
+from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+
+from ...support.families import LAYERS, SIZES, write_model
+from ...support.tiny_bert import calibration_batches, padded_batch
+
+EDGES = hnp.arrays(np.float64, (2, 12), elements=st.floats(-8, 8))
+# first linears that read a LayerNorm, two in a layer, and second feed-forward linears
+CENTERED = {"modernbert": (0, 0), "albert": (LAYERS, LAYERS), "deberta-v2": (LAYERS, LAYERS)}
+
+
+def quantized(folder: Path, recipe: Recipe, **changes: Any) -> tuple[Any, Plan, CalibrationRecord]:
+    model = load_model(str(folder))
+    with torch.no_grad():  # one-sided ranges, as trained models have
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.LayerNorm) and module.bias is not None:
+                module.bias += torch.linspace(-3, 3, len(module.bias)) * (1 + len(name) % 2)
+    model.save_pretrained(folder)
+    settings = recipe.calibration.model_copy(update={"bias_correction": False, "centering": True} | changes)
+    plan = resolve(recipe, module_table(model), model.base_model_prefix)
+    return model, plan, ptq.calibrate(model, plan, calibration_batches(), settings)
+
+
+@pytest.mark.parametrize("model_type", [name for name in SIZES if name not in {"camembert", "xlm-roberta"}])
+def test_answers_stay_and_the_model_can_be_restored(model_type: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", model_type)
+    recipe = load_recipe("int8-linears", lambda: part_of(folder))
+    model, plan, record = quantized(folder, recipe)
+    plain, batch = load_model(str(folder)), padded_batch((12, 12))
+    norms, seconds = CENTERED.get(model_type, (2 * LAYERS, LAYERS))
+    assert (len(record.shifts), len(record.centering.inputs)) == (norms, seconds)
+    with quantizers_off(model):
+        assert torch.allclose(forward(model, batch), forward(plain, batch), rtol=1e-3, atol=1e-4)
+    restored = load_model(str(folder))
+    ptq.restore(restored, plan, record)
+    own = model.state_dict()
+    assert all(torch.equal(value, own[name]) for name, value in restored.state_dict().items())
+    assert torch.equal(forward(restored, batch), forward(model, batch))
+
+
+def part_of(folder: Path) -> Any:
+    from qdqbench.quantize.models.families.known import family_of
+
+    return family_of(load_model(str(folder)).config)
+
+
+@pytest.mark.parametrize("recipe", ["int8-linears", "int8-attention", "int8-residual-fused"])
+def test_ranges_are_smaller_and_the_graph_is_the_model(recipe: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "bert", num_attention_heads=2)
+    chosen = load_recipe(f"bert-{recipe}")
+    whole = {"smoothing": "none", "outlier_channel_splitting": 32}
+    rules = [rule.model_copy(update={"smoothing": None}) for rule in chosen.rules]
+    chosen = chosen.model_copy(
+        update={"rules": rules, "calibration": chosen.calibration.model_copy(update=whole)}
+    )
+    model, plan, record = quantized(folder, chosen)
+    other = load_model(str(folder))
+    apart = chosen.calibration.model_copy(update={"bias_correction": False})
+    before = ptq.calibrate(other, plan, calibration_batches(), apart)
+    for name in plan.int8:
+        if plan.family.role(name) in {"ffn-in", "ffn-out"}:
+            key = f"{name}.input_quantizer"
+            assert record.quantizers[key].amax < before.quantizers[key].amax
+    assert set(get_state_shifts(record)) == set(range(LAYERS))
+    graph = export.finish_graph(export.trace(model, 20), plan, export.ExportSettings(20, "fp32", "channel"))
+    assert sum(node.op_type == "Sub" and "output" in node.name for node in graph.graph.node) == LAYERS
+    expected = {*plan.int8, *plan.attention, *plan.residual}
+    assert check_model(graph, expected_quantized=expected).findings == []
+    parity = compare_layers(graph, model, [padded_batch()])
+    assert parity.passed, [row for row in parity.rows if row.differing]
+
+
+def test_a_trained_model_is_saved_without_and_restored_with(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "bert")
+    model, plan, record = quantized(folder, load_recipe("bert-int8-linears"))
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(0.01 * torch.randn_like(value))
+    channel_splitting.keep_equal(model, record.splits)()
+    trained = trained_record(model, record)
+    weights = ptq.take_out(model, trained)
+    plain = load_model(str(folder))
+    plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
+    batch = padded_batch((12, 12))
+    with quantizers_off(model):
+        assert torch.allclose(forward(model, batch), forward(plain, batch), rtol=1e-3, atol=1e-4)
+    ptq.restore(plain, plan, trained)
+    own = model.state_dict()
+    assert all(torch.equal(value, own[name]) for name, value in plain.state_dict().items())
+
+
+@given(EDGES)
+def test_the_middle_of_a_centered_range_is_zero(edges: np.ndarray[Any, Any]) -> None:
+    moved = centering.shift_edges(edges, -centering.find_middle(edges))
+    assert np.allclose(moved[0], moved[1])
+    assert np.allclose(moved.sum(axis=0), edges.sum(axis=0))
+
+
+def test_a_range_with_two_sides_has_no_constant(tmp_path: Path) -> None:
+    model, plan, _ = quantized(write_model(tmp_path / "model", "bert"), load_recipe("bert-int8-linears"))
+    name = next(each for each in plan.int8 if plan.family.role(each) == "ffn-out")
+    for high, chosen in ((1.0, {}), (1.1, {}), (4.0, {name: 1.5}), (0.0, {name: -0.5})):
+        edges = np.stack([np.ones(64), np.full(64, high)])
+        ranges = centering.Ranges({name: edges}, {})
+        assert centering.choose_constants(model, plan, [name], ranges) == chosen
+        assert ranges.inputs[name].max() == pytest.approx((1 + high) / 2 if chosen else max(1, high))
