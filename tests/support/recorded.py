@@ -1,0 +1,124 @@
+"""An engine of backend cuda that records launches on a CPU, and holds each pointer to what lies behind it."""
+
+from typing import Any
+
+import torch
+
+from qdqbench.quantize.engine.cuda import driver, runtime
+
+
+class Recorder:
+    """In place of the kernels of a GPU."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []  # else memory that is freed is handed out again
+        self.spans: dict[int, int] = {}  # bytes from an address on
+        self.faults: list[str] = []
+
+    def keep(self, tensor: Any) -> Any:
+        self.kept.append(tensor)
+        self.spans[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    def launch(self, name: str, grid: Any, block: Any, arguments: list[Any], shared: int = 0) -> None:
+        match arguments[-1]:
+            case driver.GemmArguments() as call:
+                self._hold_gemm(name, *arguments[:2], call)
+            case driver.AttentionArguments() as call:
+                self._hold_attention(name, call)
+            case driver.NormArguments() as call:
+                self._hold_norm(name, arguments[0], call)
+            case driver.DenseArguments() as call:
+                self._hold_dense(name, call)
+            case _:
+                source, factor, made, rows, channels = (each.value for each in arguments)
+                sizes = {"source": (source, 2 * rows * channels), "factor": (factor, 4 * channels)}
+                self._hold(name, **sizes, made=(made, rows * channels))
+                self._require(name, channels % 4 == 0)
+
+    def _hold_gemm(self, name: str, source: Any, weight: Any, call: Any) -> None:
+        self._require(name, list(source.shape) == [call.m, call.k] and weight.shape[1] == call.k)
+        self._require(name, len(weight) >= call.n and call.n % 16 == 0 and call.k % 16 == 0)
+        self._hold(name, scale=(call.scale, 4 * call.n), bias=(call.bias, 4 * call.n))
+        kinds = name.split("_")[-2:]  # of the residual and the output
+        residual, made = (call.m * call.n * (2 if kind == "fp16" else 1) for kind in kinds)
+        self._hold(name, out=(call.out, made))
+        if kinds[0] != "none":
+            self._hold(name, residual=(call.residual, residual))
+        if call.factor or kinds[0] == "int8":
+            self._hold(name, factor=(call.factor, 4 * call.n))
+
+    def _hold_attention(self, name: str, call: Any) -> None:
+        rows, tokens = (call.tokens - 1) * call.pitch + call.hidden, 4 * call.tokens
+        for part in "qkv":
+            self._hold(name, **{part: (getattr(call, part), rows)})
+            self._require(name, getattr(call, part) % 16 == 0 and call.pitch % 16 == 0)
+        self._hold(name, start=(call.start, tokens), end=(call.end, tokens))
+        self._hold(name, out=(call.out, call.tokens * call.hidden), factor=(call.factor, 4 * call.hidden))
+
+    def _hold_norm(self, name: str, first: Any, call: Any) -> None:
+        values = call.tokens * call.hidden
+        self._hold(name, gamma=(call.gamma, 4 * call.hidden), beta=(call.beta, 4 * call.hidden))
+        self._require(name, call.hidden % 8 == 0)
+        if call.half:
+            self._hold(name, half=(call.half, 2 * values))
+        for codes, factor in zip(call.codes, call.multiplier, strict=True):
+            if codes:
+                self._hold(name, codes=(codes, values), multiplier=(factor, 4 * call.hidden))
+        if isinstance(first, driver.TableArguments):
+            for part in ("word", "position", "type"):
+                self._hold(name, **{part: (getattr(first, part), 2 * call.hidden)})
+        else:
+            self._hold(name, input=(first.value, 2 * values))
+
+    def _hold_dense(self, name: str, call: Any) -> None:
+        self._hold(name, weight=(call.weight, 2 * call.n * call.k), bias=(call.bias, 2 * call.n))
+        self._hold(name, made=(call.half or call.single, call.rows * call.n * (2 if call.half else 4)))
+        self._hold(name, x=(call.x, 2 * (call.tokens if call.bounds else call.rows) * call.k))
+
+    def _require(self, name: str, right: bool) -> None:
+        if not right:
+            self.faults.append(f"{name} gets sizes that it does not take")
+
+    def _hold(self, name: str, **given: tuple[int | None, int]) -> None:
+        for part, (pointer, size) in given.items():
+            start = max((each for each in self.spans if each <= (pointer or 0)), default=0)
+            if not pointer or pointer - start + size > self.spans.get(start, 0):
+                self.faults.append(f"{name} reads or writes {size} bytes of {part}, which has fewer")
+
+
+class RecordedEngine(runtime.CudaEngine):
+    """Computes nothing: tensors are zeros."""
+
+    device = "cpu"
+
+    def _load(self, cubins: Any) -> None:
+        self._kernels: Any = Recorder()
+        self._multiprocessors = 2
+
+    def _make(self, name: str, tokens: int) -> Any:
+        return self._kernels.keep(super()._make(name, tokens).zero_())
+
+    def _codes(self, source: Any, name: str, factor: str = "") -> Any:
+        return super()._codes(self._kernels.keep(source.contiguous()), name, factor)
+
+    def _dense(self, name: str, x: Any, *rest: Any) -> Any:
+        empty = torch.empty
+        try:
+            torch.empty = lambda *given, **more: self._kernels.keep(empty(*given, **more).zero_())
+            return super()._dense(name, self._kernels.keep(x), *rest)
+        finally:
+            torch.empty = empty
+
+
+def record_launches(engine: RecordedEngine, tokens: Any) -> list[str]:
+    """Return what is wrong with the launches of a batch."""
+    recorder = engine._kernels
+    for array in engine._arrays.values():
+        recorder.keep(array)
+    rows = engine.load(tokens)
+    for each in (rows.ids, rows.positions, rows.types, rows.start, rows.end, rows.bounds):
+        recorder.keep(each)
+    with torch.no_grad():
+        engine.forward(rows)
+    return recorder.faults
