@@ -4,7 +4,7 @@ Parsing a protobuf takes about 100 times its bytes where they hold nothing but e
 format is walked first, and the bytes outside of weights are limited.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from qdqbench.quantize.utils.errors import UserError
 
 MAX_FILE = (1 << 31) - 1  # protobuf's own limit
 MAX_STRUCTURE = 8 << 20  # bytes outside of weights; BERT-large needs about 1 MiB
+MOST_EXPANDED = 1_000_000  # nodes of a graph with its functions in place of their calls
 MAX_SHARING = 4  # how often, on average, tensors may refer to the same bytes of an external file
 _WEIGHTS = {"float_data", "int32_data", "int64_data", "raw_data", "double_data", "uint64_data"}
 
@@ -51,8 +52,39 @@ def read_model(path: Path) -> onnx.ModelProto:
     if not model.graph.node or not model.opset_import:
         part = "opset" if model.graph.node else "graph"
         raise UserError(f"{path} holds no {part}: truncated, or not an ONNX file; export the model again")
+    if _count_expanded(model) > MOST_EXPANDED:
+        raise UserError(
+            f"the functions of {path} call each other so often that they are over {MOST_EXPANDED:,} nodes in "
+            "place of their calls; export the model without functions"
+        )
     _read_external(model, path)
     return model
+
+
+def _count_expanded(model: onnx.ModelProto) -> int:
+    """Return how many nodes a graph has with its functions in place of their calls, up to `MOST_EXPANDED`.
+
+    A runtime puts them there: thirty functions that call the one before twice make a billion nodes.
+    """
+    calls = {(each.domain, each.name): [*_list_calls(each.node)] for each in model.functions}
+    counts = dict.fromkeys(calls, 1)
+    for _ in calls:  # as deep as calls can be; one that calls itself is refused elsewhere
+        before = dict(counts)
+        for name, inside in calls.items():
+            counts[name] = min(sum(counts.get(call, 1) for call in inside), MOST_EXPANDED + 1)
+        if counts == before:
+            break
+    return sum(counts.get(call, 1) for call in _list_calls(model.graph.node)) if calls else 0
+
+
+def _list_calls(nodes: Iterable[onnx.NodeProto]) -> Iterator[tuple[str, str]]:
+    waiting = [*nodes]
+    while waiting:
+        node = waiting.pop()
+        yield node.domain, node.op_type
+        for item in node.attribute:
+            for graph in (*item.graphs, *([item.g] if item.HasField("g") else [])):
+                waiting += graph.node
 
 
 def validate_tensors(model: onnx.ModelProto) -> None:

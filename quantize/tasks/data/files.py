@@ -16,6 +16,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from qdqbench.quantize.tasks.task import GLUE, Task
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
@@ -40,6 +42,8 @@ WINDOWS = "cp1252"  # what spreadsheets of Western languages write where they do
 HEAD = 1 << 16  # bytes of a file in which its header must end
 CHUNK = 1 << 20
 BEGINNING, MOST_COLUMNS = 10 << 20, 2000  # bytes that are read for their columns; each column takes time
+MOST_DEPTH = 100  # brackets of JSON inside each other; readers in C++ recurse
+_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*+"')
 CACHE, JUST_MADE = "qdqbench-data-", 60  # seconds in which a folder may not be locked yet
 _HELD = ExitStack()  # never closed: the lock of `cache_folder`
 LEAST_REFUSED, MOST_GROWTH = 256 << 20, 100  # bytes of unpacked rows, and times the bytes of their files
@@ -182,6 +186,8 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
     # else a load of local files asks a server, which takes seconds if there is no network
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     try:
+        if kind == "json" and (deep := next((path for path in paths if _is_deep(path)), None)):
+            raise UserError(f"{deep} has over {MOST_DEPTH} brackets inside each other; flatten its rows")
         if (count := max(_count_columns(path, kind, mark) for path in paths)) > MOST_COLUMNS:
             raise UserError(f"{names} has {count:,} columns, and {MOST_COLUMNS:,} are the most; drop others")
         if kind == "parquet":
@@ -225,6 +231,26 @@ def _count_columns(path: Path, kind: str, mark: str) -> int:
         return len(pyarrow.json.open_json(path, read_options=options).schema.names)
     except pyarrow.ArrowException:  # such as of JSON that is one list
         return 0
+
+
+def _is_deep(path: Path) -> bool:
+    """Return whether JSON has more than `MOST_DEPTH` brackets inside each other; its reader would crash."""
+    for strip in (False, True):  # without texts, which takes time, only where brackets could be too deep
+        depth, deepest = 0, 0
+        with path.open("rb") as stream:
+            for line in stream:
+                bare = _TEXT.sub(b"", line) if strip else line
+                opened, closed = (sum(map(bare.count, each)) for each in ((b"[", b"{"), (b"]", b"}")))
+                if strip and depth + opened > MOST_DEPTH:
+                    steps = np.frombuffer(bare, np.uint8)
+                    both = np.isin(steps, [*b"[{"]).astype(np.int32) - np.isin(steps, [*b"]}"])
+                    deepest = max(deepest, depth + int(np.cumsum(both, dtype=np.int32).max()))
+                else:
+                    deepest = max(deepest, depth + opened)
+                depth = max(0, depth + opened - closed)
+        if deepest <= MOST_DEPTH:
+            return False
+    return True
 
 
 def _require_size(paths: Sequence[Path]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import onnx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from onnx import helper
 
 from qdqbench.quantize.graph import read
 from qdqbench.quantize.lint.check import CheckReport, check_file, to_json
@@ -219,3 +221,24 @@ def test_a_graph_that_is_well_formed_but_odd(tmp_path: Path, data: st.DataObject
         elif node.input:
             node.input.pop()
     survives(tmp_path, model.SerializeToString())
+
+
+@pytest.mark.parametrize(("count", "refused"), [(10, False), (40, True)])
+def test_functions_that_multiply_each_other_are_refused(count, refused, tmp_path):
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("own", 1)]
+
+    def call(number, source, target):
+        name, domain = (f"f{number}", "own") if number >= 0 else ("Identity", "")
+        return helper.make_node(name, [source], [target], domain=domain)
+
+    functions = [
+        helper.make_function(
+            "own", f"f{n}", ["x"], ["y"], [call(n - 1, "x", "m"), call(n - 1, "m", "y")], opsets
+        )
+        for n in reversed(range(count))
+    ]
+    ends = (helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy")
+    graph = helper.make_graph([call(count - 1, "x", "y")], "g", *([each] for each in ends))
+    onnx.save(helper.make_model(graph, functions=functions, opset_imports=opsets), tmp_path / "m.onnx")
+    with pytest.raises(UserError, match="over 1,000,000 nodes") if refused else nullcontext():
+        read.read_model(tmp_path / "m.onnx")

@@ -506,6 +506,26 @@ class TestTexts:
         assert [types.max() for types in encoded.token_type_ids] == [0, 0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("row", "deep"),
+    [
+        ("[" * 100_000 + "]" * 100_000, True),
+        ('{"a":' * 101 + "1" + "}" * 101, True),
+        ("[\n" * 200 + "]\n" * 200, True),
+        ("[" * 90 + "]" * 90, False),
+        ("[" + "[1], " * 500 + "[1]]", False),
+        ('"' + "[" * 1000 + '\\"' + "{" * 1000 + '"', False),
+    ],
+)
+def test_json_of_very_many_brackets_is_refused(row, deep, tmp_path):
+    path = tmp_path / "validation.jsonl"
+    path.write_text(f'{{"sentence": "a [", "label": 0, "x": {row}}}\n' * 3)
+    assert data_files._is_deep(path) == deep
+    if deep:
+        with pytest.raises(UserError, match="has over 100 brackets inside each other"):
+            load(tmp_path, split="validation")
+
+
 def test_labels_of_one_class_are_doubted(tmp_path):
     for rows, doubts in (("a,1\nb,1\n", 1), ("a,1\nb,0\n", 0)):
         (tmp_path / "validation.csv").write_text(f"sentence,label\n{rows}")
