@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from qdqbench.quantize.deployment.write import describe_task
-from qdqbench.quantize.engine.runtime.runners import open_runner
+from qdqbench.quantize.engine.runtime.runners import CompiledEngine, open_runner
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar
 from qdqbench.quantize.pipeline.graphs import graph_path
 from qdqbench.quantize.pipeline.outcomes import Skipped, engine_file, read_built
@@ -112,6 +112,7 @@ class Answering:
             outputs=self.outputs,
             threads=threads,
         )
+        run.pads = not isinstance(run.engine, CompiledEngine)  # many texts are shorter than any profile
         for part in parts:
             part.check()  # again: it may have changed while it was read
         return Model(self.told, Tokenizer.from_str(self.tokenizer), run, batch)

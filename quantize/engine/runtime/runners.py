@@ -114,6 +114,7 @@ class EngineRunner(AbstractContextManager["EngineRunner"]):
     """Callable on one batch: int64 [B, L] arrays to float32 answers [B, width] or [B, L or more, width]."""
 
     step = 1  # lengths are padded to multiples of it
+    pads = True  # to a profile; without, a batch runs as it is, which an engine without profiles allows
 
     def __init__(
         self, engine: Engine | CompiledEngine, *, pad_id: int, outputs: Iterable[str] = LOGITS
@@ -130,7 +131,9 @@ class EngineRunner(AbstractContextManager["EngineRunner"]):
 
     def __call__(self, batch: Mapping[str, Int64]) -> Float32:
         rows = len(next(iter(batch.values())))
-        feeds = pad_to_profile(batch, self.engine.profiles, self.engine.inputs, self.pad_id, self.step)
+        feeds: Arrays = {name: batch[name] for name in self.engine.inputs}
+        if self.pads:
+            feeds = pad_to_profile(batch, self.engine.profiles, self.engine.inputs, self.pad_id, self.step)
         return np.asarray(join_outputs(self._run(feeds), self._outputs)[:rows], dtype=np.float32)
 
     def _run(self, feeds: Arrays) -> Arrays:

@@ -1,11 +1,14 @@
 """Which profile takes a shape, what a batch is padded to, and whether the profiles fit the data."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.quantize.engine import profiles as shapes
+from qdqbench.quantize.engine.runtime.runners import EngineRunner
 from qdqbench.quantize.utils.errors import CheckFailed
 
 ONE = shapes.Profile((1, 16), (32, 128), (128, 128))
@@ -121,3 +124,19 @@ def test_the_shapes_of_the_note_draw_no_further_note(profile, lengths, batch):
         )
         assert (low, high) == (profile.min, profile.max)
         assert shapes.note_distant_data([shapes.Profile(low, opt, high)], np.array(lengths), batch) == []
+
+
+@pytest.mark.parametrize(("pads", "shape"), [(True, (4, 16)), (False, (2, 5))])
+def test_a_batch_runs_as_it_is_where_nothing_is_padded(pads, shape):
+    seen = []
+
+    def run(feeds):
+        seen.append(feeds["input_ids"].shape)
+        return {"logits": np.zeros((len(feeds["input_ids"]), 2))}
+
+    profiles = [shapes.Profile((4, 16), (4, 16), (8, 32))]
+    engine = SimpleNamespace(name="e", inputs=["input_ids"], outputs=["logits"], profiles=profiles, run=run)
+    runner = EngineRunner(engine, pad_id=0)
+    runner.pads = pads
+    assert runner({"input_ids": np.ones((2, 5), dtype=np.int64)}).shape == (2, 2)
+    assert seen == [shape]
