@@ -235,6 +235,7 @@ def supported_page() -> str:
         for kind in TASK_KINDS.values()
     ]
     lines += table(["kind of task", "`--task`", "model class", "metrics, the default ones first"], rows)
+    lines += zoo_lines()
     lines += ["", "What was measured: [results](../results/README.md).", ""]
     return "\n".join(lines) + "\n"
 
@@ -436,6 +437,30 @@ def _cause(kind: Kind) -> str:
     text = fill("; ".join(filter(None, [kind.title, kind.why])))
     text = re.sub(r" \(\{n\} [\w ]+\)|^\{n\} (?!of)", "", text)
     return _cell(re.sub(r"\{\w+\}", "…", text))
+
+
+def zoo_lines() -> list[str]:
+    """Return tables of the model types of transformers: those that are served, and why others are not."""
+    heads = json.loads((ROOT / "docs/measured-zoo/types.json").read_text(encoding="utf-8"))
+    rows, reasons = [], dict[str, set[str]]()
+    for head, found in heads.items():
+        rows.append([head, _list(found[""])])
+        for reason, types in found.items():
+            reasons.setdefault(reason, set()).update(types)
+    del reasons[""]
+    refused = [
+        [_cell(reason.replace("'TYPE'", "model")), _list(sorted(types))] for reason, types in reasons.items()
+    ]
+    refused.sort(key=lambda row: (-len(row[1]), row[0]))
+    about = (
+        "`tests/integration/test_zoo.py` takes a tiny model of every type through a run. FP32 logits of "
+        "these types equal those of transformers to 1e-3. `qdqbench recipes new` writes the recipe of a type "
+        "that has no family above."
+    )
+    return [
+        "", "## Model types of transformers", "", about, "", *table(["head", "`model_type`"], rows),
+        "", "The other types are refused by name:", "", *table(["reason", "`model_type`"], refused),
+    ]  # fmt: skip
 
 
 def _fixes(kind: Kind) -> str:
