@@ -1,12 +1,13 @@
 """Rates of layer parity on tiny models: false alarms of healthy graphs, and planted faults that it catches.
 
-    python -m tools.false_alarms [--seeds N] [--families bert,roberta] [--runs N [--faults N]]
+    python -m tools.false_alarms [--seeds N] [--families bert,roberta] [--runs N [--faults N] | --draws N]
 
 Healthy: families x recipes x classes x seeds x compute x form of weights. Every second model of a family with
 BERT's names has channels that are the same in every token, on a border of rounding. `--runs` takes that many
 whole runs on CPU engines instead, counts those whose parity, verification or gate fails, and builds engines
-from broken graphs in the first `--faults` of them. Exits with 1 where something healthy fails, or a fault
-passes or was planted nowhere.
+from broken graphs in the first `--faults` of them. `--draws` judges the answers of healthy graphs on ONNX
+Runtime, each text in two batches. Its texts repeat, are few, of one class or of very different lengths
+(`ODD`). Exits with 1 where something healthy fails, or a fault passes or was planted nowhere.
 """
 
 import argparse
@@ -227,6 +228,97 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+def repeated(share: float) -> Callable[[Any, Any], Any]:
+    """Return what draws one sample for a share of the places."""
+    return lambda order, _: np.where(np.arange(len(order)) < share * len(order), order[0], order)
+
+
+# of shuffled samples and the classes of all: those that are evaluated
+ODD: dict[str, Callable[[Any, Any], Any]] = {
+    "5% repeated": repeated(0.05),
+    "20% repeated": repeated(0.2),
+    "all repeated": repeated(1),
+    "1 row": lambda order, _: order[:1],
+    "2 rows": lambda order, _: order[:2],
+    "10 rows": lambda order, _: order[:10],
+    "one class": lambda order, gold: order[gold[order] == gold[order[0]]],
+    "long tail": lambda order, _: order,  # the lengths of all samples have one
+}
+SAMPLES, PER_BATCH, LONGEST = 384, 32, 120
+
+
+def judged_draws(count: int, families: list[str]) -> bool:
+    """Judge answers of healthy graphs on draws of odd texts, and print the rate of false alarms."""
+    failed = dict.fromkeys(ODD, 0)
+    done = dict.fromkeys(ODD, 0)
+    cases = [(family, recipe) for family in families for recipe in recipes_of(family)[:2]]
+    for place, (family, recipe) in enumerate(cases):
+        answers = _answers_of(family, recipe, seed=place)
+        for draw in range(place, count, len(cases)):
+            kind = [*ODD][draw // len(cases) % len(ODD)]
+            done[kind] += 1
+            if not _holds(answers, ODD[kind], recipe.gate.max_drop, seed=draw):
+                failed[kind] += 1
+                print(f"FALSE ALARM: {kind} in {family} {recipe.name} draw {draw}", flush=True)
+    print("\n| | rate |\n|---|---|")
+    for kind, times in done.items():
+        print(f"| false alarms: {kind} | {interval(failed[kind], times) if times else 'not drawn'} |")
+    print(f"| false alarms: all | {interval(sum(failed.values()), count)} |")
+    return not any(failed.values())
+
+
+def _answers_of(family: str, recipe: Recipe, seed: int) -> Any:
+    """Return answers [2, samples, 2] of graph and fake-quant model in two orders of batches, and of FP32."""
+    from qdqbench.eval.metrics.runners import session_of
+    from qdqbench.quantize.models.load import load_model
+
+    random = np.random.default_rng(seed)
+    lengths = np.clip(random.pareto(1.5, SAMPLES) * 4 + 3, 3, LONGEST).astype(int)
+    with tempfile.TemporaryDirectory() as place:
+        folder = write_model(Path(place) / "model", family, seed=seed)
+        plain, quantized = load_model(str(folder)), calibrate(folder, recipe)
+    settings = export.ExportSettings(20, "fp32", "channel", for_gpu=False)
+    graph = export.finish_graph(export.trace(quantized.model, 20), quantized.plan, settings)
+    pad = quantized.model.config.pad_token_id
+    tokens = [padded_batch((int(length),), seed + n)["input_ids"][0] for n, length in enumerate(lengths)]
+    session = session_of(graph.SerializeToString(), "a healthy graph")
+    names = [each.name for each in graph.graph.input]
+    found = np.zeros((3, 2, SAMPLES, 2), np.float32)
+    for time_, order in enumerate((np.arange(SAMPLES), random.permutation(SAMPLES))):
+        for rows in np.split(order, SAMPLES // PER_BATCH):
+            length = max(len(tokens[row]) for row in rows)
+            ids = np.stack(
+                [np.pad(tokens[row], (0, length - len(tokens[row])), constant_values=pad) for row in rows]
+            )
+            mask = (np.arange(length) < lengths[rows][:, None]).astype(np.int64)
+            given = {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(ids)}
+            batch = {name: given[name] for name in names}
+            found[0, time_, rows] = session.run(None, batch)[0]
+            for model, into in ((quantized.model, 1), (plain, 2)):
+                with torch.inference_mode():
+                    logits = model(**{name: torch.from_numpy(value) for name, value in batch.items()}).logits
+                found[into, time_, rows] = logits.numpy()
+    return found
+
+
+def _holds(answers: Any, drawn: Callable[[Any, Any], Any], max_drop: float, seed: int) -> bool:
+    from qdqbench.eval.verification import checks
+    from qdqbench.quantize.tasks.task import get_task
+
+    random = np.random.default_rng(seed)
+    got, reference, fp32 = answers
+    gold = fp32[0].argmax(axis=1)
+    gold = np.where(random.random(len(gold)) < 0.1, 1 - gold, gold)
+    rows = drawn(random.permutation(len(gold)), gold)
+    times = random.integers(2, size=(2, len(rows)))  # in which batch each of both computed it
+    parts = got[times[0], rows], reference[times[1], rows], fp32[0, rows]
+    found = checks.check_answers(
+        get_task("sst2"), *parts, gold[rows], samples=np.arange(len(rows)),
+        cost=checks.QuantizationCost.of(parts[1], parts[2]), max_drop=max_drop, seed=seed,
+    )  # fmt: skip
+    return found.holds
+
+
 def interval(count: int, of: int) -> str:
     """Return a rate with its exact (Clopper-Pearson) 95 % interval."""
     from scipy import stats
@@ -362,7 +454,10 @@ def main() -> None:
     asked.add_argument("--backends", default="openvino,onnxruntime", help="of --runs")
     asked.add_argument("--runs", type=int, default=0)
     asked.add_argument("--faults", type=int, default=20)
+    asked.add_argument("--draws", type=int, default=0)
     options = asked.parse_args()
+    if options.draws:
+        sys.exit(not judged_draws(options.draws, options.families.split(",")))
     if options.runs:
         families, backends = options.families.split(","), options.backends.split(",")
         sys.exit(not whole_runs(options.runs, families, backends, options.faults))
