@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.metrics.results import Gate, GateIssue
+from qdqbench.eval.metrics.results import Agreement, Gate, GateIssue
 from qdqbench.eval.runs.report import charts, report, sections
 from qdqbench.eval.runs.report import verdict as wording
 from qdqbench.eval.verification.results import BlockCheck, Verification
@@ -250,3 +250,33 @@ def test_numbers_have_sensible_digits_and_units(function: Any, value: Any, expec
 )
 def test_a_model_is_called_by_its_last_part(name, expected):
     assert formats.model_label(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("kept", "state", "title"),
+    [
+        (0.951, "good", "Gate passed"),
+        (0.918, "unclear", "Gate passed, but 8.2% of the nearest texts change"),
+    ],
+)
+def test_an_embedder_that_loses_neighbors_is_amber(kept: float, state: str, title: str) -> None:
+    results = sample()
+    last = wording.last_measured(results)
+    assert last is not None
+    assert wording.neighbors_kept(results) is None
+    agreement = Agreement(
+        n=200,
+        values={"cosine": 0.996, "cosine_p1": 0.99, "neighbors": kept},
+        stderr={"cosine": 0.001, "cosine_p1": 0.001, "neighbors": 0.005},
+        cosine_counts=[0] * 29,
+        neighbor_counts=[0] * 11,
+    )
+    last[1].vs_fp32 = last[1].vs_fp32.model_copy(update={"agreement": agreement})
+    said = wording.run_verdict(results)
+    assert (said.state, said.title) == (state, title)
+    line = (
+        "Neighbors",
+        f"{kept:.4f} ± 0.0050 of the 10 nearest texts of FP32 stay",
+        "" if state == "good" else state,
+    )
+    assert line in said.lines
