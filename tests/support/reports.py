@@ -50,7 +50,7 @@ STOPPED = run_of(1, stopped="no gain in 3 evaluations", steps=276, processes=2, 
 
 def measured_study() -> Study:
     """A study whose rows are not kept."""
-    fields = json.loads((MEASURED / "mrpc-qat" / "summary.json").read_text(encoding="utf-8"))
+    fields = json.loads(Path(__file__).with_name("study.json").read_text(encoding="utf-8"))
     del fields["kind"]
     return Study(**fields, data="glue", seeds=[0, 1, 2], rows=[])
 
@@ -153,7 +153,7 @@ REPORTS: dict[str, Callable[[], Report]] = {
     "bench": lambda: bench_report(sample_bench()),
     "bench-inconclusive": lambda: bench_report(bench_that_is("unclear")),
     "bench-many-shapes": lambda: bench_report(many_shapes()),
-    "bench-measured": lambda: bench_report(read_bench(MEASURED / "base-recipes" / "bench.json")),
+    "bench-measured": lambda: bench_report(read_bench(MEASURED / "benches" / "bert-base-recipes.json")),
     "compare": lambda: comparison_report(sample_comparison()),
     "sensitivity": lambda: sensitivity_report(sample_sensitivity()),
     "methods": lambda: calibration_report(sample_calibrations()),
