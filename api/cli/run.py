@@ -11,6 +11,7 @@ from qdqbench.eval.runs.report.report import run_report, stages_report, where_to
 from qdqbench.eval.runs.results import Results
 from qdqbench.quantize.deployment.write import DEPLOY
 from qdqbench.quantize.utils.errors import CheckFailed
+from qdqbench.quantize.utils.system.process import find_python
 
 
 def run(recipe: str | None, options: QatOptions) -> Answer:
@@ -21,7 +22,7 @@ def answer(results: Results, folder: Path) -> Answer:
     """Return the results of a run, whose gate is the exit status."""
     failures = "; ".join(map(issue_sentence, results.gate.failures))
     if results.until is None:
-        begin = where_to_begin(folder / DEPLOY, folder / DEPLOY)
+        begin = where_to_begin(folder / DEPLOY, folder / DEPLOY, python=find_python())
         lines = [f"report: {folder / 'report.html'}", *([f"deploy: {begin}"] if begin else [])]
         shown, failures = run_report(results), f"the gate does not hold: {failures}"
     else:

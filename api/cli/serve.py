@@ -18,6 +18,7 @@ from qdqbench.quantize.pipeline.ownership import locked_for_reading
 from qdqbench.quantize.utils.errors import MissingDevice
 from qdqbench.quantize.utils.names import install_command
 from qdqbench.quantize.utils.progress import reporter
+from qdqbench.quantize.utils.system.process import find_python
 
 EXTRA = ("fastapi", "starlette", "uvicorn", "prometheus_client")  # of the extra `serve`
 
@@ -48,7 +49,7 @@ def serve(run: Path, options: Settings) -> None:
 def deploy(options: DeployOptions) -> Answer:
     reporter().begin("writing")
     made = write(options.run, options.out, fp32=options.fp32)
-    begin = where_to_begin(made, made)
+    begin = where_to_begin(made, made, python=find_python())
     paths = (path for path in sorted(made.rglob("*")) if path.is_file())
     sizes = {str(path.relative_to(made)): path.stat().st_size for path in paths}
     return Answer(HandedOver(folder=str(made), files=sizes, entry_point=begin), None, [f"deploy: {begin}"])

@@ -16,6 +16,7 @@ from qdqbench.eval.runs.results import Results
 from qdqbench.quantize.deployment import write
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.system.cpu import find_cpu
+from qdqbench.quantize.utils.system.process import find_python
 
 from ..support.deployed import answers, run_script
 from ..support.records import speedup
@@ -111,7 +112,9 @@ def test_the_summary_and_the_report_say_where_to_begin(a_run, qdqbench):
     done = fine(qdqbench("report", a_run))
     told = " ".join(done.out.split())
     script = a_run / "deploy" / "run_onnxruntime.py"
-    assert f'deploy: {a_run / "deploy"}; the engine never ran; try it: python {script} "a text"' in told
+    assert (
+        f'deploy: {a_run / "deploy"}; the engine never ran; try it: {find_python()} {script} "a text"' in told
+    )
     page = (a_run / "report.md").read_text()
     assert '`deploy`; the engine never ran; try it with `python deploy/run_onnxruntime.py "a text"`' in page
 

@@ -116,7 +116,7 @@ def test_no_step_of_the_first_hour_is_a_dead_end(qdqbench, desk, tmp_path):
         report = Path(re.search(r"report: (\S+)", done.out)[1])
         assert "my-model" in report.read_text()
         folders.append(report.parent)
-        script, *_ = shlex.split(re.search(r"try it: python (.*)", done.out)[1])
+        script, *_ = shlex.split(re.search(r"try it: \S+ (.*)", done.out)[1])
         made += answers(Path(script).resolve(), blocked, texts[0])
         assert made[-1]["label"] in ("bad", "good")
     names = ("int8-linears", "int8-ffn")

@@ -39,7 +39,6 @@ from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.tasks.types.embedding import AGREEMENT
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.system.process import find_python
 
 ACCURACY = (
     "± and error bars are one standard error over the evaluation samples. The blue band is FP32 with its "
@@ -371,7 +370,7 @@ def _write_deploy(session: Session, results: Results, out: Path | None, *, fp32:
     write_deploy(session, results, about, out, fp32=fp32)
 
 
-def where_to_begin(place: Path, called: Path, form: str = "{}; {}try it: {}") -> str:
+def where_to_begin(place: Path, called: Path, form: str = "{}; {}try it: {}", python: str = "python") -> str:
     """Return how to begin with a folder `deploy`, called so for its reader; empty where there is none.
 
     Args:
@@ -382,7 +381,7 @@ def where_to_begin(place: Path, called: Path, form: str = "{}; {}try it: {}") ->
     about = files.read_json(place / TOLD)
     warning = "" if about["ran"] else "the engine never ran; "
     warning = "NOT FOR USE, the run failed; " if about["failed"] else warning
-    command = f"{find_python()} {shlex.quote(str(called / about['script']))} {about['example']}"
+    command = f"{python} {shlex.quote(str(called / about['script']))} {about['example']}"
     return form.format(called, warning, command)
 
 
