@@ -135,16 +135,20 @@ import qdqbench, ray
 import pyarrow as pa
 
 class Watched(qdqbench.Predictor):
+    def __init__(self, seen, **given):
+        super().__init__(**given)
+        self.seen = seen
+
     def __call__(self, table):
-        open(os.path.join(sys.argv[3], str(os.getpid())), "w").close()
+        open(os.path.join(self.seen, str(os.getpid())), "w").close()
         time.sleep(0.3)
         return super().__call__(table)
 
-ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)  # two of them read and write
 ray.data.DataContext.get_current().execution_options.preserve_order = True
 ray.data.read_parquet(sys.argv[1], override_num_blocks=8).map_batches(
     Watched,
-    fn_constructor_kwargs={"run": sys.argv[2], "threads": 1},
+    fn_constructor_kwargs={"run": sys.argv[2], "threads": 1, "seen": sys.argv[3]},
     batch_format="pyarrow",
     batch_size=1000,
     compute=ray.data.ActorPoolStrategy(size=2),
