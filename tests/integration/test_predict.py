@@ -73,10 +73,10 @@ def test_other_tasks_are_answered_as_by_deploy(case, column, whole_run, tmp_path
     fine(qdqbench("predict", run, "--data", tmp_path / "rows.parquet", "--out", out))
     if case == "embed":
         known = [each["embedding"] for each in told]
-        np.testing.assert_allclose(np.array(read(out)[column]), known, atol=2e-2)
+        np.testing.assert_allclose(np.array(read(out)[column]), known, atol=2e-3)
         options = ["--overwrite", "--prompt", "awful "]
         fine(qdqbench("predict", run, "--data", tmp_path / "rows.parquet", "--out", out, *options))
-        assert np.abs(np.array(read(out)[column]) - known).max() > 0.02
+        assert np.abs(np.array(read(out)[column]) - known).max() > 5e-3
     else:
         labels = [each.get("answer") or [label for _, label in each.get("words", ())] for each in told]
         same = [a == b for a, b in zip(read(out)[column], labels, strict=True)]
