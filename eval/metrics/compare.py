@@ -62,6 +62,7 @@ def compare(
     right = [hits for each in systems if (hits := kind.right(kind.table(each, gold))) is not None]
     primary = task.metrics[0]
     difference = answers.astype(np.float64) - reference_answers.astype(np.float64)
+    sqnr, sqnr_error = _compute_sqnr(reference_answers.astype(np.float64), difference)
     return Comparison(
         delta=delta,
         delta_stderr=errors,
@@ -70,7 +71,8 @@ def compare(
         mcnemar_p=_mcnemar(*right) if right else None,
         within_noise=abs(delta[primary]) <= NOISE * errors[primary],
         mean_abs_logit_diff=float(np.abs(difference).mean()),
-        sqnr_db=_sqnr_db(reference_answers.astype(np.float64), difference),
+        sqnr_db=sqnr,
+        sqnr_db_stderr=sqnr_error,
         agreement=agreement_of(reference_answers, answers, seed=seed) if kind.embeds else None,
     )
 
@@ -94,6 +96,11 @@ def _mcnemar(before: Array, after: Array) -> float:
     return float(stats.binomtest(lost, lost + won).pvalue) if lost + won else 1.0
 
 
-def _sqnr_db(reference: Array, difference: Array) -> float | None:
-    signal, noise = float((reference**2).sum()), float((difference**2).sum())
-    return float(10 * (np.log10(signal) - np.log10(noise))) if signal and noise else None
+def _compute_sqnr(reference: Array, difference: Array) -> tuple[float | None, float | None]:
+    """Return 10 log10 of the ratio of powers, and its standard error over answers by the delta method; dB."""
+    signals, noises = ((values**2).reshape(len(values), -1).sum(axis=1) for values in (reference, difference))
+    signal, noise = float(signals.sum()), float(noises.sum())
+    if not (signal and noise):
+        return None, None
+    error = float(np.sqrt(np.square(noises / noise - signals / signal).sum()))
+    return float(10 * (np.log10(signal) - np.log10(noise))), 10 / float(np.log(10)) * error

@@ -72,7 +72,10 @@ def differing(versus: Comparison) -> str:
 
 
 def sqnr(versus: Comparison) -> str:
-    return "equal" if versus.sqnr_db is None else f"{versus.sqnr_db:.1f} dB"
+    if versus.sqnr_db is None:
+        return "equal"
+    error = "" if versus.sqnr_db_stderr is None else f" ± {versus.sqnr_db_stderr:.1f}"
+    return f"{versus.sqnr_db:.1f}{error} dB"
 
 
 def divergence(versus: Comparison) -> Cell:

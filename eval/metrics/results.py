@@ -48,6 +48,9 @@ class Comparison(Strict):
     sqnr_db: float | None = field(
         "10 log10(power of the FP32 logits / power of the difference), in dB; null when the logits are equal."
     )
+    sqnr_db_stderr: float | None = field(
+        "Standard error of `sqnr_db` over answers, in dB; null with it, or in older files.", default=None
+    )
     agreement: Agreement | None = field(
         "Embeddings against those of FP32; null for other models.", default=None
     )

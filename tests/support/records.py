@@ -23,6 +23,7 @@ def comparison(delta: Mapping[str, float], error: float | Mapping[str, float], *
         "within_noise": abs(delta[first]) <= 2 * errors[first],
         "mean_abs_logit_diff": 0.1683,
         "sqnr_db": 21.4,
+        "sqnr_db_stderr": 0.62,
     }
     return Comparison.model_validate(fields | changes)
 

@@ -210,7 +210,7 @@ def regression() -> Results:
     }
     versus = stages["onnxruntime"].vs_fp32
     assert versus is not None
-    versus.disagreements = versus.mcnemar_p = versus.sqnr_db = None
+    versus.disagreements = versus.mcnemar_p = versus.sqnr_db = versus.sqnr_db_stderr = None
     return sample(task={"name": "stsb"}, stages=stages)
 
 

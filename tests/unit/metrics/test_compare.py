@@ -156,3 +156,15 @@ def test_a_choice_takes_the_mean_and_refuses_constant_scores():
     assert found.divergence_stderr == pytest.approx(each.std(ddof=1) / 30**0.5)
     with pytest.raises(CheckFailed, match="the same output for every sample"):
         compare_with_divergence(STSB, np.ones_like(scores), other, labels, seed=0)
+
+
+def test_the_error_of_an_sqnr_is_that_of_resampled_answers():
+    rng = np.random.default_rng(0)
+    reference = rng.normal(size=(400, 2)).astype(np.float32)
+    answers = reference + 0.1 * rng.normal(size=(400, 2)) * rng.exponential(size=(400, 1))
+    found = compare(SST2, reference, answers.astype(np.float32), rng.integers(0, 2, 400), seed=0)
+    drawn = []
+    for rows in rng.integers(0, 400, (500, 400)):
+        powers = [np.square(each[rows]).sum() for each in (reference, answers - reference)]
+        drawn.append(10 * np.log10(powers[0] / powers[1]))
+    assert found.sqnr_db_stderr == pytest.approx(np.std(drawn), rel=0.15)
