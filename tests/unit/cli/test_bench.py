@@ -124,7 +124,7 @@ def test_no_gpu_is_a_missing_device_before_anything_is_exported(tiny_bert, tmp_p
         (["--model", "bert-base", "--cpu", "--threads", "9999"], "--threads 9999 is more than the"),
         (["--model", "bert-base", "--cpu", "--streams", "99", "--threads", "1"], "--streams 99 is more than"),
         (["no-such-run", "--cpu"], "is no run directory"),
-        (["--model", "EMPTY", "--cpu", "--out", "OUT"], "cannot load model"),
+        (["--model", "EMPTY", "--cpu", "--out", "OUT"], "has no config.json, so it is no model"),
     ],
 )
 def test_wrong_options_are_one_sentence(arguments, message, tmp_path):

@@ -260,7 +260,7 @@ def test_shifted_hidden_states_are_no_error(tiny_bert):
     """What q, k and v read is shifted from layer to layer: that is no cost of INT8."""
     rules = [{"match": "encoder.layer.*", "type": "Linear"} | INT8, *one_scale("query", "key", "value")]
     made = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules))
-    moved = get_state_shifts(made.record, made.plan)
+    moved = get_state_shifts(made.record)
     assert [*moved] == [*range(LAYERS)]
     fp32 = load_model(str(tiny_bert))
     before = {name: value.clone() for name, value in fp32.state_dict().items()}
