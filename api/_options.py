@@ -548,6 +548,9 @@ class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
         "Also measure PyTorch, torch.compile, unpadded FP16 and other quantizers.", default=True
     )
     fp32: bool = field("Also measure the FP32 engine.", default=True)
+    cost_per_hour: float | None = field(
+        "Price of this machine an hour: also report the cost of a million texts.", default=None, gt=0
+    )
     compile_seconds: float = field(
         "Limit of each torch.compile in seconds; slower ones are left out.", default=90.0, gt=0
     )

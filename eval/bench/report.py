@@ -15,6 +15,7 @@ from qdqbench.eval.bench.results import (
     BenchConfig,
     BenchRow,
     config_label,
+    cost_of,
     headline_of,
     list_speed,
     over_fastest,
@@ -428,6 +429,15 @@ def _blocks(bench: Bench, *, timed: bool = True) -> list[doc.Block]:
         blocks.append(speed_table([*list_speed(bench)], headline_title(bench)))
     rows = [doc.row(name, *cells) for name, cells in medians]
     blocks.append(doc.Table(["median latency, ms", *names], rows, look="full names"))
+    if (price := bench.settings.cost_per_hour) is not None:
+        costs = [
+            doc.row(
+                each.label, *(known(cost_of(config, each.name, price), ".4g") for config in bench.configs)
+            )
+            for each in bench.systems
+        ]
+        title = f"Cost of a million texts, at {price:g} an hour for the whole machine"
+        blocks.append(doc.Table(["", *names], costs, title, look="full names", on=doc.EVERYWHERE))
     for part in (slice(first, first + SCREEN_CONFIGS) for first in range(0, len(names), SCREEN_CONFIGS)):
         rows = [doc.row(name, *cells[part]) for name, cells in medians]
         blocks.append(doc.Table(["median, ms", *names[part]], rows, on=doc.SCREEN))

@@ -54,6 +54,10 @@ class BenchSettings(Strict):
     )
     seed: int = field("Seed of random weights, inputs and bootstrap.")
     threads: int | None = field("Threads of each system on a CPU; null on a GPU.", default=None)
+    cost_per_hour: float | None = field(
+        "Price of the machine an hour, of which the report makes the cost of a million texts; null without.",
+        default=None,
+    )
     quick: bool = field("True for the bench that ends a run: its own engine and one twin.", default=False)
     shapes: list[Shape] = field(
         "Batch and length of each shape, in place of all batches at all lengths; empty without.", default=[]
@@ -292,6 +296,14 @@ def rate_of(config: BenchConfig, system: str, streams: int) -> float | None:
     row = row_of(config, system)
     rates = {each.streams: each.sequences_per_s for each in row.throughput} if row else {}
     return rates.get(streams)
+
+
+def cost_of(config: BenchConfig, system: str, per_hour: float) -> float | None:
+    """Return what a million texts cost at the highest rate that a system reached in a config."""
+    if (row := row_of(config, system)) is None:
+        return None
+    rates = [row.sequences_per_s or 0.0, *(each.sequences_per_s for each in row.throughput)]
+    return per_hour / 3600 / max(rates) * 1e6 if max(rates) else None
 
 
 def compare_rounds(system: Sequence[float], baseline: Sequence[float], seed: int = 0) -> Ratio:

@@ -10,6 +10,7 @@ from qdqbench.eval.bench.results import (
     BenchKernels,
     BenchRow,
     BenchSystem,
+    BenchThroughput,
     compute_speedups,
     headline_of,
     write_bench,
@@ -175,3 +176,16 @@ def test_results_of_another_version_do_not_lose_the_bench(tmp_path, text):
     written, why = refresh_reports(tmp_path)
     assert written == []
     assert why.startswith("results.json is not of this version")
+
+
+def test_a_price_gives_the_cost_of_a_million_texts():
+    bench = sample_bench()
+    assert "million" not in on_terminal(report.bench_report(bench))
+    bench.settings.cost_per_hour = 3.6
+    for row in bench.configs[0].rows[:2]:
+        row.sequences_per_s, row.throughput = 500.0, []
+    bench.configs[0].rows[1].throughput = [BenchThroughput(streams=2, sequences_per_s=1000, low=1, high=1)]
+    shown = on_terminal(report.bench_report(bench), 120)
+    costs = shown.partition("Cost of a million texts, at 3.6 an hour")[2].splitlines()
+    assert costs[2].split()[:3] == ["INT8", "engine", "2"]  # 0.001 a second, 500 texts a second
+    assert costs[3].split()[:3] == ["FP16", "engine", "1"]  # by the higher of its rates
