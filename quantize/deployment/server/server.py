@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import h11
@@ -48,9 +49,13 @@ PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class WorkerApp:
-    """Makes the ASGI application of a worker process; pickled, with imports that take little time."""
+    """Makes the ASGI application of a worker process; pickled, with imports that take little time.
 
-    served: bytes  # pickled: its tokenizer imports transformers
+    It has to fit into a pipe (64 KB): whoever starts a worker writes it there, holds the other end too, and
+    would wait forever for a worker that a signal ended.
+    """
+
+    served: Path  # pickled: its tokenizer imports transformers
     settings: Settings
     hosts: tuple[str, ...]
     failures: Connection  # takes (exit code, sentence) of a worker that cannot start
@@ -66,7 +71,7 @@ class WorkerApp:
         if getattr(getattr(handler, "__self__", None), "should_exit", False):
             sys.exit()  # a signal came before: uvicorn's server noted it, and would load all the same
         try:
-            served: Served = pickle.loads(self.served)  # noqa: S301  (of the parent process)
+            served: Served = pickle.loads(self.served.read_bytes())  # noqa: S301  (of the parent process)
             models = {
                 name: warm_up(
                     served.open_model(name), served.sizes(name, settings.max_batch), settings.timeout
@@ -99,8 +104,10 @@ def serve(served: Served, settings: Settings, announce: Callable[[str, bool], No
         loopback = ipaddress.ip_address(address).is_loopback
         name = f"[{settings.host}]" if ":" in settings.host else settings.host
         hosts = tuple({*LOOPBACK, name.lower(), address}) if loopback else ()
+        pickled = Path(folder) / "served"  # prometheus_client reads *.db there
+        pickled.write_bytes(pickle.dumps(served))
         config = uvicorn.Config(
-            WorkerApp(pickle.dumps(served), settings, hosts, send),
+            WorkerApp(pickled, settings, hosts, send),
             factory=True,
             workers=settings.workers,
             http=_Protocol,

@@ -1,12 +1,17 @@
-"""Connections that send nothing, too little or too many, at a socket."""
+"""Connections that send nothing, too little or too many, at a socket; signals while a server starts."""
 
 import asyncio
+import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
+import numpy as np
 import pytest
 import uvicorn
 
@@ -14,6 +19,8 @@ from qdqbench.quantize.deployment.server import server
 from qdqbench.quantize.utils.errors import UserError
 
 from ....support.http_client import Client, finished
+
+ROOT = Path(__file__).parents[4]
 
 
 async def answer(scope, receive, send):
@@ -177,3 +184,43 @@ def test_a_worker_loads_nothing_after_a_signal():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def end_by_signal(number: int, after_s: float) -> float:
+    """Start a server that loads for minutes, signal its group; return the seconds until all of it ended."""
+    command = [sys.executable, "-m", "tests.support.slow_server"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    started = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+    try:
+        assert started.stdout.readline() == b"starting\n"
+        time.sleep(after_s)
+        os.killpg(started.pid, number)
+        clock = time.monotonic()
+        started.wait(20)
+        while (left := time.monotonic() - clock) < 20:
+            try:
+                os.killpg(started.pid, 0)
+            except ProcessLookupError:
+                return left
+            time.sleep(0.02)
+        raise AssertionError("a worker is left")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+        started.stdout.close()
+        started.wait()
+
+
+@pytest.mark.parametrize(("number", "after_s"), [(signal.SIGINT, 0.1), (signal.SIGTERM, 0.5)])
+def test_a_signal_to_the_group_ends_a_server_that_starts(number, after_s):
+    assert end_by_signal(number, after_s) < 15
+
+
+@pytest.mark.long
+def test_a_signal_at_any_moment_of_the_start_ends_it():
+    """At fifty moments drawn from four seconds, two at a time."""
+    draws = np.random.default_rng(0).uniform(0, 4, 50)
+    numbers = [signal.SIGINT, signal.SIGTERM] * 25
+    with ThreadPoolExecutor(2) as pool:
+        taken = list(pool.map(end_by_signal, numbers, draws))
+    assert max(taken) < 15, [(*each, took) for *each, took in zip(numbers, draws, taken, strict=True)]
