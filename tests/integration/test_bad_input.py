@@ -152,7 +152,12 @@ def test_damaged_model_or_data(case, copied, tmp_path, qdqbench):
 def test_damage_in_the_middle_of_a_run(a_run, sst2, copied, qdqbench):
     """The data goes bad after the run was made: nothing of the old report is taken for the new one's."""
     model, data = copied
-    assert qdqbench("run", "--model", model, "--task", "sst2", "--data", data, "--out", a_run).code == 0
+    assert (
+        qdqbench(
+            "run", "int8-linears", "--model", model, "--task", "sst2", "--data", data, "--out", a_run
+        ).code
+        == 0
+    )
     cut(model / "model.safetensors", 0.5)
     done = qdqbench("report", a_run)
     refused(done, "cannot load model")
@@ -250,13 +255,17 @@ def test_options(case, sst2, tmp_path, qdqbench, monkeypatch):
 def test_out_is_a_file_or_holds_others(sst2, tmp_path, qdqbench):
     out = tmp_path / "file"
     out.write_text("mine")
-    refused(qdqbench("run", *sst2.options, "--out", out), "is a file", "--out")
-    refused(qdqbench("run", *sst2.options, "--out", out / "run"), "cannot write|is a file", "--out")
+    refused(qdqbench("run", "int8-linears", *sst2.options, "--out", out), "is a file", "--out")
+    refused(
+        qdqbench("run", "int8-linears", *sst2.options, "--out", out / "run"),
+        "cannot write|is a file",
+        "--out",
+    )
     assert out.read_text() == "mine"
     out = tmp_path / "folder"
     out.mkdir()
     (out / "thesis.txt").write_text("mine")
-    refused(qdqbench("run", *sst2.options, "--out", out), "holds other files", "--out")
+    refused(qdqbench("run", "int8-linears", *sst2.options, "--out", out), "holds other files", "--out")
     assert listing(out) == ["thesis.txt"]
 
 
@@ -268,7 +277,7 @@ def test_out_cannot_be_written(sst2, tmp_path, qdqbench, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "mkdtemp", refuse)
-        done = qdqbench("run", *sst2.options, "--out", tmp_path / "run")
+        done = qdqbench("run", "int8-linears", *sst2.options, "--out", tmp_path / "run")
     refused(done, "cannot write .*run", "Permission denied", "--out")
     nothing_half_written(tmp_path / "run")
 
@@ -285,7 +294,7 @@ def test_disk_is_full(sst2, tmp_path, qdqbench, monkeypatch):
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
         patch.setattr(np, "savez", full)
-        done = qdqbench("run", *sst2.options, "--out", out)
+        done = qdqbench("run", "int8-linears", *sst2.options, "--out", out)
     refused(done, r"cannot write \S*logits/fp32\.npz: no space left on device", r"MB is free on /")
     # a stage that ran beside the baseline may have ended, and is kept
     assert not [*out.glob("logits/*"), *out.glob("results.json")]
@@ -415,7 +424,7 @@ def test_interrupted_run_goes_on_where_it_stopped(  # noqa: PLR0917
 
     with monkeypatch.context() as patch:
         patch.setattr(sys.modules[module], name, stop)
-        done = qdqbench("run", *sst2.options, "--out", out)
+        done = qdqbench("run", "int8-linears", *sst2.options, "--out", out)
     assert calls
     assert done.code == (130 if raised is KeyboardInterrupt else 1)
     assert re.fullmatch(r"qdqbench: [^\n]{20,}\n", done.err)
@@ -426,7 +435,7 @@ def test_interrupted_run_goes_on_where_it_stopped(  # noqa: PLR0917
         assert stage == "report" or not (out / name).exists()
     again = json.loads((out / "stages.json").read_text())["stages"]
     assert {**again} == manifest["stages"]
-    assert qdqbench("run", *sst2.options, "--out", out).code in (0, 2)
+    assert qdqbench("run", "int8-linears", *sst2.options, "--out", out).code in (0, 2)
     timings = json.loads((out / "results.json").read_text())["timings"]
     assert {name for name, row in timings.items() if row["reused"]} == {*done_before[:start]}
     nothing_lost = {*listing(kept)} - {*listing(out)}
@@ -439,7 +448,7 @@ def test_ctrl_c_at_the_keyboard(sst2, tmp_path):
     out = tmp_path / "run"
     # background jobs of a shell ignore Ctrl-C, and what they start inherits that
     heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    command = [sys.executable, "-c", heeds + MAIN, "run", *sst2.options, "--out", str(out)]
+    command = [sys.executable, "-c", heeds + MAIN, "run", "int8-linears", *sst2.options, "--out", str(out)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment(), **pipes) as process:
         until = time.monotonic() + 120

@@ -92,7 +92,7 @@ def test_a_change_reruns_what_depends_on_it(  # noqa: PLR0917
 def test_profiles_follow_the_data_and_the_warning_goes(a_run, sst2, qdqbench, monkeypatch):
     monkeypatch.setattr(engine_stages, "engine_profiles", engine_profiles)  # all of them
     assert any("--shapes auto" in line for line in results(a_run)["warnings"])
-    fine(qdqbench("run", *sst2.options, "--shapes", "auto", "--out", a_run))
+    fine(qdqbench("run", "int8-linears", *sst2.options, "--shapes", "auto", "--out", a_run))
     found = results(a_run)
     rerun = {name for name, row in found["timings"].items() if not row["reused"]}
     assert rerun == {"build", "verify", "engine"}
@@ -129,7 +129,7 @@ def test_a_damaged_file_is_made_again(name, stages, how, a_run, sst2, qdqbench):
         (a_run / name).unlink()
     else:
         (a_run / name).write_bytes(whole[:-1])
-    assert qdqbench("run", *sst2.options, "--out", a_run).code == 0
+    assert qdqbench("run", "int8-linears", *sst2.options, "--out", a_run).code == 0
     again = {stage for stage, row in results(a_run)["timings"].items() if not row["reused"]}
     assert stages <= again
     if name.endswith((".npz", ".json", ".onnx")):  # an engine holds a time
@@ -139,7 +139,7 @@ def test_a_damaged_file_is_made_again(name, stages, how, a_run, sst2, qdqbench):
 @needs_rtx
 def test_stage_commands_take_up_a_run(sst2, tmp_path, qdqbench):
     out = tmp_path / "run"
-    done = fine(qdqbench("run", *sst2.options, "--out", out, "--until", "quantize"))
+    done = fine(qdqbench("run", "int8-linears", *sst2.options, "--out", out, "--until", "quantize"))
     assert listing(out) == ["calibration.json", "recipe.yaml", "run.json", "stages.json"]
     steps = {
         "quantize": [],
@@ -181,7 +181,7 @@ def test_stage_commands_take_up_a_run(sst2, tmp_path, qdqbench):
     told = made.stages["onnxruntime"]
     said = " ".join(qdqbench("evaluate", out).out.split())
     assert f"accuracy {told.metrics['accuracy']:.4f} ± {told.stderr['accuracy']:.4f}, n = 96" in said
-    assert qdqbench("run", *sst2.options, "--out", out).code == 0
+    assert qdqbench("run", "int8-linears", *sst2.options, "--out", out).code == 0
     assert all(row["reused"] for row in results(out)["timings"].values())
 
 
@@ -258,7 +258,7 @@ def test_a_layer_that_is_not_int8_fails_the_gate(a_run, sst2, qdqbench, monkeypa
 
     monkeypatch.setattr(tables, "measure_coverage", one_less)
     (a_run / "build.json").unlink()
-    failures = failed(qdqbench("run", *sst2.options, "--out", a_run), a_run)
+    failures = failed(qdqbench("run", "int8-linears", *sst2.options, "--out", a_run), a_run)
     engine = results(a_run)["engine"]
     assert engine["expected_int8_gemms"] - engine["int8_gemms"] == len(engine["not_int8"]) == LAYERS
     assert len(failures) == 1
@@ -272,7 +272,7 @@ def test_without_tensorrt_rtx_nothing_is_proven(a_run, sst2, qdqbench, monkeypat
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     out = a_run
-    failures = failed(qdqbench("run", *sst2.options, "--out", out), out)
+    failures = failed(qdqbench("run", "int8-linears", *sst2.options, "--out", out), out)
     assert len(failures) == 1
     assert re.match(r"INT8 is not proven, no engine was built: .*pip install", failures[0])
     found = results(out)
@@ -281,13 +281,13 @@ def test_without_tensorrt_rtx_nothing_is_proven(a_run, sst2, qdqbench, monkeypat
     assert "not installed" in found["stages"]["engine"]["reason"]
     assert found["stages"]["onnxruntime"]["status"] == "done"
     (out / "calibration.json").unlink()
-    done = qdqbench("run", *sst2.options, "--out", out)
+    done = qdqbench("run", "int8-linears", *sst2.options, "--out", out)
     first, _, rest = done.err.partition("\n")
     assert re.match(rf"{NO_ENGINE}: tensorrt_rtx is not installed; pip install", first)
     assert failed(replace(done, err=rest), out) == failures
     monkeypatch.undo()
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
-    assert qdqbench("run", *sst2.options, "--out", out).code == 0  # once it is installed
+    assert qdqbench("run", "int8-linears", *sst2.options, "--out", out).code == 0  # once it is installed
     timings = results(out)["timings"]
     assert {name for name, row in timings.items() if not row["reused"]} == {"build", "verify", "engine"}
 
@@ -333,14 +333,14 @@ def test_a_wrong_graph_fails_parity(a_run, sst2, qdqbench):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "compare_layers", tampered)
         (a_run / "parity.json").unlink()
-        failures = failed(qdqbench("run", *sst2.options, "--out", a_run), a_run)
+        failures = failed(qdqbench("run", "int8-linears", *sst2.options, "--out", a_run), a_run)
     assert len(failures) == 1
     assert "encoder.layer.1" in failures[0]
     assert "encoder.layer.0" not in failures[0]
 
 
 def test_limit_warns_in_the_report(a_run, sst2, qdqbench):
-    done = fine(qdqbench("run", *sst2.options, "--out", a_run, "--limit", "20"))
+    done = fine(qdqbench("run", "int8-linears", *sst2.options, "--out", a_run, "--limit", "20"))
     found = results(a_run)
     assert found["stages"]["onnxruntime"]["n"] == 20
     assert any(warning.startswith("--limit 20:") for warning in found["warnings"])
