@@ -463,7 +463,8 @@ def test_ctrl_c_at_the_keyboard(sst2, tmp_path):
     assert (process.returncode, shown) == (130, "")
     *signs, last = told.splitlines()
     assert last == "qdqbench: interrupted; what is finished is kept, and the same command resumes"
-    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in signs)  # of life, on a busy machine
+    # signs of life, on a busy machine, after what INT8 can bring here
+    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in signs[1:]), signs
     nothing_half_written(out)
     assert "baseline" in json.loads((out / "stages.json").read_text())["stages"]
 
