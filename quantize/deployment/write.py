@@ -329,10 +329,13 @@ def _collect(
     }
 
 
-def standalone_modules() -> dict[str, Path]:
-    """Return the modules that answer texts without qdqbench, as files of one package."""
+def standalone_modules() -> dict[str, bytes]:
+    """Return the modules that answer texts without qdqbench, as files of one package.
+
+    They are no paths: a link to the installed package would take changes of a deployed script into it.
+    """
     folder = Path(standalone.__file__).parent
-    return {f"{folder.name}/{path.name}": path for path in sorted(folder.glob("*.py"))}
+    return {f"{folder.name}/{path.name}": path.read_bytes() for path in sorted(folder.glob("*.py"))}
 
 
 def collect_modules(name: str) -> dict[str, str | bytes | Path]:

@@ -68,11 +68,13 @@ def test_it_holds_all_that_is_needed(finished_run):
         ("tensorrt_rtx.engine", "engine/model.int8.engine"),
     ):
         assert (folder / name).read_bytes() == (finished_run / source).read_bytes()
-    assert str(finished_run) not in "".join(
-        path.read_text()
-        for path in folder.rglob("*")
-        if path.suffix in (".md", ".json", ".py", ".sh", ".txt")
-    )
+    written = [
+        path for path in folder.rglob("*") if path.suffix in (".md", ".json", ".py", ".sh", ".txt", ".yaml")
+    ]
+    config = json.loads((finished_run / "run.json").read_text())
+    for place in (str(finished_run), config["model"], config["data"]):
+        assert [path for path in written if place in path.read_text()] == []
+    assert {path.stat().st_nlink for path in written} == {1}  # none is a file of the package
     script = (folder / "build_tensorrt.sh").read_text()
     assert "--onnx=model.onnx \\\n" in script
     assert "--maxShapes=input_ids:128x128,attention_mask:128x128,token_type_ids:128x128 \\\n" in script
@@ -238,7 +240,7 @@ def test_a_failed_run_is_marked_and_each_use_warns(a_run, blocked):
     assert hand_off(Session(read_config(a_run), a_run), found.model_copy(update={"speed": [speed]})) == []
     page = (a_run / "deploy" / "README.md").read_text()
     assert "NOT FOR USE" not in page
-    assert "| b1 s16 | FP32 | 1.50 [1.25, 1.75] |" in page
+    assert "| b1 s16 | 1 | FP32 | 1.50 [1.25, 1.75] |" in page
 
 
 def test_a_run_without_results_has_nothing_to_hand_over(sst2, tmp_path, qdqbench):

@@ -27,8 +27,8 @@ def folder(whole_run):
 class TestTexts:
     def test_a_run_without_labels(self, folder):
         found = results(folder)
-        assert found["data"]["evaluation"] == {"validation": 120}
-        assert found["data"]["calibration"]["samples"] == 120
+        assert found["data"]["evaluation"] == {"validation": 176}
+        assert found["data"]["calibration"]["samples"] == 64
         assert "8 of 260 texts of" in " ".join(found["warnings"])
         assert "12 of 260 texts of" in " ".join(found["warnings"])
         assert found["task"]["metrics"] == ["cosine", "cosine_p1", "neighbors"]
@@ -41,7 +41,7 @@ class TestTexts:
             assert made["vs_fp32"]["delta"]["cosine"] == pytest.approx(made["metrics"]["cosine"] - 1)
             agreed = made["vs_fp32"]["agreement"]
             assert agreed["values"] == pytest.approx(made["metrics"])
-            assert sum(agreed["cosine_counts"]) == sum(agreed["neighbor_counts"]) == agreed["n"] == 120
+            assert sum(agreed["cosine_counts"]) == sum(agreed["neighbor_counts"]) == agreed["n"] == 176
         graph = onnx.load(folder / "model.int8.onnx").graph
         widths = [(v.name, v.type.tensor_type.shape.dim[1].dim_value) for v in graph.output]
         assert widths == [("sentence_embedding", HIDDEN)]

@@ -363,7 +363,8 @@ def deploy(folder: Path, out: Path | None = None, *, fp32: bool = False) -> Path
 
 def _write_deploy(session: Session, results: Results, out: Path | None, *, fp32: bool = False) -> None:
     results = cleaned(results)
-    said = verdict.run_verdict(results)
+    # a command has paths of this machine, which say nothing elsewhere
+    said = verdict.run_verdict(results.model_copy(update={"command": ""}))
     failed = "; ".join(said.failures) if said.state == "bad" else ""
     lines = [*said.notes] if failed else [*said.failures, *said.notes]
     about = RunVerdict(said.title, said.lines, failed, lines)

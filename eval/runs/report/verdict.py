@@ -164,7 +164,8 @@ def qat_clause(results: Results) -> str:
 def _to_decide(results: Results) -> Iterator[str]:
     """Yield the command and the rows that decide what these samples cannot tell."""
     open_issues = results.gate.having("inconclusive")
-    if needed := max((issue.needed or 0 for issue in open_issues), default=0):
+    needed = max((issue.needed or 0 for issue in open_issues), default=0)
+    if needed and results.command:
         command = re.sub(r" --limit[ =]\S+", "", results.command)
         yield f"To decide it: `{command}` with at least {needed:,} evaluation rows"
 

@@ -212,9 +212,9 @@ def _tensor(value: Any) -> Tensor:
 def _write_tokenizer(models: Path, session: Session, context: dict[str, Any]) -> None:
     folder = models / f"{context['name']}_tokenizer"
     files.write_text(folder / "config.pbtxt", _render("tokenizer.pbtxt", context))
-    source = Path(__file__).with_name("tokenizer_model.py")
-    for name, path in ({"model.py": source} | standalone_modules()).items():
-        files.write_text(folder / "1" / name, path.read_text(encoding="utf-8"))
+    model = Path(__file__).with_name("tokenizer_model.py").read_bytes()
+    for name, content in ({"model.py": model} | standalone_modules()).items():
+        files.write_bytes(folder / "1" / name, content)
     tokenizer: Any = session.tokenizer
     files.write_text(folder / "1" / "tokenizer.json", tokenizer.backend_tokenizer.to_str())
 

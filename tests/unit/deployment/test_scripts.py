@@ -44,8 +44,8 @@ def test_what_is_copied_needs_nothing_of_ours(tmp_path):
     context = {"backend": "openvino", "title": "OpenVINO", "script": "run.py", "example": '"a text"'}
     (tmp_path / "run.py").write_text(render("run.py", context))
     allowed = {"tokenizers", "numpy", *sys.stdlib_module_names}
-    for name, path in standalone_modules().items():
-        (tmp_path / Path(name).name).write_text(source := path.read_text())
+    for name, source in standalone_modules().items():
+        (tmp_path / Path(name).name).write_bytes(source)
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Import):
                 assert {each.name.partition(".")[0] for each in node.names} <= allowed, name
