@@ -107,7 +107,8 @@ def test_the_headline_is_the_fastest_contestant_without_int8_and_nncf(measured):
     labels = {about.name: about.label for about in found.systems}
     assert ratio_rows(found)[-1][0] == f"{labels['int8']} over NNCF INT8 in OpenVINO"
     ratio, ours, over = headline_cells(found, cell)
-    assert ratio.text.startswith(f"{best.value:.2f}x")
+    # the ratio of CPU times leads where other processes took cores
+    assert f"{best.value:.2f}x" in f"{ratio.text} {ratio.note}"
     assert ours.text.startswith(labels["int8"])
     assert over.text.startswith(labels[best.baseline])
     assert "2 threads" in hardware(found)
