@@ -134,9 +134,8 @@ def main() -> None:
     """Entry point."""
     if sys.argv[1:2] == ["run"]:
         install("quantize,rtx,openvino")
-        # not in ROOT: the paths among the arguments are the caller's
-        environment = os.environ | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-        done = subprocess.run([str(BIN / "qdqbench"), *sys.argv[1:]], env=environment, check=False)
+        # not in ROOT: the paths among the arguments are the caller's; and .venv is not activated in that shell
+        done = subprocess.run([str(BIN / "qdqbench"), *sys.argv[1:]], check=False)
         sys.exit(done.returncode)
     if sys.argv[1:2] == ["test"]:
         test(sys.argv[2:])
