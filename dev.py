@@ -134,7 +134,7 @@ def main() -> None:
     """Entry point."""
     if sys.argv[1:2] == ["run"]:
         install("quantize,rtx,openvino")
-        # not in ROOT: the paths among the arguments are the caller's; and .venv is not activated in that shell
+        # not in ROOT, whose paths the arguments do not mean; nor is .venv activated in the caller's shell
         done = subprocess.run([str(BIN / "qdqbench"), *sys.argv[1:]], check=False)
         sys.exit(done.returncode)
     if sys.argv[1:2] == ["test"]:
