@@ -4,11 +4,9 @@ Each part of the rows is one file until all are there. So what a killed call fin
 lost or doubled.
 """
 
-import ctypes
 import os
 import shutil
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,10 +51,10 @@ from qdqbench.quantize.utils.progress import reporter
 from qdqbench.quantize.utils.schema import Strict, field, read
 from qdqbench.quantize.utils.system.cpu import usable_cores
 from qdqbench.quantize.utils.system.gpu import count_gpus
+from qdqbench.quantize.utils.system.process import end_with_parent
 
 JOB = "job.json"  # in the folder of parts
 AHEAD = 2  # parts that wait for each process
-PR_SET_PDEATHSIG = 1
 FIELDS: dict[Answers, tuple[str, ...]] = {  # of an answer, which are columns, by what makes it
     classify: ("label", "scores"),
     score: ("score",),
@@ -230,8 +228,7 @@ def _part(folder: Path, number: int) -> Path:
 def _start(slots: Any) -> None:
     """Begin a process: it takes its share of the devices, and ends with the one that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     gpu, cores = slots.get()
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu

@@ -1,7 +1,6 @@
 """Serve a run until a signal: uvicorn's supervised worker processes on one socket."""
 
 import contextlib
-import ctypes
 import io
 import ipaddress
 import logging
@@ -36,6 +35,7 @@ from qdqbench.quantize.deployment.server.served import Served
 from qdqbench.quantize.deployment.server.settings import Settings
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
 from qdqbench.quantize.utils.system.cpu import usable_cores
+from qdqbench.quantize.utils.system.process import end_with_parent
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 PERIOD_S = 10.0  # after one, but at most two of these a connection without progress is closed
@@ -44,7 +44,6 @@ MOST_CONNECTIONS, BACKLOG = 1000, 1000  # of a worker; of the socket
 MOST_HEAD_BYTES, MOST_PARTS = 16 << 10, 10_000  # of a head; of a body, each of which takes 20 us
 GRACE_S = 2  # beyond a request's own time, until what is still open is dropped at the end
 PING_S = 20  # that a worker may hold Python's lock, as some imports do
-PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,7 @@ class WorkerApp:
         """Open the models; ends the process where that fails."""
         settings = self.settings
         _start_log()
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends it at once until it serves
         if getattr(getattr(handler, "__self__", None), "should_exit", False):
             sys.exit()  # a signal came before: uvicorn's server noted it, and would load all the same

@@ -27,6 +27,7 @@ from qdqbench.quantize.utils.system.cpu import quota
 from qdqbench.quantize.utils.system.early import BEGINS, end_at_once
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
+PR_SET_PDEATHSIG = 1
 KEPT_BYTES = 2**28
 GRACE_S = 3.0  # until a child is killed
 AGAIN_S = 0.05  # until a signal that Python dropped comes again
@@ -40,6 +41,12 @@ def find_python() -> str:
     found = shutil.which("python")
     own = found is not None and Path(found).parent == Path(sys.executable).parent
     return "python" if own else shlex.quote(sys.executable)
+
+
+def end_with_parent() -> None:
+    """Have Linux kill this process when the one that started it ends, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def open_streams() -> None:
