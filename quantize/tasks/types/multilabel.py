@@ -8,7 +8,7 @@ import numpy as np
 from qdqbench.quantize.tasks.types.classification import class_text
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets
 from qdqbench.quantize.tasks.types.kind import SAME, Metric, TaskFields, TaskKind, of_sums, ratio
-from qdqbench.quantize.tasks.types.tokens import class_names, explain_names, is_named
+from qdqbench.quantize.tasks.types.tokens import class_names, explain_names, read_classes
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats
 
 if TYPE_CHECKING:
@@ -92,24 +92,14 @@ class MultiLabel(TaskKind):
         return explain_names(names, task, texts=texts)
 
     def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
-        names, classes, warnings = class_names(dataset, task.label_column), task.classes, []
-        rows = _read_labels(dataset, task)
-        if not is_named(classes) and names:
-            classes = names
-            warnings.append("the model does not name its classes: they are taken to be in the data's order")
-        if not names:
-            warnings.append("the labels are numbers without names: they are taken to be in the model's order")
-        number = {name: place for place, name in enumerate(classes)}
+        known, rows = read_classes(dataset, task, "labels"), _read_labels(dataset, task)
         marks = np.zeros((len(rows), task.num_labels), dtype=np.float32)
-        if not names and _is_marked(rows, task.num_labels):
+        if not known.names and _is_marked(rows, task.num_labels):
             marks[:] = rows
         else:
             for mark, row in zip(marks, rows, strict=True):
-                read = (
-                    number[each if isinstance(each, str) else names[each]] if names else each for each in row
-                )
-                mark[[int(each) for each in read]] = 1
-        return Targets(marks, marks.astype(np.int8), tuple(warnings))
+                mark[[*map(known.number, row)]] = 1
+        return Targets(marks, marks.astype(np.int8), known.warnings)
 
     def predict(self, answers: Floats, gold: Any) -> Array:
         """Return the numbers of the classes of a sample as one text."""

@@ -82,6 +82,36 @@ def read_label_names(dataset: "Dataset", column: str) -> tuple[str, ...]:
     return tuple(getattr(feature, "names", None) or ())
 
 
+@dataclass(frozen=True)
+class Classes:
+    """Classes of a model, as the labels of a data set mean them."""
+
+    names: tuple[str, ...]  # in the data, empty where labels are numbers without names
+    classes: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        return {name: place for place, name in enumerate(self.classes)}
+
+    def number(self, label: Any) -> int:
+        """Return the model's number of a label, a name or a number of the data."""
+        if not self.names:
+            return int(label)
+        return self._places[label if isinstance(label, str) else self.names[label]]
+
+
+def read_classes(dataset: "Dataset", task: TaskFields, what: str) -> Classes:
+    """Read how the labels of a data set name a model's classes; `what` they are called in a warning."""
+    names, classes, warnings = class_names(dataset, task.label_column), task.classes, []
+    if not is_named(classes) and names:
+        classes = names
+        warnings.append("the model does not name its classes: they are taken to be in the data's order")
+    if not names:
+        warnings.append(f"the {what} are numbers without names: they are taken to be in the model's order")
+    return Classes(names, classes, tuple(warnings))
+
+
 def is_named(classes: tuple[str, ...]) -> bool:
     """Return whether classes have names of their own, not those that transformers gives."""
     return not all(name == f"LABEL_{number}" for number, name in enumerate(classes))
@@ -165,18 +195,12 @@ class TokenClassification(TaskKind):
         return explain_names(names, task, texts="int" not in str(flat.type))
 
     def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
-        names, classes, warnings = class_names(dataset, task.label_column), task.classes, []
-        if not is_named(classes) and names:
-            classes = names
-            warnings.append("the model does not name its classes: they are taken to be in the data's order")
-        if not names:
-            warnings.append("the tags are numbers without names: they are taken to be in the model's order")
-        number = {name: place for place, name in enumerate(classes)}
+        known = read_classes(dataset, task, "tags")
+        warnings = [*known.warnings]
         rows = dataset.select_columns([task.label_column])[:][task.label_column]
         tags, words, lost = [], [], 0
         for row, (positions, about) in zip(rows, layout.units, strict=True):
-            read = [number[tag if isinstance(tag, str) else names[tag]] if names else tag for tag in row]
-            tags.append(np.array(read, dtype=np.int64)[about])
+            tags.append(np.array([*map(known.number, row)], dtype=np.int64)[about])
             words.append(len(positions))
             lost += len(row) - len(positions)
         if lost:
@@ -185,7 +209,9 @@ class TokenClassification(TaskKind):
                 "export.max_length, or the tokenizer makes nothing of them"
             )
         labels = np.concatenate([*tags, np.zeros(0, dtype=np.int64)])
-        return Targets(labels, Tagged(labels, np.array(words, dtype=np.int64), classes), tuple(warnings))
+        return Targets(
+            labels, Tagged(labels, np.array(words, dtype=np.int64), known.classes), tuple(warnings)
+        )
 
     def expected(self, gold: Tagged) -> int:
         return len(gold.tags)
