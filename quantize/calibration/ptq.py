@@ -275,7 +275,7 @@ def _prepare(
         apply_biases(model, shift.added)
     moved = smoothing.smooth(model, plan, ranges, folds_kv_bias(plan))
     moved = qkv_bias_folding.equalize(model, plan, moved, ranges)
-    constants = centering.choose_constants(model, plan, seconds, ranges) if center else {}
+    constants = centering.choose_constants(model, seconds, ranges) if center else {}
     splits: dict[str, ChannelSplit] = {}
     for name in seconds if extra else ():
         second: Any = model.get_submodule(name)

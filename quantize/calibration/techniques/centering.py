@@ -148,13 +148,11 @@ def center_norms(
     return shifts
 
 
-def choose_constants(
-    model: "PreTrainedModel", plan: Plan, linears: Iterable[str], ranges: Ranges
-) -> dict[str, float]:
-    """Choose what is subtracted from the inputs of linears; `ranges` become those of the centered."""
+def choose_constants(model: "PreTrainedModel", linears: Iterable[str], ranges: Ranges) -> dict[str, float]:
+    """Choose what is subtracted from the inputs of INT8 linears; `ranges` become those of the centered."""
     chosen = {}
     for name in linears:
-        if not _has_bias(model, name) or name not in plan.int8:
+        if not _has_bias(model, name):
             continue
         low, high = (float(np.sort(edge)[-min(LIKE + 1, len(edge))]) for edge in ranges.inputs[name])
         constant = float(np.float16((high - low) / 2))

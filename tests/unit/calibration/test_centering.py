@@ -123,5 +123,5 @@ def test_a_range_with_two_sides_has_no_constant(tmp_path: Path) -> None:
     for high, chosen in ((1.0, {}), (1.1, {}), (4.0, {name: 1.5}), (0.0, {name: -0.5})):
         edges = np.stack([np.ones(64), np.full(64, high)])
         ranges = centering.Ranges({name: edges}, {})
-        assert centering.choose_constants(model, plan, [name], ranges) == chosen
+        assert centering.choose_constants(model, [name], ranges) == chosen
         assert ranges.inputs[name].max() == pytest.approx((1 + high) / 2 if chosen else max(1, high))
