@@ -15,9 +15,8 @@ from qdqbench.quantize.lint.machines import describe_gain
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.pipeline.ownership import identity_of, open_session, owned_folder, run_folder
 from qdqbench.quantize.pipeline.session import Session
-from qdqbench.quantize.recipe.schema import Recipe, find_recipe
+from qdqbench.quantize.recipe.schema import Recipe, find_recipe, require_qat
 from qdqbench.quantize.recipe.schema import load_recipe as load_named
-from qdqbench.quantize.training.qat import get_settings, train_on_all
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import DEFAULT_QAT
 from qdqbench.quantize.utils.options import path_of, take_options
@@ -106,7 +105,7 @@ def start_run(recipe: str | Path | Recipe | None, options: QatOptions) -> tuple[
     folder = run_folder("run", config, options.out)
     session = Session(config, folder)
     if trains := not isinstance(options, RunOptions):
-        get_settings(session)  # before anything is written
+        require_qat(session.recipe)  # before anything is written
     require_tracker(options.report_to)
     identity, ready = identity_of("run", session), partial(require_inputs, session, until)
     known = {"recipe": config.recipe.name, "model": session.model_name, "task": config.task.name}
@@ -118,6 +117,8 @@ def start_run(recipe: str | Path | Recipe | None, options: QatOptions) -> tuple[
         if config.recipe.quantizes and until is None:
             reporter().log(describe_gain(None if session.target.on_cpu else find_gpu(), find_cpu()))
         if trains:
+            from qdqbench.quantize.training.qat import train_on_all
+
             train_on_all(session, partial(run_stages, session, leads=True))
             if not is_main_process():
                 raise SystemExit(0)

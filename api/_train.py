@@ -10,14 +10,11 @@ from qdqbench._options import FinetuneOptions, StudyOptions, TrainingOptions
 from qdqbench._progress import displayed
 from qdqbench._runs import Progress
 from qdqbench.eval.runs.report.training import write_finetuning
-from qdqbench.eval.runs.study import Study, study
 from qdqbench.eval.runs.tracked import tracking
 from qdqbench.quantize.models.identity import model_fingerprint
 from qdqbench.quantize.pipeline.ownership import RunIdentity, default_folder, model_location, owned_folder
 from qdqbench.quantize.recipe.schema import find_recipe
 from qdqbench.quantize.tasks.embedded import write_embedded
-from qdqbench.quantize.training import finetune as tuning
-from qdqbench.quantize.training.loop import join_group, new_accelerator
 from qdqbench.quantize.training.results import Finetuning
 from qdqbench.quantize.utils.options import take_options
 from qdqbench.quantize.utils.system.process import invocation
@@ -26,7 +23,9 @@ from qdqbench.quantize.utils.trackers import require_tracker
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from qdqbench.eval.runs.study import Study
     from qdqbench.quantize.tasks.task import Task
+    from qdqbench.quantize.training import finetune as tuning
 
 
 @take_options
@@ -52,6 +51,9 @@ def start_finetuning(options: FinetuneOptions) -> tuple[Finetuning, Path]:
     task = options.find_task().model_copy(update={"trained": True})
     folder = options.out or default_folder("finetune", options.model, task.name)
     require_tracker(options.report_to)
+    from qdqbench.quantize.training import finetune as tuning
+    from qdqbench.quantize.training.loop import join_group, new_accelerator
+
     known = {"model": str(options.model), "task": task.name, **options.training.model_dump()}
     with _own_folder("finetune", options, task, folder), join_group():
         accelerator = new_accelerator(options.precision)
@@ -66,11 +68,14 @@ def start_finetuning(options: FinetuneOptions) -> tuple[Finetuning, Path]:
     return result, folder
 
 
-def start_study(recipe: Sequence[str], options: StudyOptions) -> tuple[Study, Path]:
+def start_study(recipe: Sequence[str], options: StudyOptions) -> "tuple[Study, Path]":
     """Measure FP32, PTQ and QAT over seeds; return the result and its folder."""
     recipes = [options.adapt(find_recipe(name, options.model, options.revision)) for name in recipe]
     task = options.find_task().model_copy(update={"trained": True})
     folder = options.out or default_folder("study", options.model, task.name)
+    from qdqbench.eval.runs.study import study
+    from qdqbench.quantize.training.loop import join_group, new_accelerator
+
     with _own_folder("study", options, task, folder), join_group():
         accelerator = new_accelerator(options.precision)
         longest = max(each.export.max_length for each in recipes)
@@ -83,6 +88,8 @@ def _own_folder(
 ) -> AbstractContextManager[None]:
     def ready() -> None:
         if options.model is not None:
+            from qdqbench.quantize.training import finetune as tuning
+
             tuning.require_base(options.model, options.revision, task, options.data)
 
     sha256 = None if options.model is None else model_fingerprint(options.model, options.revision)
@@ -97,7 +104,9 @@ def _request_of(
     folder: Path,
     accelerator: "Accelerator",
     max_length: int,
-) -> tuning.FinetuneRequest:
+) -> "tuning.FinetuneRequest":
+    from qdqbench.quantize.training import finetune as tuning
+
     base, data = options.model, options.data
     if base is None:
         with accelerator.main_process_first():

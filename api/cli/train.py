@@ -6,8 +6,7 @@ from qdqbench._options import FinetuneOptions, StudyOptions
 from qdqbench._train import start_finetuning, start_study
 from qdqbench.cli.answer import Answer
 from qdqbench.eval.runs.report.training import finetuning_report
-from qdqbench.eval.runs.study import STUDY_FILE, study_report
-from qdqbench.quantize.training.finetune import RESULT
+from qdqbench.quantize.training.results import RESULT
 from qdqbench.quantize.utils.errors import CheckFailed
 
 
@@ -22,6 +21,8 @@ def finetune(options: FinetuneOptions) -> Answer:
 
 def study(options: StudyOptions) -> Answer:
     found, folder = start_study(options.recipe, options)
+    from qdqbench.eval.runs.study import STUDY_FILE, study_report
+
     failed = [f"seed {row.seed} with {row.recipe}" for row in found.rows if row.status == "failed"]
     error = _untrained(failed, folder / STUDY_FILE)
     return Answer(found, study_report(found), [f"results: {folder / STUDY_FILE}"], error)

@@ -6,11 +6,10 @@ from qdqbench.eval.runs.collect import score_stage
 from qdqbench.eval.stages.stages import stages
 from qdqbench.quantize.pipeline.pipeline import open_run, run_stages, select_stages
 from qdqbench.quantize.pipeline.session import QAT, RECORD, RunConfig, Session
-from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.recipe.schema import Recipe, require_qat
 from qdqbench.quantize.report.document import SCREEN, Block, Prose, Report, Section, page_of, table_of
 from qdqbench.quantize.report.formats import in_points, label, model_label, versions_text
 from qdqbench.quantize.training.finetune import FinetuneRequest, finetune, spread
-from qdqbench.quantize.training.qat import get_settings
 from qdqbench.quantize.training.results import Spread, TrainingRun
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -89,7 +88,7 @@ def study(
             f"a study runs in one process, not in {accelerator.num_processes}; start it without a launcher"
         )
     for recipe in recipes:
-        get_settings(_session(request, recipe, 0))
+        require_qat(recipe)
     with reporting_to(Prefixed("fine-tuning")):
         models = finetune(request, accelerator)
     rows = [_measure(request, recipe, run) for run in models.runs for recipe in recipes]

@@ -209,6 +209,17 @@ def adapt_recipe(
     return validate_recipe(data, f"recipe {recipe.name} with {told}")
 
 
+def require_qat(recipe: Recipe) -> sections.Qat:
+    if recipe.qat is None:
+        raise UserError(
+            f"recipe {recipe.name} has no qat section; add one such as `qat: {{epochs: 3}}`, or take a "
+            "shipped recipe whose name ends in -qat"
+        )
+    if not recipe.quantizes:
+        raise UserError(f"recipe {recipe.name} quantizes nothing, so its qat section has no object")
+    return recipe.qat
+
+
 @functools.cache
 def shipped_files() -> dict[str, Any]:
     """Return the file of each recipe by its name without family, of which its text says only `FAMILY`."""

@@ -24,7 +24,7 @@ from qdqbench.quantize.tasks.task import Task, merge_splits, with_classes
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.training import loop
-from qdqbench.quantize.training.results import Finetuning, Spread, TrainingRun
+from qdqbench.quantize.training.results import RESULT, Finetuning, Spread, TrainingRun
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -32,8 +32,6 @@ from qdqbench.quantize.utils.progress import reporter
 from qdqbench.quantize.utils.schema import Strict, read
 from qdqbench.quantize.utils.system.environment import describe_environment, get_code_identity, now
 from qdqbench.quantize.utils.system.quiet import quiet
-
-RESULT = "finetune.json"
 
 
 @dataclass

@@ -26,6 +26,7 @@ from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.pipeline.session import CHECKPOINTS, QAT, RECORD, Session
 from qdqbench.quantize.recipe.plan import list_bias_free_linears
+from qdqbench.quantize.recipe.schema import require_qat
 from qdqbench.quantize.recipe.sections import Qat
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.data.encode import encode
@@ -234,18 +235,6 @@ def _identity(
     }
 
 
-def get_settings(session: Session) -> Qat:
-    settings = session.recipe.qat
-    if settings is None:
-        raise UserError(
-            f"recipe {session.recipe.name} has no qat section; add one such as `qat: {{epochs: 3}}`, or take "
-            "a shipped recipe whose name ends in -qat"
-        )
-    if not session.recipe.quantizes:
-        raise UserError(f"recipe {session.recipe.name} quantizes nothing, so its qat section has no object")
-    return settings
-
-
 def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
     """Take a run up to its training, and train on all processes that a launcher started.
 
@@ -256,7 +245,7 @@ def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
     if is_main_process():
         lead("ptq")
     with loop.join_group():
-        accelerator = loop.new_accelerator(get_settings(session).precision)
+        accelerator = loop.new_accelerator(require_qat(session.recipe).precision)
         if not is_main_process():
             if broadcast_object_list([None])[0]:
                 _train_quantized(session, accelerator)
@@ -285,12 +274,12 @@ def train_qat(session: Session) -> list[Path]:
         )
     session.before_training()
     return _train_quantized(
-        session, session.accelerator or loop.new_accelerator(get_settings(session).precision)
+        session, session.accelerator or loop.new_accelerator(require_qat(session.recipe).precision)
     )
 
 
 def _train_quantized(session: Session, accelerator: Accelerator) -> list[Path]:
-    job = new_job(session, get_settings(session), accelerator)
+    job = new_job(session, require_qat(session.recipe), accelerator)
     run = loop.train(job, accelerator)
     loop.leave_group()  # what follows is done by the main process alone
     model: Any = job.model

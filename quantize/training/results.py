@@ -6,6 +6,8 @@ from qdqbench.quantize.utils.schema import Strict, field
 from qdqbench.quantize.utils.shown import Shown
 from qdqbench.quantize.utils.trackers import LogRow
 
+RESULT = "finetune.json"
+
 
 class TrainingRun(Strict):
     """One training run, of one seed."""

@@ -241,9 +241,10 @@ def test_help_is_quick() -> None:
 @pytest.mark.parametrize(
     ("imported", "absent"),
     [
-        (  # what every command loads first: the recipe, the errors, the files, the plan
+        (  # what every command loads first, before it reads what it was given
             "quantize.utils.errors quantize.utils.files quantize.recipe.schema quantize.recipe.plan "
-            "quantize.pipeline.session quantize.pipeline.pipeline quantize.models.load cli.app",
+            "quantize.pipeline.session quantize.pipeline.pipeline quantize.models.load cli.app "
+            "cli.run cli.tune cli.bench cli.train cli.serve cli.compare cli.inspect cli.diagnose cli.recipes",
             {"torch", "transformers", "datasets", "onnxruntime", "matplotlib"},
         ),
         ("quantize.lint.logs", {"qdqbench.quantize.graph.export", "qdqbench.quantize.recipe.schema"}),
@@ -253,6 +254,20 @@ def test_importing_a_module_imports_nothing_needlessly(imported: str, absent: se
     code = f"import sys\nfor n in {imported.split()}: __import__('qdqbench.' + n)\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert absent.isdisjoint(done.stdout.split())
+
+
+def test_a_wrong_argument_is_refused_before_pytorch_loads() -> None:
+    """A second, not eight: of a name, a field, a stage, a task without its model, and a folder."""
+    words = "run x,run --set x=1,run --until x,run --task x,finetune --task x,search x,auto x,bench x,serve x"
+    code = (
+        "import sys, qdqbench.cli.app as app\n"
+        f"for words in {[each.split() for each in words.split(',')]}:\n"
+        "    sys.argv = ['qdqbench', *words]\n"
+        "    try: app.main()\n"
+        "    except SystemExit as stop: print(stop.code, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["1 False"] * len(words.split(",")), done.stderr
 
 
 def test_a_file_is_checked_and_diagnosed_without_pytorch(tmp_path: Path) -> None:

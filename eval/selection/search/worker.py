@@ -7,8 +7,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from qdqbench.eval.selection.search import workspace
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.eval.selection.search.results import Ranking, SearchTrial, Source, choose_trial, mark_trials
@@ -67,6 +65,8 @@ class Worker:
             trial.failure = failure_of(error)
         trial.seconds = time.monotonic() - start
         if trial.failure is not None:
+            import torch
+
             gc.collect()
             torch.cuda.empty_cache()
             if "CUDA error" in trial.failure.text and "out of memory" not in trial.failure.text:

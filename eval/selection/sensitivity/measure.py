@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from qdqbench.eval.metrics import gate
 from qdqbench.eval.metrics.results import Comparison
@@ -45,6 +44,7 @@ from qdqbench.quantize.utils.limits import HEAD_SIZES_TEXT, INT8_HEAD_SIZES
 from qdqbench.quantize.utils.progress import reporter
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 
@@ -202,7 +202,7 @@ def make_recipe(point: CurvePoint, found: CandidateSet) -> Recipe:
 class LayerState:
     rows: Int64  # of the draw, [B]
     batch: Batch
-    hidden: torch.Tensor  # [B, L, hidden]
+    hidden: "torch.Tensor"  # [B, L, hidden]
 
 
 class PartialForward:
@@ -240,7 +240,7 @@ class PartialForward:
     def suffix(self, states: list[LayerState], layer: int) -> Float32:
         """Return answers [answers, width] from states at the input of `layer`, or of the head."""
 
-        def logits() -> Iterator[tuple[Int64, torch.Tensor]]:
+        def logits() -> Iterator[tuple[Int64, "torch.Tensor"]]:
             for state in states:
                 with resume_from(self.model, layer, state.hidden):
                     yield state.rows, quantizers.forward(self.model, state.batch)
@@ -255,7 +255,7 @@ class PartialForward:
             found.append(replace(state, hidden=made[0]))
         return found
 
-    def _gather(self, parts: Iterator[tuple[Int64, torch.Tensor]]) -> Float32:
+    def _gather(self, parts: Iterator[tuple[Int64, "torch.Tensor"]]) -> Float32:
         found = [(rows, self.encoded.kept(rows, made).float().cpu().numpy()) for rows, made in parts]
         answers = np.empty((self.encoded.answers.sum(), found[0][1].shape[1]), dtype=np.float32)
         for rows, values in found:
@@ -267,6 +267,7 @@ class PartialForward:
 def watch_norms(model: "PreTrainedModel", settings: Calibration) -> Iterator[Callable[[], dict[str, Any]]]:
     """Watch the input of every LayerNorm of the encoder; yield a function that gives the amax of each."""
     quantizers.import_modelopt()  # first, for it keeps ModelOpt's warnings from the user
+    import torch
     from modelopt.torch.quantization.calib import MaxCalibrator
 
     from qdqbench.quantize.calibration.histograms import ActivationCalibrator

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from qdqbench.eval.selection.trials.results import EMBEDDINGS, LAYERNORMS, CalibrationCost
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
@@ -20,6 +18,7 @@ from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.utils.arrays import Batch
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 SHARED_METHOD = "percentile/99.9"  # of the shared pass itself; plausible whatever the outliers are
@@ -73,8 +72,10 @@ def apply_methods(
     return model, states
 
 
-def _amax_by(seen: Any, method: str) -> torch.Tensor:
+def _amax_by(seen: Any, method: str) -> "torch.Tensor":
     """Return the amax by any method from the histogram of an `ActivationCalibrator`, float32 scalar."""
+    import torch
+
     from qdqbench.quantize.calibration.histograms import ActivationCalibrator
 
     if method == "max":
@@ -108,11 +109,13 @@ class QuantizerToggles:
     once, here; a switch then only swaps them.
     """
 
-    def __init__(self, model: "PreTrainedModel", plan: Plan, norms: dict[str, torch.Tensor]) -> None:
+    def __init__(self, model: "PreTrainedModel", plan: Plan, norms: dict[str, "torch.Tensor"]) -> None:
         """Take over a model that `ptq.calibrate` has calibrated with `plan`; everything starts in FP32.
 
         `norms` holds the amax of the input of each LayerNorm, from `watch_norms`.
         """
+        import torch
+
         self.on: frozenset[str] = frozenset()
         self._weights: dict[str, list[tuple[Any, torch.Tensor, torch.Tensor]]] = {}
         self._activations: dict[str, list[Any]] = {LAYERNORMS: []}
@@ -149,7 +152,7 @@ class QuantizerToggles:
         self.on = wanted
 
 
-def _round(value: torch.Tensor, amax: torch.Tensor, lowest: int = -INT8_MAX) -> torch.Tensor:
+def _round(value: "torch.Tensor", amax: "torch.Tensor", lowest: int = -INT8_MAX) -> "torch.Tensor":
     """Round by ModelOpt's arithmetic, bit for bit, without its copies: most of its time on a CPU."""
     scale = amax.new_tensor(INT8_MAX) / amax  # a plain number would be multiplied by 1 / amax
     return (value * scale).round_().clamp_(lowest, INT8_MAX).div_(scale)
@@ -158,7 +161,7 @@ def _round(value: torch.Tensor, amax: torch.Tensor, lowest: int = -INT8_MAX) -> 
 def _use_in_place(quantizers: Iterable[Any]) -> None:
     from modelopt.torch.quantization.nn.modules import tensor_quantizer
 
-    def quantize(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
+    def quantize(inputs: "torch.Tensor", quantizer: Any) -> "torch.Tensor":
         return _round(inputs, quantizer.amax, -INT8_MAX - (not quantizer.narrow_range))
 
     if not tensor_quantizer.is_registered_quant_backend(IN_PLACE):

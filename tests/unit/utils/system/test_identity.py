@@ -9,7 +9,7 @@ from qdqbench.eval.selection.sensitivity import measure
 from qdqbench.quantize.calibration.record import CalibrationRecord
 from qdqbench.quantize.pipeline import pipeline
 from qdqbench.quantize.pipeline.session import RunConfig, Session
-from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.recipe.schema import load_recipe, require_qat
 from qdqbench.quantize.recipe.sections import Training
 from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.training import finetune, qat
@@ -34,7 +34,7 @@ def stage_key(session):
 
 def qat_identity(session):
     record = CalibrationRecord.model_construct(amax={}, method="max")
-    return qat._identity(session, qat.get_settings(session), record, "f")
+    return qat._identity(session, require_qat(session.recipe), record, "f")
 
 
 def finetune_identity(session):
