@@ -352,10 +352,7 @@ def _record_problems(result: Bench, config: BenchConfig) -> None:
         if doubts:
             result.warnings.append(f"{where}: {system.label} is not in its best form: {', '.join(doubts)}")
         if row.not_int8:
-            result.warnings.append(
-                f"{where}: {uncovered(len(row.not_int8), row.expected_int8_gemms or 0)}: "
-                f"{', '.join(row.not_int8)}"
-            )
+            result.warnings.append(f"{where}: {uncovered(len(row.not_int8))}: {', '.join(row.not_int8)}")
 
 
 def _notes(target: Target, options: BenchPlan, backend: tuple[str, str], capability: str | None) -> list[str]:

@@ -49,8 +49,8 @@ class ComparedRun(Strict):
     vs_fp32: Comparison | None = field("Comparison with the run's own FP32; null without.")
     backend: str | None = field("Backend of the engine; null if none was built.")
     int8: int | None = field("Matrix products that the engine runs in INT8; null without one.")
-    expected_int8: int | None = field("Matrix products that should be in INT8; null without one.")
     planned_int8: int = field("Linear layers that the recipe puts in INT8.")
+    linears: int = field("Linear layers of the model.")
     onnx_bytes: int | None = field(
         "Size in bytes of the quantized ONNX file, or of the FP16 graph if nothing is quantized; null "
         "without a file."
@@ -256,9 +256,9 @@ def describe_run(run: LoadedRun) -> ComparedRun:
         fp32=results.stages["fp32"].metrics,
         vs_fp32=row.vs_fp32,
         backend=engine.backend if engine else None,
-        int8=engine.int8_gemms if engine else None,
-        expected_int8=engine.expected_int8_gemms if engine else None,
+        int8=verdict.count_linears(results, engine)[0] if engine else None,
         planned_int8=len(results.quantized_layers),
+        linears=len(results.quantized_layers) + len(results.high_precision_layers),
         onnx_bytes=file[2] if file else None,
         engine_bytes=engine.bytes if engine else None,
         gate=results.gate.state,
@@ -499,7 +499,7 @@ def _latency_text(ratio: Speedup) -> str:
 def _int8_text(run: ComparedRun) -> str:
     if run.int8 is None:
         return f"{run.planned_int8} planned, no engine" if run.planned_int8 else "none asked"
-    return share(run.int8, run.expected_int8 or 0)
+    return share(run.int8, run.linears)
 
 
 def _engine_size(run: ComparedRun) -> str:

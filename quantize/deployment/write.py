@@ -34,7 +34,6 @@ from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.report import formats
 from qdqbench.quantize.report.document import Line
-from qdqbench.quantize.report.figures import coverage
 from qdqbench.quantize.report.render import prose
 from qdqbench.quantize.tasks.data.encode import OVERLAP
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
@@ -178,8 +177,9 @@ def _describe_onnxruntime(optimized: outcomes.OptimizedRun | None, max_drop: flo
     if lost := optimized.describe_loss(max_drop):
         return f"{exported}Not with ONNX Runtime's optimizations: {lost}"
     scores = ", ".join(f"{name} {value:.4f}" for name, value in optimized.metrics.items())
-    gemms = coverage(optimized.int8_gemms, optimized.expected_int8_gemms)
-    told = f"the graph with ONNX Runtime's optimizations, as the run evaluated it: {scores}; {gemms}"
+    told = (
+        f"the graph with ONNX Runtime's optimizations, as the run evaluated it: {scores}; INT8 as in the run"
+    )
     return f"{told}. On a CPU without INT8 dot products (VNNI) the script is slower and stays exact"
 
 

@@ -1,5 +1,8 @@
 """Record of a built engine: its INT8 layers, by its own layer table."""
 
+from collections.abc import Collection
+
+from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.schema import Strict, Tabular, field
 
@@ -51,6 +54,11 @@ class EngineResult(Tabular):
     profiles: int = field("Optimization profiles, each with its own kernels in `layers`.")
     kernels: int = field("Kernels of the profile with the most, without signals and waits.")
     layers: list[LayerRow] = field("Layer table, in the order of execution.")
+
+    def count_linears(self, asked: Collection[str], others: Collection[str]) -> tuple[int, int]:
+        """Return how many linear layers run in INT8 as asked, and how many the model has."""
+        lost = {module_of(node) for node in self.not_int8}
+        return sum(name not in lost for name in asked), len(asked) + len(others)
 
     @property
     def on_cpu(self) -> bool:

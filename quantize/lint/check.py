@@ -62,6 +62,7 @@ class GemmRow(Strict):
 
     node: str
     operator: str
+    linear: bool = False  # a product with weights; else of two activations, as in attentions
     state: State  # refused: INT8 that TensorRT does not take; not INT8: with Q/DQ that make no INT8 kernel
     codes: list[str] = []  # of findings at it, or at the Q/DQ behind its inputs
 
@@ -83,7 +84,7 @@ class CheckReport(Tabular):
         """Return what is shown of it."""
         counts = self.counts
         return {
-            "INT8 GEMMs": share(counts["int8"], counts["gemms"]),
+            "INT8 linears": share(counts["int8_linears"], counts["linears"]),
             "errors": counts["errors"],
             "findings": counts["findings"],
         }
@@ -145,7 +146,10 @@ class CheckReport(Tabular):
     def counts(self) -> dict[str, int]:
         """GEMMs by what an engine makes of them, and findings: the figures of every summary."""
         states = Counter(row.state for row in self.gemms)
+        linears = [row.state == "INT8" and not self.refusals for row in self.gemms if row.linear]
         return {
+            "linears": len(linears),
+            "int8_linears": sum(linears),
             "gemms": len(self.gemms),
             "int8": 0 if self.refusals else states["INT8"],
             "refused": states["refused"],
@@ -311,9 +315,16 @@ def _list_gemms(graph: CheckGraph, findings: Sequence[FindingRow]) -> list[GemmR
             if slow and node.op_type in index.MATMULS and ORDER not in of_node and _is_stored_kn(graph, node):
                 of_node.append(ORDER)
             state = _state(graph, node, touching, name in apart)
-            gemm = GemmRow(node=name, operator=node.op_type, state=state, codes=of_node)
+            linear = _has_weights(graph, node)
+            gemm = GemmRow(node=name, operator=node.op_type, linear=linear, state=state, codes=of_node)
             gemms += [gemm] * (2 if operator(node) == "Attention" else 1)  # q times k, and the result times v
     return gemms
+
+
+def _has_weights(graph: CheckGraph, node: onnx.NodeProto) -> bool:
+    inputs = (name for at, name in enumerate(node.input) if at in (0, PRODUCTS[node.op_type]))
+    read = graph.operands.get(node.output[0], ())
+    return any(operand.constant for operand in read) or any(map(graph.is_constant, inputs))
 
 
 def _state(graph: CheckGraph, node: onnx.NodeProto, touching: Sequence[FindingRow], apart: bool) -> State:
@@ -717,12 +728,16 @@ def _summarize_gemms(report: CheckReport) -> str:
     parts = [
         f"{counts['refused']} in INT8 that it refuses ({operators})" if refused else "",
         f"{counts['not_int8']} with Q/DQ that make no INT8 kernel" if counts["not_int8"] else "",
-        f"{counts['floating_point']} in floating point" if counts["floating_point"] else "",
     ]
     if report.refusals:
         taken = sum(row.state == "INT8" for row in report.gemms)
         parts.insert(1, f"{taken} in INT8 that it takes" if taken else "")
+        parts.append(f"{counts['floating_point']} in floating point" if counts["floating_point"] else "")
         of_all = f"; of {count_of(counts['gemms'], 'GEMM')}, {', '.join(filter(None, parts))}"
         return f"TensorRT refuses this file, so none of it runs in INT8{of_all}"
+    weighted, products = counts["int8_linears"], counts["gemms"] - counts["linears"]
+    linears = coverage(weighted, counts["linears"], "linears")
+    if products:
+        linears += f", {share(counts['int8'] - weighted, products)} products of activations"
     rest = f"; {', '.join(filter(None, parts))}" if any(parts) else ""
-    return f"{coverage(counts['int8'], counts['gemms'])}{rest}"
+    return f"{linears}{rest}"

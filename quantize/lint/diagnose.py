@@ -122,14 +122,15 @@ def _describe_joins(evidence: Evidence) -> list[str]:
 def _describe_file(evidence: Evidence, kind: str) -> str:  # noqa: PLR0911  one line a kind
     if kind == "onnx" and (onnx := evidence.onnx):
         counts = onnx.report.counts
-        return f"{onnx.origin}; {coverage(counts['int8'], counts['gemms'])} by the graph"
+        return f"{onnx.origin}; {coverage(counts['int8_linears'], counts['linears'], 'linears')} by the graph"
     if kind == "log" and (log := evidence.log):
         version = f" {log.version}" if log.version else ""
         tool = "" if log.tool == "TensorRT" else f"{log.tool}, "
         parts = [f"of {tool}TensorRT{version}", log.device, log.precision]
         return ", ".join(filter(None, parts)) + (f", {tables.format_count(log.layers)}" if log.layers else "")
     if kind == "layers" and (inspection := evidence.inspection):
-        return f"{tables.format_count(evidence.layers)}; {coverage(inspection.int8_gemms, inspection.gemms)}"
+        share = coverage(len(inspection.int8), len(inspection.linears), "linears")
+        return f"{tables.format_count(evidence.layers)}; {share}"
     if kind == "profile":
         return f"{len(evidence.profile)} kernels, {sum(evidence.profile.values()):.3f} ms"
     if kind == "engine" and (engine := evidence.engine):

@@ -221,9 +221,9 @@ class FixReport(Strict):
     left: list[str]  # what could not be fixed, and what to do
     findings_before: dict[str, int]  # code of `check` -> how many
     findings_after: dict[str, int]
-    int8_before: int  # matrix products that TensorRT would run in INT8, by the graph: 0 in a refused file
+    int8_before: int  # linears that TensorRT would run in INT8, by the graph: 0 in a refused file
     int8_after: int
-    gemms: int
+    linears: int
     outputs: Outputs
     engine_wanted: bool = True
     engine_before: EngineRow | None = None  # None: not built
@@ -303,9 +303,9 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
         left=left,
         findings_before=dict(Counter(row.code for row in before.findings)),
         findings_after=dict(Counter(row.code for row in after.findings)),
-        int8_before=before.counts["int8"],
-        int8_after=after.counts["int8"],
-        gemms=after.counts["gemms"],
+        int8_before=before.counts["int8_linears"],
+        int8_after=after.counts["int8_linears"],
+        linears=after.counts["linears"],
         outputs=compared,
         engine_wanted=options.engine,
         engine_before=engines[0],

@@ -238,7 +238,7 @@ def inspect_layers(
     faults = list(find_faults(found))
     found.findings = [fault.sentence for fault in faults]
     if expected is not None and proof.not_int8:
-        found.failures.append(uncovered(len(proof.not_int8), len(expected)))
+        found.failures.append(uncovered(len(proof.not_int8)))
     if proof.attention_int8 < expected_attention:
         run = f"{proof.attention_int8} of {expected_attention} attentions"
         found.failures.append(f"{run} run as one INT8 kernel")

@@ -132,11 +132,7 @@ def doctor_report(found: Doctor) -> doc.Report:
 
 def fix_report(found: FixReport) -> doc.Report:
     first, second, outputs = found.engine_before, found.engine_after, found.outputs
-    rows = [
-        doc.row(
-            "GEMMs that run in INT8, by the graph", found.int8_before, share(found.int8_after, found.gemms)
-        )
-    ]
+    rows = [doc.row("linears in INT8, by the graph", found.int8_before, share(found.int8_after, found.linears))]
     for code in dict.fromkeys((*found.findings_before, *found.findings_after)):
         numbers = (each.get(code, 0) for each in (found.findings_before, found.findings_after))
         rows.append(doc.row(f"check: {code}", *numbers))
@@ -221,15 +217,16 @@ def _made(sidecar: Sidecar | None) -> str:
 
 def _summarize(found: Inspection) -> Iterator[tuple[str, str]]:
     expected = found.expected_int8_gemms
-    total = share(found.int8_gemms, found.gemms)
+    lost = len({*found.linears}.intersection(found.not_int8))
+    total = share(len(found.int8), len(found.linears))
     encoder = [node for node in found.linears if block_of_node(node).startswith("layer.")]
     inside = f"{len({*encoder}.intersection(found.int8))} of {len(encoder)} in the encoder"
     if expected is None:
-        yield "INT8 GEMMs", f"{total}, {inside} (no recipe to hold them to)"
+        yield "INT8 linears", f"{total}, {inside} (no recipe to hold them to)"
     elif not expected:
-        yield "INT8 GEMMs", f"{total} (the recipe wants none)"
+        yield "INT8 linears", f"{total} (the recipe wants none)"
     else:
-        yield "INT8 GEMMs", f"{expected - len(found.not_int8)} of {expected} the recipe wants, {total} of all"
+        yield "INT8 linears", f"{total}, {f'{lost} fewer than' if lost else 'as'} the recipe wants"
     kinds = ", ".join(dict.fromkeys(types_text(row) for row in found.fused))
     wanted = f", the recipe wants {found.expected_attention_int8}" if found.expected_attention_int8 else ""
     fused = f"{found.attention_fused} of {found.attentions} fused, {found.attention_int8} in INT8{wanted}"

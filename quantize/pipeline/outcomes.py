@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qdqbench.quantize.engine.results import EngineResult
-from qdqbench.quantize.report.figures import coverage
+from qdqbench.quantize.report.figures import uncovered
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.schema import Strict, read
@@ -44,7 +44,7 @@ class OptimizedRun(Strict):
             if self.exported[name] - value > max_drop
         ]
         if self.int8_gemms < self.expected_int8_gemms:
-            lost.append(coverage(self.int8_gemms, self.expected_int8_gemms))
+            lost.append(uncovered(self.expected_int8_gemms - self.int8_gemms))
         return self.failed or "; ".join(lost)
 
 

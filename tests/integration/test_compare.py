@@ -101,7 +101,7 @@ def test_the_page_in_a_browser(compared, browser, width, scheme, tmp_path):
     page.goto(f"file://{folder}/compare.html")
     assert asked == [f"file://{folder}/compare.html"]  # offline
     assert page.evaluate("document.documentElement.scrollWidth") <= width
-    for text in ("bert-int8-linears", "run", "accuracy", "12 of 12", "inconclusive"):
+    for text in ("bert-int8-linears", "run", "accuracy", "12 of 14", "inconclusive"):
         assert page.locator("#runs tbody").get_by_text(text).first.is_visible(), text
     rows = page.locator("#samples tbody tr")
     assert rows.count() == len(flipped)

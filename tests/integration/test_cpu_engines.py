@@ -90,7 +90,10 @@ def test_what_optimizations_lose_is_recorded(sst2, tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "predict", lambda *_, **__: -exported["validation"])
     monkeypatch.setattr(stages.graphs, "expected_gemms", lambda _: [])
     found = stages._evaluate_optimized(session, tmp_path / "model.onnx", exported)
-    assert found.describe_loss(0.5) == "accuracy 0.0000, as exported 1.0000; 11 of 12 GEMMs in INT8"
+    assert (
+        found.describe_loss(0.5)
+        == "accuracy 0.0000, as exported 1.0000; 1 GEMM that should be in INT8 is not"
+    )
 
     def fails(*_):
         raise UserError("it is refused")
@@ -174,7 +177,7 @@ def test_auto_without_a_gpu_proves_for_both(sst2, tmp_path, qdqbench, monkeypatc
     out = tmp_path / "run"
     done = fine(qdqbench("run", "int8-linears", *sst2.options, "--out", out))
     told = " ".join(done.out.replace("│", "").split())
-    assert "12 of 12 GEMMs in INT8 in the TensorRT-RTX engine for GPUs, built ahead of time" in told
+    assert "12 of 14 linears in INT8 in the TensorRT-RTX engine for GPUs, built ahead of time" in told
     found = results(out)
     assert (found["engine"]["backend"], found["gpu_engine"]["backend"]) == ("openvino", "tensorrt_rtx")
     assert found["gpu_engine"]["not_int8"] == []
@@ -183,7 +186,7 @@ def test_auto_without_a_gpu_proves_for_both(sst2, tmp_path, qdqbench, monkeypatc
     assert "An engine for GPUs was built ahead of time too" in page
     assert "The engine on this CPU against" in page
     shown = fine(qdqbench("inspect", out, "--profile", "cpu", "--batch", 2, "--length", 16))
-    assert "12 of 12 the recipe wants" in shown.out
+    assert "12 of 14, as the recipe wants" in shown.out
     assert "compute capability" not in shown.out
     refused = qdqbench("inspect", out, "--profile", "gpu")
     assert (refused.code, refused.err.count("\n")) == (1, 1)

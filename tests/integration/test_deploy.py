@@ -82,7 +82,7 @@ def test_it_holds_all_that_is_needed(finished_run):
     page, found = (folder / "README.md").read_text(), results(finished_run)
     stage = found["stages"]["onnxruntime"]
     assert f"{stage['metrics']['accuracy']:.4f} ± {stage['stderr']['accuracy']:.4f}" in page
-    assert "12 of 12 matrix products in INT8" in page
+    assert "12 of 14 linears in INT8" in page
     assert "NEVER RUN" in page  # it was built ahead of time
     for line in (folder / "requirements.txt").read_text().splitlines():
         assert line.startswith("#") or "==" in line

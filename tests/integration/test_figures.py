@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from qdqbench.eval.runs.report.report import run_report
-from qdqbench.eval.runs.report.verdict import part_text, run_verdict, worst_first
+from qdqbench.eval.runs.report.verdict import count_linears, part_text, run_verdict, worst_first
 from qdqbench.eval.runs.results import Results, read_results
 from qdqbench.quantize.report.formats import size
 from qdqbench.quantize.report.render import render_screen
@@ -85,10 +85,7 @@ def test_accuracy_is_one_figure(pages, finished_run, a_run, tmp_path, qdqbench) 
     for run in json.loads(done.out)["runs"]:
         assert (run["metrics"], run["stderr"]) == (last.metrics, last.stderr)
         assert run["engine_bytes"] == results.engine.bytes
-        assert (run["int8"], run["expected_int8"]) == (
-            results.engine.int8_gemms,
-            results.engine.expected_int8_gemms,
-        )
+        assert (run["int8"], run["linears"]) == count_linears(results, results.engine)
 
 
 def test_int8_and_kernels_are_one_figure(pages, finished_run, qdqbench) -> None:
@@ -101,13 +98,16 @@ def test_int8_and_kernels_are_one_figure(pages, finished_run, qdqbench) -> None:
         engine.int8_gemms,
         engine.expected_int8_gemms,
     )
-    assert checked["counts"]["int8"] == engine.expected_int8_gemms
+    done, linears = count_linears(results, engine)
+    assert (checked["counts"]["int8_linears"], checked["counts"]["linears"]) == (done, linears)
     assert checked["findings"] == [row.model_dump(mode="json") for row in results.findings]
-    assert f"{engine.int8_gemms} of {engine.expected_int8_gemms} linears in INT8" in " ".join(summary.split())
-    assert row_with(html, "INT8 linears")[1] == f"{engine.int8_gemms} of {engine.expected_int8_gemms}"
+    assert f"{done} of {linears} linears in INT8" in " ".join(summary.split())
+    assert row_with(html, "INT8 linears")[1] == f"{done} of {linears}"
     assert (told["profiles"], sum(told["kernel_counts"].values())) == (engine.profiles, engine.kernels)
     counts = ", ".join(f"{count} {kind}" for kind, count in told["kernel_counts"].items())
     shown = " ".join(qdqbench("inspect", finished_run).out.split())
+    assert f"INT8 linears {done} of {linears}" in shown
+    assert f"{done} of {linears} linears in INT8" in qdqbench("check", finished_run).out
     for name in ("report.html", "report.md"):
         text = (finished_run / name).read_text(encoding="utf-8")
         assert f"{engine.kernels} kernels" in text

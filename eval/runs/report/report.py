@@ -136,9 +136,8 @@ def run_report(results: Results, bench: Bench | str | None = None, folder: Path 
 def _tiles(results: Results) -> Iterator[doc.Tile]:
     engine, planned = results.engine, len(results.quantized_layers)
     if engine is not None and engine.expected_int8_gemms:
-        count, asked = engine.int8_gemms, engine.expected_int8_gemms
-        holds = count >= asked and not engine.not_int8
-        yield doc.Tile("INT8 linears", share(count, asked), "in the engine", doc.bad_unless(holds))
+        proven = share(*verdict.count_linears(results, engine))
+        yield doc.Tile("INT8 linears", proven, "in the engine", doc.bad_unless(not engine.not_int8))
     elif engine is None and planned:
         yield doc.Tile("INT8 linears", str(planned), "planned, not proven")
     last, gain = verdict.last_measured(results), results.qat_vs_ptq
@@ -474,11 +473,12 @@ def _parity_text(results: Results) -> str:
     )
 
 
-def _engine_text(engine: EngineResult | None) -> str:
+def _engine_text(results: Results, engine: EngineResult | None) -> str:
     assert engine is not None
     text = f"{engine.file} {size(engine.bytes)}, {label(engine.backend)} {engine.version}"
+    if engine.expected_int8_gemms:
+        text += f"; {verdict.linears_text(results, engine)}"
     for count, expected, what in (
-        (engine.int8_gemms, engine.expected_int8_gemms, "GEMMs"),
         (engine.attention_int8, engine.expected_attention_int8, "attentions"),
         (engine.int8_residuals, engine.expected_int8_residuals, "residuals"),
     ):
@@ -504,7 +504,7 @@ STAGE_TEXTS: dict[str, Callable[[Results], str]] = {
     "export": _export_text,
     "check": _check_text,
     "parity": _parity_text,
-    "build": lambda results: _engine_text(results.engine),
-    "gpu_build": lambda results: _engine_text(results.gpu_engine),
+    "build": lambda results: _engine_text(results, results.engine),
+    "gpu_build": lambda results: _engine_text(results, results.gpu_engine),
     "verify": _verification_text,
 }

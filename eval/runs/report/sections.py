@@ -113,7 +113,7 @@ def _proof_text(results: Results, engine: EngineResult) -> str:
         f"({where}{ahead})."
     )
     if (gpu := results.gpu_engine) is not None:
-        share = coverage(gpu.int8_gemms, gpu.expected_int8_gemms, "matrix products")
+        share = verdict.linears_text(results, gpu)
         text += (
             f" An engine for GPUs was built ahead of time too ({label(gpu.backend)} {gpu.version}, compute "
             f"capability {', '.join(gpu.compute_capability)}): {share}."

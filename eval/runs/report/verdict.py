@@ -16,6 +16,7 @@ from qdqbench.eval.metrics.results import (
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.report.charts import place
 from qdqbench.eval.runs.results import Results
+from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.models.families.known import RUN
 from qdqbench.quantize.report.document import Line, State, Verdict
 from qdqbench.quantize.report.figures import coverage
@@ -100,24 +101,35 @@ def _int8(results: Results) -> list[str]:
         if not planned:
             return ["nothing is quantized, as the recipe asks, and no engine was built"]
         return [f"{planned} linears of the ONNX file in INT8, not proven: no engine was built"]
-    done, asked = engine.int8_gemms, engine.expected_int8_gemms
-    what = "linears" if asked == planned else "matrix products"
+    asked = engine.expected_int8_gemms
     runs = {match[0] for row in engine.layers for node in row.onnx if (match := RUN.search(node))}
-    shared = f" ({planned} linears, whose weights are shared by {len(runs)} layers)" if runs and asked else ""
-    proof = "according to" if done < asked else "proven from"
-    clauses = [f"{coverage(done, asked, what)}{shared}, {proof} the engine's layer table"]
+    shared = f" (weights shared by {len(runs)} layers)" if runs and asked else ""
+    proof = "according to" if engine.not_int8 else "proven from"
+    clauses = [f"{linears_text(results, engine)}{shared}, {proof} the engine's layer table"]
     if not asked:
+        done = engine.int8_gemms
         clauses = [
-            f"{done} {what} in INT8, none asked" if done else "nothing runs in INT8, as the recipe asks"
+            f"{done} GEMMs in INT8, none asked" if done else "nothing runs in INT8, as the recipe asks"
         ]
     if (gpu := results.gpu_engine) is not None:
         built = f"{label(gpu.backend)} engine for GPUs, built ahead of time"
-        clauses.append(f"{coverage(gpu.int8_gemms, gpu.expected_int8_gemms)} in the {built}")
+        clauses.append(f"{coverage(*count_linears(results, gpu), 'linears')} in the {built}")
     if engine.expected_attention_int8:
         clauses.append(coverage(engine.attention_int8, engine.expected_attention_int8, "attentions"))
     if engine.expected_int8_residuals:
         clauses.append(coverage(engine.int8_residuals, engine.expected_int8_residuals, "residuals"))
     return clauses
+
+
+def count_linears(results: Results, engine: EngineResult) -> tuple[int, int]:
+    return engine.count_linears(results.quantized_layers, results.high_precision_layers)
+
+
+def linears_text(results: Results, engine: EngineResult) -> str:
+    done, all_linears = count_linears(results, engine)
+    asked = len(results.quantized_layers)
+    held = f"the recipe asks {asked}" if done < asked else "as the recipe asks"
+    return coverage(done, all_linears, "linears") + (f", {held}" if done < all_linears else "")
 
 
 def last_measured(results: Results) -> tuple[str, StageResult] | None:

@@ -101,7 +101,7 @@ def test_a_notebook_shows_one_line_and_a_small_table(made, tmp_path):
     assert f"recipe: bert-int8-linears, INT8 linears: {linears} of " in repr(made)
     assert re.search(r"amax spread: median \d+\.\d%, largest \d+\.\d%", repr(made))
     assert str(exported.path) in repr(exported)
-    assert f"INT8 GEMMs: {linears} of {len(report.gemms)}" in repr(report)
+    assert f"INT8 linears: {linears} of {linears + len(made.plan.high)}" in repr(report)
     results = read_results(MEASURED / "report")
     bench = read_bench(MEASURED / "benches" / "minilm-l6-sst2-openvino.json")
     assert "fp32: accuracy 0.8968, " in repr(results)

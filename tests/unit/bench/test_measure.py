@@ -101,7 +101,7 @@ def test_a_trial_whose_engine_is_wrong_fails_and_the_next_one_runs(work, measure
         measure(*trial)
     fake_engines.spoilt.clear()
     fake_engines.unproven.append(True)
-    with pytest.raises(CheckFailed, match="do not run in INT8"):
+    with pytest.raises(CheckFailed, match="should be in INT8"):
         measure(*trial)
     fake_engines.unproven.clear()
     assert measure(*trial).value > 1
