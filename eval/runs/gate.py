@@ -117,8 +117,8 @@ def issue_sentence(issue: GateIssue) -> str:
         return f"{text}; it holds within noise (two standard errors)"
     if issue.state == "failed":
         return text
-    needs = NEEDS.get(issue.code) or f"about {issue.needed or 0:,} samples, there are {issue.n}"
-    return f"{issue.state.capitalize().replace('_', ' ')}: {text}; it takes {needs}."
+    needs = NEEDS.get(issue.code) or f"it takes about {issue.needed or 0:,} samples, there are {issue.n}"
+    return f"{issue.state.capitalize().replace('_', ' ')}: {text}; {needs}."
 
 
 def _accuracy_sentence(issue: GateIssue) -> str:
@@ -136,7 +136,7 @@ def _baseline_sentence(issue: GateIssue) -> str:
     text = f"FP32 {issue.metric} {issue.value:.4f} against {issue.limit:.4f} of {constant}"
     if issue.state == "failed":
         return f"{text}: {issue.detail}"
-    return f"{text}, whether the model reads its input"
+    return f"whether the model reads its input: {text}"
 
 
 def _speed_sentence(issue: GateIssue) -> str:
@@ -161,9 +161,9 @@ SENTENCES: dict[GateCode, Callable[[GateIssue], str]] = {
     "verification": lambda issue: issue.detail,
 }
 NEEDS: dict[GateCode, str] = {  # of what is open
-    "baseline": "more samples, or a model that was trained on this task",
-    "engine": "copy the run to where its engine can run, and `qdqbench report RUN` there",
-    "min_speedup": "`qdqbench bench RUN` where the engine will run",
+    "baseline": "it takes more samples, or a model that was trained on this task",
+    "engine": "to judge it, copy the run to where its engine can run, and run `qdqbench report RUN` there",
+    "min_speedup": "run `qdqbench bench RUN` where the engine will run",
 }
 
 

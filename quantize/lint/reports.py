@@ -132,7 +132,8 @@ def doctor_report(found: Doctor) -> doc.Report:
 
 def fix_report(found: FixReport) -> doc.Report:
     first, second, outputs = found.engine_before, found.engine_after, found.outputs
-    rows = [doc.row("linears in INT8, by the graph", found.int8_before, share(found.int8_after, found.linears))]
+    after = share(found.int8_after, found.linears)
+    rows = [doc.row("linears in INT8, by the graph", found.int8_before, after)]
     for code in dict.fromkeys((*found.findings_before, *found.findings_after)):
         numbers = (each.get(code, 0) for each in (found.findings_before, found.findings_after))
         rows.append(doc.row(f"check: {code}", *numbers))

@@ -62,7 +62,7 @@ def fixed() -> Report:
             findings_after={},
             int8_before=0,
             int8_after=6,
-            gemms=7,
+            linears=7,
             outputs=Outputs(inputs="random, seed 0", n=4, rows=[logits], **logits.model_dump()),
             engine_before=EngineRow(engine="tensorrt_rtx 1.7", refused="zero points"),
             engine_after=after,

@@ -146,7 +146,7 @@ def test_onnxruntimes_default_file_becomes_int8(tmp_path):
     report = fix(path, tmp_path / "out.onnx", FixOptions(inputs=inputs_file(tmp_path)))
     assert report.findings_after == {}
     assert report.failures == []
-    assert report.int8_after == report.gemms - 0
+    assert report.int8_after == report.linears
     assert report.outputs.n == 4
     assert report.outputs.holds
     if report.engine_after is not None:  # TensorRT-RTX is installed

@@ -134,7 +134,7 @@ def test_speed_is_open_until_it_is_measured_and_then_judged_cell_by_cell() -> No
     asked = Gate(passed=True, max_drop=0.01, min_speedup=1.2)
     before = judge_speed(asked, [])
     assert before.state == "not_evaluated"
-    assert "it takes `qdqbench bench RUN`" in issue_sentence(before.issues[0])
+    assert "; run `qdqbench bench RUN` where" in issue_sentence(before.issues[0])
     fast = records.speedup(1.4, 1.3, 1.5)
     slow = fast.model_copy(update={"config": "b1 s128", "value": 0.74})
     after = judge_speed(before, [fast, slow])
