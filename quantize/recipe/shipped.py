@@ -23,7 +23,6 @@ SHOWN: dict[Device, tuple[str, int, int]] = {  # model, batch and tokens of the 
     "cpu": ("minilm-l6-sst2", 8, 128),
 }
 TASKS = ("sst2", "mrpc", "stsb")  # that settings of recipes were chosen on; all others are held out
-UNJUDGED = "wnli"  # 71 rows, on which FP32 models are no better than the majority class: noise alone
 MAX_DROP = 0.5  # points: what `auto` asks for by default
 NOISE, CHANCE = 2, 0.023  # standard errors; how often a recipe without loss seems to lose more than these
 NOT_MEASURED = "not measured"
@@ -80,8 +79,7 @@ class Figure(Frozen):
     @property
     def judged(self) -> list[Accuracy]:
         """Return what engines reached, or graphs where none ran."""
-        rows = [row for row in self.accuracy if row.task != UNJUDGED]
-        return [row for row in rows if row.stage == "engine"] or rows
+        return [row for row in self.accuracy if row.stage == "engine"] or [*self.accuracy]
 
     @property
     def worst(self) -> Accuracy | None:
@@ -244,11 +242,15 @@ def describe_conditions(shown: Iterable[Figure], *, briefly: bool = False) -> li
     if any(row.stage != "engine" for each in shown for row in each.accuracy):
         sentences.append("(graph): of the fake-quantized or exported model, no engine of it ran.")
     for device, name in DEVICES.items():
-        rows = [speed for each in shown if each.device == device and (speed := each.shown_speed)]
+        here = [each for each in shown if each.device == device]
+        rows = [speed for each in here if (speed := each.shown_speed)]
+        untimed = [each.recipe for each in here if not each.shown_speed]
         what = sorted({f"{row.where}, over the fastest {row.over}" for row in rows})
         model, batch, length = SHOWN[device]
         if what:
-            sentences.append(f"Speed-up on a {name}: {model}, {batch} x {length} tokens, {'; '.join(what)}.")
+            left = f" Not timed so: {', '.join(untimed)}." if untimed else ""
+            shape = f"{model}, {batch} x {length} tokens"
+            sentences.append(f"Speed-up on a {name}: {shape}, {'; '.join(what)}.{left}")
         if any(row.padded for row in rows):
             sentences.append(f"{MARK} The unpadded encoder, which may be faster, was not timed.")
     return sentences

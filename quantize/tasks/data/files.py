@@ -173,13 +173,13 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
     names = ", ".join(str(path) for path in paths)
     # A sentence may be "NA", "null" or "12": only the labels of a CSV have missing values.
     options: dict[str, Any] = {}
-    notes, warnings, mark = list[str](), list[str](), ","
+    notes, warnings, mark, encoding = list[str](), list[str](), ",", "utf-8"
     if kind == "csv":
         encoding, mark, _ = find_form(paths[0], {*task.text_columns, task.label_column})
         missing = {task.label_column: ["", "NA", "NaN", "nan", "null", "None"]}
         options = {"converters": dict.fromkeys(task.text_columns, str), "keep_default_na": False}
         options |= {"na_values": missing, "encoding": encoding, "sep": mark}
-        if encoding not in ("utf-8", "utf-8-sig"):
+        if not encoding.startswith("utf-8"):
             warnings.append(f"{names} is not UTF-8 and was read as {encoding}: look at its texts")
         if mark != ("\t" if paths[0].suffix == ".tsv" else ","):
             notes.append(f"{names} has {BETWEEN[mark]} between its fields")
@@ -205,6 +205,8 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
         why = find_root_cause(error)
         if files.SAID.search(why):  # on the disk of temporary files: the data may be whole
             raise files.cannot_write(Path(cache_folder()), files.NO_SPACE) from error
+        if kind == "csv" and "UnicodeDecodeError" in why:
+            raise UserError(f"{names} is neither UTF-8 nor {encoding} ({why}); save it as UTF-8") from error
         raise UserError(
             f"cannot read {names} as {kind} ({why}); it has no rows, another form than "
             "its name says, or is damaged"
@@ -327,17 +329,23 @@ def find_form(path: Path, wanted: Collection[str]) -> tuple[str, str, list[str]]
 
 
 def _encoding(path: Path) -> str:
-    """Return UTF-16 by its first bytes, UTF-8 where all of the file is, else the encoding of Windows."""
+    """Return UTF-16 and UTF-32 by their first bytes, UTF-8 where all is, else the encoding of Windows."""
     with path.open("rb") as stream:
         start = stream.read(4)
+        if start.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):  # the first begins as UTF-16 does
+            return "utf-32"
         if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
             return "utf-16"
+        if b"\0" in start:  # without a mark; a header has no such character
+            return "utf-16-be" if start[0] == 0 else "utf-16-le"
         decoder = codecs.getincrementaldecoder("utf-8")()
         try:
             decoder.decode(start)
             while block := stream.read(CHUNK):
                 decoder.decode(block)
             decoder.decode(b"", final=True)
-        except UnicodeDecodeError:
+        except UnicodeDecodeError as error:
+            if start.startswith(codecs.BOM_UTF8):
+                raise UserError(f"{path} begins as UTF-8, but not all of it is; save it as UTF-8") from error
             return WINDOWS
     return "utf-8-sig" if start.startswith(codecs.BOM_UTF8) else "utf-8"

@@ -58,7 +58,7 @@ class Classification(TaskKind):
 
     def label_problem(self, dataset: "Dataset", task: TaskFields) -> str:
         labels, count = dataset.data.column(task.label_column).to_numpy(), task.num_labels
-        if labels.dtype.kind == "f":
+        if labels.dtype.kind == "f" and not all(map(float.is_integer, labels.tolist())):  # 1.0 is a class
             return f"are {labels.dtype}, not classes 0 to {count - 1}; regression needs --num-labels 1"
         least, most = int(labels.min()), int(labels.max())
         if least < 0 or most >= count:

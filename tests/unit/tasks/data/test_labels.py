@@ -16,9 +16,15 @@ ROWS = [('good, "really"; fine', "pos"), ("bad", "neg"), ("so\tso", "neg"), ("NA
 
 
 def write(
-    folder: Path, name: str, rows: list[tuple[str, object]], mark: str = ",", encoding: str = "utf-8"
+    folder: Path,
+    name: str,
+    rows: list[tuple[str, object]],
+    mark: str = ",",
+    encoding: str = "utf-8",
+    *,
+    header: tuple[str, str] = ("text", "label"),
 ) -> Path:
-    lines = [("text", "label"), *rows]
+    lines = [header, *rows]
     quoted = [mark.join('"' + str(cell).replace('"', '""') + '"' for cell in line) for line in lines]
     path = folder / name
     path.write_bytes("\n".join([*quoted, ""]).encode(encoding))
@@ -113,16 +119,45 @@ def test_numbers_from_one_are_told_by_all_splits_together(tmp_path):
         ("validation.csv", "\t", "utf-8-sig", "tabs"),
         ("validation.csv", ",", "cp1252", "cp1252"),
         ("validation.csv", ";", "utf-16", "utf-16"),
+        ("validation.csv", ",", "utf-16-le", "utf-16-le"),
+        ("validation.tsv", "\t", "utf-16-be", "utf-16-be"),
+        ("validation.csv", ",", "utf-32", "utf-32"),
+        ("validation.csv", ";", "latin-1", "cp1252"),
     ],
 )
 def test_separators_and_encodings_are_found_and_said(tmp_path, name, mark, encoding, said):
     rows = [('café; crème, "brûlée"', 1), ("naïve", 0)]
-    write(tmp_path, name, rows, mark, encoding)
-    texts, labels, notes = read(OWN, tmp_path)
-    assert (texts, labels) == ([text for text, _ in rows], [1, 0])
-    warnings = load_split(OWN, str(tmp_path), "validation").warnings
+    write(tmp_path, name, rows, mark, encoding, header=("Überschrift", "état"))
+    task = get_task("own", text_columns=["Überschrift"], label_column="état", num_labels=2)
+    loaded = load_split(task, str(tmp_path), "validation")
+    found, warnings, notes = loaded.dataset, loaded.warnings, loaded.notes
+    assert (list(found["Überschrift"]), list(found["état"])) == ([text for text, _ in rows], [1, 0])
     assert any("look at its texts" in line for line in warnings) is not encoding.startswith("utf-8")
     assert any(said in line for line in (*notes, *warnings)) if said else not notes
+
+
+@pytest.mark.parametrize(
+    ("start", "encoding", "said"),
+    [(b"\xef\xbb\xbf", "latin-1", "begins as UTF-8"), (b"", "mac_roman", "neither UTF-8 nor cp1252")],
+)
+def test_an_encoding_that_is_none_of_these_is_refused_with_what_to_do(tmp_path, start, encoding, said):
+    path = write(tmp_path, "validation.csv", [("très café", 1)], encoding=encoding)
+    path.write_bytes(start + path.read_bytes())
+    with pytest.raises(UserError, match=f"validation.csv.* {said}.*; save it as UTF-8$"):
+        read(OWN, tmp_path)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl"])
+@pytest.mark.parametrize("labels", [("yes", "no"), (1.0, 0.0), (True, False), (1, 0), ("1", "0")])
+def test_labels_are_words_floats_booleans_or_numbers(tmp_path, labels, suffix):
+    for split in ("train", "validation"):
+        path = write(tmp_path, f"{split}.csv", [("good", labels[0]), ("bad", labels[1])])
+        if suffix == ".jsonl":
+            path.unlink()
+            rows = [{"text": "good", "label": labels[0]}, {"text": "bad", "label": labels[1]}]
+            (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert count_classes(OWN, str(tmp_path), 2) == 2
+    assert read(add_label_values(OWN, str(tmp_path)), tmp_path)[:2] == (["good", "bad"], [1, 0])
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".json", ".parquet"])
