@@ -31,6 +31,7 @@ from qdqbench.eval.bench.results import (
     Bench,
     BenchConfig,
     Speedup,
+    cost_of,
     over_fastest,
     read_bench,
     row_of,
@@ -457,6 +458,33 @@ def cpu_table(data: Data) -> str:
     return table(header, rows)
 
 
+def cost_table(data: Data) -> str:
+    """Texts a second, and the cost of a million at a price of 1 an hour: INT8 and the fastest without it."""
+    shown: list[Timed] = [
+        (H200, "bert-base", FUSED, "cuda", 32, 128),
+        (H200, "bert-base", FUSED, "tensorrt_rtx", 32, 128),
+        ("AMD EPYC, 2 cores", "minilm-l6-sst2", LINEARS, "openvino", 8, 128),
+    ]
+    rows = []
+    for device, model, recipe, backend, batch, tokens in shown:
+        best = data.lowest[device, model, recipe, backend, batch, tokens]
+        systems, cell = next(
+            (bench.systems, cell)
+            for bench in data.benches
+            if (_device(bench), bench.target.name) == (device, model)
+            for _, _, cell, found in timed(bench)
+            if found == best
+        )
+        labels = {system.name: system.label for system in systems}
+        for name in (best.system, best.baseline):
+            cost = cost_of(cell, name, 1.0)
+            assert cost is not None
+            rate = f"{1e6 / 3600 / cost:,.0f}"
+            engine = f"INT8, {label(backend)}" if name == best.system else labels[name]
+            rows.append([f"{model}, {batch} x {tokens}", device, engine, rate, f"{cost:.2g}"])
+    return table(["model, batch x tokens", "machine", "engine", "texts a second", "a million texts"], rows)
+
+
 def recipes_table(data: Data) -> str:
     """What each shipped recipe costs and brings, as in `recipes list`, with the speed of `cuda`."""
     rows = []
@@ -675,6 +703,7 @@ FIGURES: dict[str, Callable[[Data], str]] = {
     "kernels": kernels_table,
     "lengths": lengths_table,
     "cpu": cpu_table,
+    "cost": cost_table,
     "recipes": recipes_table,
     "recipes-words": recipes_words,
     "bert": bert_table,
