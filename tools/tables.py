@@ -476,13 +476,19 @@ def cost_table(data: Data) -> str:
             if found == best
         )
         labels = {system.name: system.label for system in systems}
-        for name in (best.system, best.baseline):
-            cost = cost_of(cell, name, 1.0)
-            assert cost is not None
-            rate = f"{1e6 / 3600 / cost:,.0f}"
-            engine = f"INT8, {label(backend)}" if name == best.system else labels[name]
-            rows.append([f"{model}, {batch} x {tokens}", device, engine, rate, f"{cost:.2g}"])
-    return table(["model, batch x tokens", "machine", "engine", "texts a second", "a million texts"], rows)
+        costs = [cost_of(cell, name, 1.0) or math.inf for name in (best.system, best.baseline)]
+        rates = " / ".join(f"{1e6 / 3600 / cost:,.0f}" for cost in costs)
+        where = f"{model}, {batch} x {tokens}, {device}"
+        rows.append(
+            [
+                where,
+                f"{label(backend)} / {labels[best.baseline]}",
+                rates,
+                " / ".join(f"{cost:.2g}" for cost in costs),
+            ]
+        )
+    header = ["model, batch x tokens, machine", "INT8 / without", "texts a second", "a million texts"]
+    return table(header, rows)
 
 
 def recipes_table(data: Data) -> str:

@@ -35,6 +35,15 @@ HAZARDS = (
         what="compute capability 9.0 (Hopper) is not supported and this version refuses it; 1.4 to 1.6 run "
         "there unofficially",
     ),
+    *(
+        Hazard(
+            backend="tensorrt_rtx",
+            compute_capability=capability,
+            since="1.7",
+            what=f"compute capability {capability} is not supported and this version refuses it",
+        )
+        for capability in ("10.0", "10.3")
+    ),
     Hazard(
         backend="nvidia-modelopt",
         since="0.47",

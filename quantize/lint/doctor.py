@@ -216,6 +216,8 @@ def _find_nvrtc() -> Library:
 
 
 def state_of(name: BackendName, own: Library, torch: Library, gpu: Gpu | None) -> BackendState:
+    if refusal := _refuse(name, own.version, gpu):
+        return BackendState(runs=False, builds=name == "cuda" and own.version is not None, why=refusal)
     if own.version is None:
         why = f"it does not import ({own.error}); reinstall it" if own.error else "it is not installed"
         return BackendState(runs=False, builds=False, why=f"{why}: {INSTALL[name]}")
@@ -226,12 +228,6 @@ def state_of(name: BackendName, own: Library, torch: Library, gpu: Gpu | None) -
         other = f"tensorrt_rtx from {RTX_WITHOUT_GPU} on builds without one"
         builds = "it builds ahead of time only" if ahead else f"it builds no engine; {other}"
         return BackendState(runs=False, builds=ahead, why=f"CUDA shows no GPU here, and without one {builds}")
-    refused = [text for text in find_hazards(name, own.version, gpu.compute_capability) if "refuses" in text]
-    if name == "cuda" and gpu.compute_capability != CAPABILITY:
-        why = f"it is for compute capability {CAPABILITY}, and the {gpu.name} has {gpu.compute_capability}"
-        refused = [f"{why}; take tensorrt_rtx or tensorrt"]
-    if refused:
-        return BackendState(runs=False, builds=name == "cuda", why=refused[0])
     if not torch.devices:
         build = f"torch {torch.version} ({torch.detail})" if torch.version else "torch does not import"
         why = (
@@ -239,6 +235,17 @@ def state_of(name: BackendName, own: Library, torch: Library, gpu: Gpu | None) -
         )
         return BackendState(runs=False, builds=True, why=why)
     return BackendState(runs=True, builds=True)
+
+
+def _refuse(name: BackendName, version: str | None, gpu: Gpu | None) -> str:
+    """Say why a backend never runs on a GPU; empty where it may."""
+    if gpu is None:
+        return ""
+    if name == "cuda" and gpu.compute_capability != CAPABILITY:
+        why = f"it is for compute capability {CAPABILITY}, and the {gpu.name} has {gpu.compute_capability}"
+        return f"{why}; take tensorrt_rtx or tensorrt"
+    known = find_hazards(name, version, gpu.compute_capability) if version else []
+    return next((text for text in known if "refuses" in text), "")
 
 
 def installed() -> dict[str, str]:

@@ -26,9 +26,11 @@ from qdqbench.quantize.lint.doctor import Doctor
 from qdqbench.quantize.lint.findings import EFFECTS, Finding
 from qdqbench.quantize.lint.fix import NOT_FINITE, EngineRow, FixReport
 from qdqbench.quantize.lint.inspection import Inspection, Time
+from qdqbench.quantize.lint.machines import Machine
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report.figures import share
 from qdqbench.quantize.report.formats import size
+from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import install_command
 
 LONGEST_NAME = 400  # characters; TensorRT's are shorter
@@ -114,9 +116,13 @@ def doctor_report(found: Doctor) -> doc.Report:
         why = can if backend.why is None else backend.why if can == "no" else f"{can}: {backend.why}"
         label = f"{name} (auto)" if name == found.auto else name
         rows.append(doc.row(label, found.libraries[name].version or "-", doc.Cell(why, state)))
-    if (here := found.machine) is not None:
+    if (here := found.machine) is None:
+        facts.append(("INT8 here", "not known of this GPU; `qdqbench bench RUN` measures it"))
+    else:
         facts.append(("INT8 here", f"{here.brings} ({here.names})"))
-        facts.append(("start with", f"qdqbench run {here.start} --backend {here.backend}"))
+        facts.append(
+            ("start with", f"qdqbench run {here.start} --backend {here.backend}{_missing(found, here)}")
+        )
         facts.append(("known of it", "; ".join(plain(text) for text in (here.ours, here.others) if text)))
     versions = ", ".join(map(" ".join, found.packages.items()))
     blocks: list[doc.Block] = [
@@ -128,6 +134,16 @@ def doctor_report(found: Doctor) -> doc.Report:
         doc.Prose("for a bug report: qdqbench doctor --report", on=doc.SCREEN),
     ]
     return report_of("doctor", "qdqbench doctor", blocks)
+
+
+def _missing(found: Doctor, here: Machine) -> str:
+    """Say what is missing for the backend to start with, and which one runs meanwhile."""
+    if found.backends[here.backend].runs:
+        return ""
+    on_cpu = here.backend in CPU_BACKENDS
+    others = [name for name, each in found.backends.items() if each.runs and (name in CPU_BACKENDS) == on_cpu]
+    now = f"; --backend {others[0]} runs now" if others else ""
+    return f", once {here.backend} runs (below){now}"
 
 
 def fix_report(found: FixReport) -> doc.Report:

@@ -10,13 +10,16 @@ import pytest
 from qdqbench.cli.app import main
 from qdqbench.quantize.lint import doctor
 from qdqbench.quantize.lint.doctor import Library, anonymous, look, probe, state_of, unmet
+from qdqbench.quantize.lint.machines import find_machine
 from qdqbench.quantize.lint.reports import doctor_report
 from qdqbench.quantize.report.render import render_markdown
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import install_command
+from qdqbench.quantize.utils.system.cpu import find_cpu
 from qdqbench.quantize.utils.system.gpu import Gpu
 
 L4, H100 = Gpu("NVIDIA L4", "8.9", "580.1"), Gpu("NVIDIA H100", "9.0", "580.1")
+B300 = Gpu("NVIDIA B300", "10.3", "580.1")
 CUDA = Library(version="2.13.0", detail="CUDA 13.0, 1 GPU", devices=1)
 ABSENT = Library(version=None)
 CPU_ONLY = Library(version="2.13.0+cpu", detail="CPU build")
@@ -61,6 +64,7 @@ def test_a_library_that_hangs_is_told(tmp_path, monkeypatch):
         ("tensorrt_rtx", Library(version="1.7.1"), CPU_ONLY, None, (False, True, "ahead of time")),
         ("tensorrt_rtx", Library(version="1.4.0"), CPU_ONLY, None, (False, False, "builds no engine")),
         ("tensorrt_rtx", Library(version="1.7.1"), CUDA, H100, (False, False, "refuses")),
+        ("tensorrt_rtx", Library(version="1.7.1"), CUDA, B300, (False, False, "refuses")),
         ("tensorrt_rtx", Library(version="1.6.1"), CUDA, H100, (True, True, None)),
         ("cuda", ABSENT, CUDA, H100, (False, False, install_command("hopper"))),
         ("cuda", Library(version="0.1.0"), CPU_ONLY, None, (False, True, "ahead of time")),
@@ -71,6 +75,7 @@ def test_a_library_that_hangs_is_told(tmp_path, monkeypatch):
             L4,
             (False, True, "L4 has 8.9; take tensorrt_rtx"),
         ),
+        ("cuda", ABSENT, CUDA, L4, (False, False, "L4 has 8.9; take tensorrt_rtx")),
         ("cuda", Library(version="0.1.0"), CUDA, H100, (True, True, None)),
     ],
 )
@@ -128,6 +133,22 @@ def run(monkeypatch, capsys, here, *arguments):
     except SystemExit as stop:
         code = stop.code
     return code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [
+        (L4, "--backend tensorrt, once tensorrt runs (below); --backend tensorrt_rtx runs now"),
+        (Gpu("Tesla V100", "7.0", None), "not known of this GPU"),
+    ],
+)
+def test_a_gpu_without_tensorrt_is_told_what_runs_now(here, gpu, said):
+    library = {"tensorrt": ABSENT, "tensorrt_rtx": Library(version="1.7.1")}
+    states = {name: state_of(name, own, CUDA, gpu) for name, own in library.items()}
+    cpu = find_cpu()
+    update = {"gpu": gpu, "machine": find_machine(gpu, cpu), "backends": here.backends | states}
+    text = render_markdown(doctor_report(here.model_copy(update=update)))
+    assert said in " ".join(text.split())
 
 
 def test_the_command(monkeypatch, capsys, here):
