@@ -332,7 +332,7 @@ def failing(parity: Parity) -> list[str]:
     return [
         f"{row.name}: {row.differing - row.at_border} of {row.int8_values} ({row.differing} with borders), "
         f"step {row.max_step}, output {row.output_rel_error}"
-        for row in parity.rows
+        for row in parity.compared
         if not row.holds
     ]
 

@@ -1,5 +1,7 @@
 """A stage against FP32 on the same samples."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from qdqbench.eval.metrics.results import COSINE_EDGES, Agreement, Comparison
@@ -61,8 +63,13 @@ def compare(
     errors = {name: float(np.std(values[1] - values[0], ddof=1)) for name, values in found.items()}
     right = [hits for each in systems if (hits := kind.right(kind.table(each, gold))) is not None]
     primary = task.metrics[0]
-    difference = answers.astype(np.float64) - reference_answers.astype(np.float64)
-    sqnr, sqnr_error = _compute_sqnr(reference_answers.astype(np.float64), difference)
+    reference = reference_answers.astype(np.float64)
+    difference = answers.astype(np.float64) - reference
+    parts: Iterable[tuple[Array, Array, str | None]] = [(reference, difference, None)]
+    if len(kind.outputs) > 1:  # along the last axis
+        parts = zip(reference.T, difference.T, kind.outputs, strict=True)
+    told = [(_compute_sqnr(one, apart), name) for one, apart, name in parts]
+    (sqnr, sqnr_error), worst = min(told, key=lambda each: np.inf if each[0][0] is None else each[0][0])
     return Comparison(
         delta=delta,
         delta_stderr=errors,
@@ -73,6 +80,7 @@ def compare(
         mean_abs_logit_diff=float(np.abs(difference).mean()),
         sqnr_db=sqnr,
         sqnr_db_stderr=sqnr_error,
+        sqnr_output=worst,
         agreement=agreement_of(reference_answers, answers, seed=seed) if kind.embeds else None,
     )
 

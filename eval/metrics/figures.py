@@ -75,7 +75,7 @@ def sqnr(versus: Comparison) -> str:
     if versus.sqnr_db is None:
         return "equal"
     error = "" if versus.sqnr_db_stderr is None else f" ± {versus.sqnr_db_stderr:.1f}"
-    return f"{versus.sqnr_db:.1f}{error} dB"
+    return f"{versus.sqnr_db:.1f}{error} dB{f' ({versus.sqnr_output})' if versus.sqnr_output else ''}"
 
 
 def divergence(versus: Comparison) -> Cell:

@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from qdqbench.eval.metrics.results import Parity, ParityRow
+from qdqbench.eval.metrics.results import MAX_OUTPUT_ERROR, Parity, ParityRow
 from qdqbench.eval.metrics.runners import session_of
-from qdqbench.quantize.calibration.fakequant.quantizers import forward, smooth_input
+from qdqbench.quantize.calibration.fakequant.quantizers import forward, name_outputs, smooth_input
 from qdqbench.quantize.graph.index import GraphIndex, tensor_values, use_of
 from qdqbench.quantize.graph.rewrites import list_sequence_first
 from qdqbench.quantize.models.inputs import select_inputs
@@ -26,8 +26,10 @@ LIMIT_FRACTION = 0.005
 LIMIT_STEP = 1
 # exp turns the FP16 rounding of a score of 16 to 32, 2^-7, into a whole step of a probability near 1
 SOFTMAX_STEP = 2
+OUTPUT_FP16 = 0.02  # relative error of an output's worst sample; healthy tiny models reached 0.0035
 FP16_EPSILON = 2.0**-11  # relative rounding of one FP16 operation
 FP16_ROUNDINGS = 4  # from one quantizer to the next: product, factor, bias, and the cast
+TINY = float(np.finfo(np.float32).tiny)
 BORDER = 2.0**-10  # steps between a border and a value that FP32 may put on either side of it
 # No sum smooths what these hand on: where ModelOpt (times 1 / scale) and ONNX (divides) round a border value
 # to two codes, codes after the next LayerNorm or attention move by more than a step. So the values after
@@ -73,6 +75,7 @@ def compare_layers(
     epsilon = FP16_EPSILON if half else 0.0
     rows = {name: _new_row(name, half) for b in boundaries for name in b.quantizers}
     errors: dict[str, list[float]] = {module: [0.0, 0.0] for module in outputs}
+    of_samples: dict[str, list[Array]] = {name: [] for name in outputs_of_model}
     samples, padded, logits_diff = 0, False, 0.0
     for batch in batches:
         valid = batch["attention_mask"] != 0
@@ -91,6 +94,10 @@ def compare_layers(
             errors[module][0] += float(np.square(difference).sum())
             errors[module][1] += float(np.square(made[module].astype(np.float64)).sum())
         answers = join_outputs(got, outputs_of_model)
+        for place, name in enumerate(outputs_of_model):
+            one = expected if len(outputs_of_model) == 1 else expected[..., place]
+            of_tokens = "length" in name_outputs(model)[name]
+            of_samples[name].append(_mean_squares(got[name], one, valid if of_tokens else None))
         logits_diff = max(logits_diff, float(np.nan_to_num(np.abs(answers - expected), nan=1e6).max()))
         samples += len(expected)
         padded |= not valid.all()
@@ -98,15 +105,31 @@ def compare_layers(
         module, kind = _place(name)
         squared, power = errors.get(module, (0.0, 0.0)) if kind == "input_quantizer" else (0.0, 0.0)
         row.output_rel_error = float(np.sqrt(squared / power)) if power else None
+    ends = []
+    for name, means in of_samples.items():
+        apart, power = np.concatenate(means, axis=1)
+        error = float(np.sqrt(apart.max() / max(power.mean(), TINY)))
+        ends.append(ParityRow.of_output(name, error, OUTPUT_FP16 if half else MAX_OUTPUT_ERROR))
     return Parity(
         n=samples,
         padded=padded,
         rows=[*rows.values()],
+        outputs=ends,
         logits_max_abs_diff=logits_diff,
         limit_fraction=LIMIT_FRACTION,
         limit_step=LIMIT_STEP,
-        passed=all(row.holds for row in rows.values()),
+        passed=all(row.holds for row in (*rows.values(), *ends)),
     )
+
+
+def _mean_squares(got: Array, expected: Array, valid: Array | None) -> Float64:
+    """Return the means by sample of the squared error and of the squared reference, [2, samples]."""
+    apart = np.nan_to_num(got.astype(np.float64) - expected, nan=1e6)
+    parts = [apart, expected.astype(np.float64)]
+    if valid is None:
+        return np.stack([np.square(each).reshape(len(each), -1).mean(axis=1) for each in parts])
+    means = [np.square(each).reshape(*valid.shape, -1).mean(axis=2) for each in parts]
+    return np.stack([(each * valid).sum(axis=1) / valid.sum(axis=1) for each in means])
 
 
 def _fed(boundary: Boundary, inputs: dict[str, Float32], made: dict[str, Float32]) -> Float32:

@@ -51,6 +51,9 @@ class Comparison(Strict):
     sqnr_db_stderr: float | None = field(
         "Standard error of `sqnr_db` over answers, in dB; null with it, or in older files.", default=None
     )
+    sqnr_output: str | None = field(
+        "Output that `sqnr_db` is of, the worst; null where the model has one.", default=None
+    )
     agreement: Agreement | None = field(
         "Embeddings against those of FP32; null for other models.", default=None
     )
@@ -77,20 +80,25 @@ class Comparison(Strict):
 
 
 class ParityRow(Strict):
-    """One quantized tensor with the reference's inputs fed to the ONNX graph (teacher forcing)."""
+    """A quantized tensor or an output, with the reference's inputs fed to the graph (teacher forcing)."""
 
     name: str = field(
-        "Module path of the layer whose input is compared; `@N` for call N of weights used several times."
+        "Module path of the layer whose input is compared; `@N` for call N of weights used several times; or "
+        "name of an output."
     )
-    int8_values: int = field("INT8 values compared.")
+    int8_values: int = field("INT8 values compared; 0 for an output.")
     differing: int = field("INT8 values that differ.")
     at_border: int = field(
         "Differing values that are one step off at a rounding border of the graph's arithmetic.", default=0
     )
     max_step: int = field("Largest difference between two INT8 values.")
     output_rel_error: float | None = field(
-        "Relative error of the layer's own output (norm of the difference / norm of the reference), at most "
-        "0.005 passes; null if not measured."
+        "Relative error of the layer's own output (norm of the difference / norm of the reference), of an "
+        "output that of its worst sample; null if not measured."
+    )
+    output_limit: float = field(
+        "Largest such error that passes: 0.005, or 0.02 for an output with FP16 compute.",
+        default=MAX_OUTPUT_ERROR,
     )
     limit: float = field(
         "Largest share of differing INT8 values that passes: 0.005, or with FP16 compute 2^-10 times their "
@@ -101,6 +109,11 @@ class ParityRow(Strict):
         "Largest difference of one INT8 value that passes: 1, or 2 for the softmax output with FP16 compute.",
         default=1,
     )
+
+    @classmethod
+    def of_output(cls, name: str, error: float, limit: float) -> "ParityRow":
+        codes = {"int8_values": 0, "differing": 0, "max_step": 0}
+        return cls(name=name, **codes, output_rel_error=error, output_limit=limit)
 
     @property
     def share(self) -> float:
@@ -114,7 +127,7 @@ class ParityRow(Strict):
         faults = self.differing - self.at_border
         codes = faults / allowed if allowed else math.inf if faults else 0.0
         error = self.output_rel_error or 0.0
-        output = math.inf if math.isnan(error) else error / MAX_OUTPUT_ERROR
+        output = math.inf if math.isnan(error) else error / self.output_limit
         return max((codes, "codes"), (output, "output"), (over, "step"), key=lambda part: part[0])
 
     @property
@@ -127,18 +140,23 @@ class Parity(Strict):
 
     n: int = field("Number of samples.")
     padded: bool = field("True if the batches hold padding.")
-    rows: list[ParityRow] = field("One row per compared tensor.")
+    rows: list[ParityRow] = field("One row per quantized tensor.")
+    outputs: list[ParityRow] = field("One row per output of the graph; empty in older files.", default=[])
     logits_max_abs_diff: float = field("Largest logit difference, with teacher forcing.")
     limit_fraction: float = field(
         "Largest share of differing INT8 values that passes; the `limit` of a row may be larger."
     )
     limit_step: int = field("Largest difference of one INT8 value that passes.")
-    passed: bool = field("True if every row is within its limits.")
+    passed: bool = field("True if every row and output is within its limits.")
     end_to_end: Comparison | None = field(
         "ONNX Runtime minus fake-quant on the first evaluation split; not checked, as rounding differences "
         "add up over the layers; null if not measured.",
         default=None,
     )
+
+    @property
+    def compared(self) -> list[ParityRow]:
+        return [*self.rows, *self.outputs]
 
 
 Change = Literal["regressed", "fixed", "still_wrong", "still_right", "moved"]

@@ -382,7 +382,7 @@ def _layers(runs: list[LoadedRun]) -> Iterator[ComparedLayer]:
     tables: dict[str, list[dict[str, float | None]]] = {what: [] for what in LAYERS}
     for results in (run.results for run in runs):
         activations = [row for row in results.quantizers if row.kind != "weight"]
-        linears = results.parity.rows if results.parity else []
+        linears = results.parity.compared if results.parity else []
         blocks = results.verification.blocks if results.verification else []
         tables["amax"].append({row.name: row.amax for row in activations})
         tables["output error"].append({row.name: row.output_rel_error for row in linears})

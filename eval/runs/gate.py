@@ -58,7 +58,7 @@ def _judge_parts(session: Session, results: Results) -> Iterator[GateIssue]:
         if row.severity == "error":
             yield GateIssue(code="check", state="failed", names=[row.code, row.node], detail=row.why)
     if results.parity is not None and not results.parity.passed:
-        names = [row.name for row in results.parity.rows if not row.holds]
+        names = [row.name for row in results.parity.compared if not row.holds]
         yield GateIssue(code="parity", state="failed", stage="onnxruntime", names=names)
     if results.verification is not None:
         for line in results.verification.failures:

@@ -423,20 +423,25 @@ def _own_inputs(
 ) -> dict[str, Array]:
     """Return hidden states between the blocks in the reference's own run of the whole graph."""
     marked, values = deepcopy(model), tensor_values(model)
-    borders = {block.output: block.output.removesuffix(blocks.TURNED_BACK) for block in stitched.blocks[:-1]}
+    sources = {b.name: b.input.removesuffix(blocks.FED) for b in stitched.blocks if b.input is not None}
+    turned = {block.output.removesuffix(blocks.TURNED_BACK) for block in stitched.blocks} - {
+        block.output for block in stitched.blocks
+    }
     marked.graph.output.extend(
-        onnx.helper.make_tensor_value_info(name, values[name].elem_type, None) for name in borders.values()
+        onnx.helper.make_tensor_value_info(name, values[name].elem_type, None)
+        for name in dict.fromkeys(sources.values())
     )
     made = run_reference(marked, feeds)
     return {
-        following.name: made[border] if border == output else np.swapaxes(made[border], 0, 1)
-        for (output, border), following in zip(borders.items(), stitched.blocks[1:], strict=True)
+        name: np.swapaxes(made[source], 0, 1) if source in turned else made[source]
+        for name, source in sources.items()
     }
 
 
 def _explain(search: _Search, layers: Sequence[LayerRow]) -> None:
     result, index = search.result, GraphIndex(search.stitched.model)
-    node = index.producers[str(result.tensor).removesuffix(blocks.TURNED_BACK)]
+    tensor = str(result.tensor).removesuffix(blocks.TURNED_BACK).removesuffix(blocks.OF_HEAD)
+    node = index.producers[tensor]
     result.node, result.operator = node.name, node.op_type
     result.layers = [row.name for row in layers if node.name in row.onnx or node.name in row.name]
     evidence = Deviation(

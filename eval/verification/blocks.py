@@ -21,7 +21,7 @@ from onnx import TensorProto, helper
 
 from qdqbench.eval.metrics.results import LayerError, LayerErrors
 from qdqbench.eval.verification.checks import kept_positions
-from qdqbench.quantize.calibration.fakequant.quantizers import forward, smooth_input
+from qdqbench.quantize.calibration.fakequant.quantizers import forward, name_outputs, smooth_input
 from qdqbench.quantize.graph.index import module_of, prune, replace_nodes, tensor_values
 from qdqbench.quantize.graph.rewrites import list_sequence_first, transpose_hidden
 from qdqbench.quantize.models.attention import UNROUNDED
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 EMBEDDINGS, HEAD = "embeddings", "head"
 # name of a block's output that the graph has as [length, batch, hidden]; MPNet's position bias reads another
 TURNED_BACK = "/end_of_block"
+FED, OF_HEAD = "/reference", "/head"  # names of inputs of blocks, and of one of several outputs of a head
 FLOATS: dict[int, Any] = {TensorProto.FLOAT: np.dtype(np.float32), TensorProto.FLOAT16: np.dtype(np.float16)}
 
 
@@ -50,9 +51,9 @@ class Uncut(UserError):
 class Block:
     """One block of a stitched graph."""
 
-    name: str  # "embeddings", "layer.0", ..., "head"
+    name: str  # "embeddings", "layer.0", ..., "head"; of a head with several outputs "head.start_logits", ...
     input: str | None  # graph input that takes the reference's hidden state; None: the tokens
-    output: str  # graph output: hidden state [batch, length, hidden], of the head the answers
+    output: str  # graph output: hidden state [batch, length, hidden], of the head one kind of answers
 
 
 @dataclass(frozen=True)
@@ -92,13 +93,13 @@ def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
     graph = stitched.graph
     values, other_way = tensor_values(stitched), list_sequence_first(stitched)
     free = [d.dim_param or d.dim_value for d in graph.input[0].type.tensor_type.shape.dim]
-    borders, answers = _borders(graph, family), _joined_output(graph)
+    borders, answers = _borders(graph, family), _head_outputs(graph, free)
     blocks, types = list[Block](), dict[str, np.dtype[Any]]()
     replaced: dict[str, str] = {}
     before, behind = list[onnx.NodeProto](), list[onnx.NodeProto]()
     source: str | None = None
     for name, tensor in borders.items():
-        end, reference, kind = tensor, f"{tensor}/reference", values[tensor].elem_type
+        end, reference, kind = tensor, f"{tensor}{FED}", values[tensor].elem_type
         types[reference], replaced[tensor] = FLOATS[kind], reference
         if tensor in other_way:  # a block takes and gives [batch, length, hidden] all the same
             end, replaced[tensor] = f"{tensor}{TURNED_BACK}", f"{reference}/turned"
@@ -109,7 +110,7 @@ def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
         graph.output.append(helper.make_tensor_value_info(end, kind, shape))
         blocks.append(Block(name, source, end))
         source = reference
-    blocks.append(Block(HEAD, source, answers))
+    blocks += [Block(name, source, output) for name, output in answers.items()]
     for node in graph.node:
         for position, name in enumerate(node.input):
             node.input[position] = replaced.get(name, name)
@@ -117,19 +118,18 @@ def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
     return Stitched(stitched, tuple(blocks), types, family)
 
 
-def _joined_output(graph: onnx.GraphProto) -> str:
-    """Return the graph's only output; stack several along a new last axis as `joined` does it."""
+def _head_outputs(graph: onnx.GraphProto, free: list[Any]) -> dict[str, str]:
+    """Return the graph's output by the block that makes it; several get a last axis, [batch, length, 1]."""
     if len(graph.output) == 1:
-        return str(graph.output[0].name)
-    parts = [f"{value.name}/part" for value in graph.output]
-    graph.initializer.append(helper.make_tensor("answers/axis", TensorProto.INT64, [1], [-1]))
-    for value, part in zip(graph.output, parts, strict=True):
-        graph.node.append(helper.make_node("Unsqueeze", [value.name, "answers/axis"], [part], name=part))
-    graph.node.append(helper.make_node("Concat", parts, ["answers"], name="answers", axis=-1))
+        return {HEAD: str(graph.output[0].name)}
+    found = {value.name: f"{value.name}{OF_HEAD}" for value in graph.output}
     kind = graph.output[0].type.tensor_type.elem_type
+    graph.initializer.append(helper.make_tensor("head/axis", TensorProto.INT64, [1], [-1]))
     del graph.output[:]
-    graph.output.append(helper.make_tensor_value_info("answers", kind, None))
-    return "answers"
+    for name, output in found.items():
+        graph.node.append(helper.make_node("Unsqueeze", [name, "head/axis"], [output], name=output))
+        graph.output.append(helper.make_tensor_value_info(output, kind, [*free, 1]))
+    return {f"{HEAD}.{name}": output for name, output in found.items()}
 
 
 def _borders(graph: onnx.GraphProto, family: Family) -> dict[str, str]:
@@ -214,10 +214,10 @@ def reference_blocks(
             start from the same numbers.
 
     Returns:
-        By block name: "embeddings", "layer.0", ..., "head".
+        By block name: "embeddings", "layer.0", ..., "head" or one for each of its outputs.
     """
     found: dict[str, BlockTensors] = {}
-    names = family_of(model.config).runs(model)
+    layers = family_of(model.config).runs(model)
     twins = dict(unquantized.named_modules()) if unquantized is not None else {}
     numbers = count()
 
@@ -232,7 +232,7 @@ def reference_blocks(
 
     last: list[torch.Tensor] = []
     with ExitStack() as hooks:
-        for path in dict.fromkeys(names):
+        for path in dict.fromkeys(layers):
             module = model.get_submodule(path)
             hooks.enter_context(module.register_forward_pre_hook(rounded))
             hooks.enter_context(module.register_forward_hook(partial(keep, path), with_kwargs=True))
@@ -242,7 +242,14 @@ def reference_blocks(
         _around(each, batch, hidden) for each in (model, unquantized or model)
     )
     first = {EMBEDDINGS: BlockTensors(None, made, exact)}
-    return first | found | {HEAD: BlockTensors(_array(hidden), logits, exact_logits)}
+    names = [*name_outputs(model)]
+    if len(names) == 1:
+        return first | found | {HEAD: BlockTensors(_array(hidden), logits, exact_logits)}
+    parts = [(logits[..., n, None], exact_logits[..., n, None]) for n in range(len(names))]
+    heads = {
+        f"{HEAD}.{name}": BlockTensors(_array(hidden), *part) for name, part in zip(names, parts, strict=True)
+    }
+    return first | found | heads
 
 
 def _around(

@@ -54,7 +54,7 @@ class BlockSums:
         self.shapes: list[list[int]] = []
         self.error2 = self.cost2 = self.power = 0.0
         self.norms: list[Floats] = []  # of error, cost and reference, [3, positions]
-        self.is_head = False
+        self.is_head = name.startswith("head")
         # by channel: sums of the error, of the reference, of their product, and of the reference's square
         self.sums: Any = np.zeros((4, 1))
 
@@ -78,7 +78,6 @@ class BlockSums:
             self.cost2 += float((cost**2).sum())
             self.power += float((truth**2).sum())
             self.norms.append(np.stack([np.linalg.norm(a, axis=1) for a in (error, cost, truth)]))
-            self.is_head = got.ndim == 2
             self.sums = self.sums + np.stack([a.sum(0) for a in (error, truth, error * truth, truth**2)])
 
     def systematic2(self) -> float:

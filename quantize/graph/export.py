@@ -81,7 +81,7 @@ def trace(
     """Export an FP32 model in eval mode by TorchScript, fake-quantized or not, as an FP32 ONNX graph.
 
     Inputs are int64 [batch, length]; outputs are float32, with the names and axes in `outputs`.
-    UserError: the exporter fails.
+    UserError: the exporter fails, or writes control flow.
     """
     import torch
 
@@ -110,6 +110,11 @@ def trace(
         except Exception as error:
             raise UserError(f"ONNX export failed in torch: {type(error).__name__}: {error}") from error
         traced = onnx.load(path)
+    if branches := [node.name for node in traced.graph.node if node.op_type in ("If", "Loop", "Scan")]:
+        raise UserError(
+            f"a {model.config.model_type!r} exports with control flow ({', '.join(branches[:4])}), which no "
+            "engine of quantized layers has; give an encoder of another type"
+        )
     if is_large(model):
         table: Any = model.get_input_embeddings().weight
         halve_table(traced, tuple(table.shape))

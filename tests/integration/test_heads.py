@@ -86,7 +86,7 @@ def test_windows_are_as_long_as_asked(runs):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_blocks_are_judged_with_all_outputs_as_one(runs, kind):
+def test_blocks_are_judged_output_by_output(runs, kind):
     from qdqbench.eval.verification.bisect import run_onnxruntime
     from qdqbench.eval.verification.blocks import reference_blocks, stitch
     from qdqbench.eval.verification.checks import BlockSums
@@ -103,7 +103,56 @@ def test_blocks_are_judged_with_all_outputs_as_one(runs, kind):
         sums, each = BlockSums(block.name), made[block.name]
         sums.add(got[block.output], each.output, each.unquantized, batch["attention_mask"])
         assert sums.check().holds, block.name
-    assert got[stitched.blocks[-1].output].shape[2] == {"tokens": 5, "qa": 2}[kind]
+    assert got[stitched.blocks[-1].output].shape[2] == {"tokens": 5, "qa": 1}[kind]
+
+
+def test_a_fault_of_one_output_is_named(runs):
+    """Of two outputs: by layer parity, by the check of blocks, and by bisecting an engine."""
+    from qdqbench.eval.metrics.parity import compare_layers
+    from qdqbench.eval.verification.bisect import bisect, run_onnxruntime
+
+    folder = runs["qa"]
+    session = Session(read_config(folder), folder)
+    broken = onnx.load(folder / "model.int8.onnx")
+    halved(broken, "end_logits")
+    _, batch = session.eval_splits["validation"][1].batch(range(16), 0)
+    parity = compare_layers(broken, session.fake_quant_model, [batch])
+    assert [row.name for row in parity.compared if not row.holds] == ["end_logits"]
+
+    def run_engine(model, feeds):
+        if "end_logits/head" in [output.name for output in model.graph.output]:
+            model = halved(onnx.ModelProto.FromString(model.SerializeToString()), "end_logits")
+        return run_onnxruntime(model, feeds)
+
+    found = bisect(folder / "model.int8.onnx", batch, run_engine, run_onnxruntime, family=session.plan.family)
+    assert (found.block, found.node) == ("head.end_logits", next(iter(makers(broken, "end_logits/whole"))))
+
+
+def test_the_worst_of_two_outputs_is_told(runs):
+    from qdqbench.eval.metrics.compare import compare
+
+    session = Session(read_config(runs["qa"]), runs["qa"])
+    with np.load(runs["qa"] / "logits" / "fp32.npz") as arrays:
+        answers = arrays["validation.logits"]
+    gold = session.gold["validation"]
+    far, near = answers * [1.0, 0.5], answers * [0.999, 1.0]
+    for other, output, decibels in ((far, "end_logits", 6.02), (near, "start_logits", 60)):
+        found = compare(session.config.task, answers, other.astype(np.float32), gold, seed=0)
+        assert (found.sqnr_output, found.sqnr_db) == (output, pytest.approx(decibels, abs=0.01))
+    assert results(runs["tokens"])["stages"]["onnxruntime"]["vs_fp32"]["sqnr_output"] is None
+
+
+def makers(model, tensor):
+    return [node.name for node in model.graph.node if tensor in node.output]
+
+
+def halved(model, output):
+    """Halve an output of a graph, in place."""
+    for node in model.graph.node:
+        node.output[:] = [f"{output}/whole" if name == output else name for name in node.output]
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(0.5), "half"))
+    model.graph.node.append(onnx.helper.make_node("Mul", [f"{output}/whole", "half"], [output], name="halve"))
+    return model
 
 
 @pytest.mark.long

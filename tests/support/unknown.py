@@ -31,6 +31,7 @@ UNKNOWN: dict[str, dict[str, Any]] = {
     "squeezebert": LIKE_BERT | {"embedding_size": HIDDEN},
     "funnel": {"block_sizes": [1, 1, 1], "d_model": 32, "n_head": 2, "d_head": 16, "d_inner": 64},
     "fnet": LIKE_BERT,
+    "big_bird": LIKE_BERT | {"sep_token_id": 3},
     "esm": LIKE_BERT | {"pad_token_id": 1, "mask_token_id": 4},
     "longformer": LIKE_ROBERTA | {"attention_window": 8},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 2, "eos_token_id": 3},

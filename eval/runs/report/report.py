@@ -466,7 +466,7 @@ def _parity_text(results: Results) -> str:
     if not parity.rows:
         return "no tensor is quantized"
     worst = verdict.worst_first(parity)[0]
-    agreeing = f"{sum(row.holds for row in parity.rows)} of {count_of(len(parity.rows), 'tensor')}"
+    agreeing = f"{sum(row.holds for row in parity.compared)} of {count_of(len(parity.compared), 'tensor')}"
     return (
         f"{agreeing} agree with ONNX Runtime; nearest to its limit, at {verdict.part_text(worst)}: "
         f"{verdict.remark_of(worst)}; n = {parity.n}"

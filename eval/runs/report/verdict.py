@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from qdqbench.eval.metrics import figures
 from qdqbench.eval.metrics.gate import judge_shapes
 from qdqbench.eval.metrics.results import (
-    MAX_OUTPUT_ERROR,
     GateState,
     Parity,
     ParityRow,
@@ -206,8 +205,8 @@ def _failed_checks(results: Results) -> Iterator[str]:
         codes = ", ".join(f"{code} ({n})" for code, n in Counter(row.code for row in errors).items())
         yield f"check of the ONNX file: {count_of(len(errors), 'error')}: {codes}"
     if results.parity is not None and not results.parity.passed:
-        bad = sum(not row.holds for row in results.parity.rows)
-        yield f"layer parity: {bad} of {len(results.parity.rows)} tensors are over their own limit"
+        bad = sum(not row.holds for row in results.parity.compared)
+        yield f"layer parity: {bad} of {len(results.parity.compared)} tensors are over their own limit"
     if (engine := results.engine) is not None and results.gate.passed and engine.not_int8:
         yield f"not in INT8 in the engine: {', '.join(engine.not_int8)}"
     if engine is not None and results.gate.passed and engine.not_int8_residuals:
@@ -231,7 +230,7 @@ def stage_label(results: Results, name: str) -> str:
 
 
 def worst_first(parity: Parity | None) -> list[ParityRow]:
-    return sorted(parity.rows if parity else [], key=lambda row: -row.nearest[0])
+    return sorted(parity.compared if parity else [], key=lambda row: -row.nearest[0])
 
 
 def part_text(row: ParityRow) -> str:
@@ -244,7 +243,7 @@ def nearest_text(row: ParityRow) -> str:
     values = {
         "codes": f"{row.share:.3%} of {row.limit:.3%}",
         "step": f"{row.max_step} of {row.step_limit}",
-        "output": f"{row.output_rel_error or 0.0:.2g} of {MAX_OUTPUT_ERROR:g}",
+        "output": f"{row.output_rel_error or 0.0:.2g} of {row.output_limit:g}",
     }
     return f"{MEASURES[measure]}: {values[measure]}"
 

@@ -64,6 +64,7 @@ class Flow:
     behind: bool = True  # and those before them
     padded: bool = True  # padding changes no answer
     same: bool = True  # the attention that can be quantized gives the same logits as the model's own
+    replaced: tuple[str, ...] = ()  # modules that the model exchanged for others when it ran
 
     def of(self, kind: Kind) -> list[FlowStep]:
         return [step for step in self.steps if step.kind == kind]
@@ -92,6 +93,10 @@ def trace_flow(model: PreTrainedModel) -> Flow:
         recorder.add("input", name, (), value)
     with torch.no_grad():
         expected = model(**given)[0]
+        after = dict(model.named_modules())
+        recorder.flow.replaced = tuple(n for n, made in recorder.modules.items() if after.get(n) is not made)
+        if recorder.flow.replaced:
+            return recorder.flow
         # whether the last hidden state of a token depends on the token before it, and on the one behind it
         sample = {name: given[name][:1] for name in (tokens, mask) if name in given}
         changes = torch.eye(LENGTH, dtype=torch.long)[1:3]
@@ -562,6 +567,12 @@ def detect_layout(model: PreTrainedModel) -> Recognized:
             f"a {name!r} of this configuration does not run on a sample of text ({text}); give an encoder of "
             "text of another type"
         ) from error
+    if flow.replaced:
+        raise UserError(
+            f"a {name!r} of this configuration replaces its own modules when it reads a text "
+            f"({', '.join(flow.replaced[:2])}), so an answer depends on the texts before it; choose one form in "
+            'its config.json, such as "attention_type": "original_full" of BigBird'
+        )
     if not (flow.ahead or flow.behind):
         raise UserError(f"no token of a {name!r} sees another one, at least on a CPU; give another model")
     if not flow.ahead:

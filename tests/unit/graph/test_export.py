@@ -185,6 +185,17 @@ def test_a_failing_exporter_is_a_user_error(tiny_bert: Path, monkeypatch: pytest
     monkeypatch.setattr(model, "forward", fail)
     with pytest.raises(UserError, match="ONNX export failed in torch: RuntimeError: no such operator"):
         trace(model, 20)
+
+
+def test_control_flow_is_refused(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exporter writes an If where a squeezed axis is of any size, as in the head of Splinter."""
+    model = load_model(str(tiny_bert))
+    classify = model.classifier.forward
+    monkeypatch.setattr(model.classifier, "forward", lambda pooled: classify(pooled).squeeze(0))
+    with pytest.raises(
+        UserError, match=r"a 'bert' exports with control flow \(/classifier/If\), which no engine"
+    ):
+        trace(model, 20)
     assert model.config.return_dict
 
 

@@ -62,6 +62,7 @@ def test_the_right_graph_passes(tiny_bert: Path, name: str, weights: str, comput
     assert failing(parity) == []
     assert parity.passed
     assert (parity.n, parity.padded) == (7, True)
+    assert [row.name for row in parity.outputs] == ["logits"]
     assert parity.logits_max_abs_diff < 0.01
     names = {*LINEARS}
     if name == "bert-int8-attention":

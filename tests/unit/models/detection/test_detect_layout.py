@@ -143,6 +143,7 @@ def test_what_is_not_recognized_is_named_with_a_reason(
         ("mobilebert", r"a 'mobilebert' gives a text other logits when it is padded"),
         ("t5", r"model tiny is a 't5', an encoder with a decoder"),
         ("squeezebert", r"no attention .* 'squeezebert', .*\.\*\.attention\.query: a convolution"),
+        ("big_bird", r"replaces its own modules .*layer\.0\.attention\.self, .* \"original_full\" of"),
         ("fnet", r"no attention was recognized in a 'fnet'"),
         ("funnel", r"layers of a 'funnel' stand in several lists \(funnel\.encoder\.blocks\.0, "),
         ("longformer", r"no linears of a 'longformer' .* as query: .*query: it is key and query"),
