@@ -26,7 +26,7 @@ ADAPTERS = re.compile(
 # heads and poolers that a model of another task, or an encoder alone, does not read
 HEADS = re.compile(
     r"^(\w+\.)?(pooler|cls|classifier|pre_classifier|classification_head|score|head|lm_head|mlm_head|decoder|"
-    r"predictions|qa_outputs|vocab_\w+|generator_\w+|discriminator_predictions|lm_predictions|mask_predictions|"
+    r"predictions|qa_outputs|vocab_\w+|generator_\w+|discriminator_predictions|lm_predictions|mask_predictions|entity_predictions|"
     r"sop_classifier|seq_relationship|logits_proj)\."
 )
 MARKERS = {  # files of folders that are something else: what it is, and the next step

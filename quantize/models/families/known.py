@@ -185,9 +185,8 @@ def family_of(of: Any, model: str = "") -> Family:
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     others = explain_other([model_type])
     new = "; for other encoders `qdqbench recipes new --model " + f"{model or 'DIR'}` writes a recipe"
-    if any(
-        name.endswith(("ForCausalLM", "LMHeadModel")) for name in getattr(of, "architectures", None) or ()
-    ):
+    named = getattr(of, "architectures", None) or ()
+    if any(re.search("ForCausalLM$|(?<!With)LMHeadModel$", name) for name in named):
         new = "; it is a decoder, and qdqbench quantizes encoders"
     raise UserError(
         f"{f'model {model}' if model else 'the model'} is a {model_type!r}; supported here: {known} "
