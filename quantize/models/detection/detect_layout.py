@@ -570,8 +570,8 @@ def detect_layout(model: PreTrainedModel) -> Recognized:
     if flow.replaced:
         raise UserError(
             f"a {name!r} of this configuration replaces its own modules when it reads a text "
-            f"({', '.join(flow.replaced[:2])}), so an answer depends on the texts before it; choose one form in "
-            'its config.json, such as "attention_type": "original_full" of BigBird'
+            f"({', '.join(flow.replaced[:2])}), so an answer depends on the texts before it; choose one form "
+            'in its config.json, such as "attention_type": "original_full" of BigBird'
         )
     if not (flow.ahead or flow.behind):
         raise UserError(f"no token of a {name!r} sees another one, at least on a CPU; give another model")
