@@ -1,13 +1,15 @@
 """Rates of layer parity on tiny models: false alarms of healthy graphs, and planted faults that it catches.
 
-    python -m tools.false_alarms [--seeds N] [--families bert,roberta] [--runs N [--faults N] | --draws N]
+    python -m tools.false_alarms [--seeds N] [--families bert,roberta]
+    python -m tools.false_alarms [--runs N [--faults N | --odd] | --draws N]
 
 Healthy: families x recipes x classes x seeds x compute x form of weights. Every second model of a family with
 BERT's names has channels that are the same in every token, on a border of rounding. `--runs` takes that many
 whole runs on CPU engines instead, counts those whose parity, verification or gate fails, and builds engines
-from broken graphs in the first `--faults` of them. `--draws` judges the answers of healthy graphs on ONNX
-Runtime, each text in two batches. Its texts repeat, are few, of one class or of very different lengths
-(`ODD`). Exits with 1 where something healthy fails, or a fault passes or was planted nowhere.
+from broken graphs in the first `--faults` of them. With `--odd` the evaluated texts repeat, are few, of one
+class or of very different lengths (`ODD`), in turn. `--draws` judges the answers of healthy graphs to such
+texts on ONNX Runtime, each text in two batches. Exits with 1 where something healthy fails, or a fault passes
+or was planted nowhere.
 """
 
 import argparse
@@ -319,6 +321,22 @@ def _holds(answers: Any, drawn: Callable[[Any, Any], Any], max_drop: float, seed
     return found.holds
 
 
+def write_odd(folder: Path, kind: str, seed: int) -> None:
+    """Write the evaluated split of sst2 anew, of texts of a kind."""
+    from tests.integration.tiny import EVAL_ROWS, rows, write_split
+
+    random, table = np.random.default_rng(seed), rows("sst2", EVAL_ROWS, 100 + seed)
+    drawn = ODD[kind](random.permutation(EVAL_ROWS), np.array(table["label"]))
+    table = {name: [values[row] for row in drawn] for name, values in table.items()}
+    if kind == "long tail":
+        lengths = np.clip(random.pareto(1.5, EVAL_ROWS) * 4 + 3, 3, LONGEST).astype(int)
+        words = [
+            (text.split() * LONGEST)[:length] for text, length in zip(table["sentence"], lengths, strict=True)
+        ]
+        table["sentence"] = [" ".join(each) for each in words]
+    write_split(folder / "sst2" / "validation.parquet", table)
+
+
 def interval(count: int, of: int) -> str:
     """Return a rate with its exact (Clopper-Pearson) 95 % interval."""
     from scipy import stats
@@ -374,7 +392,7 @@ def catches(run: Path, name: str) -> bool | None:
         return not verify_engine(session).passed
 
 
-def whole_runs(count: int, families: list[str], backends: list[str], faults: int) -> bool:
+def whole_runs(count: int, families: list[str], backends: list[str], faults: int, *, odd: bool) -> bool:
     """Run the main job on tiny models and engines for CPUs, and plant faults into the first runs."""
     from tests.integration.tiny import entries, write_data
 
@@ -382,6 +400,7 @@ def whole_runs(count: int, families: list[str], backends: list[str], faults: int
 
     failures: dict[str, int] = dict.fromkeys(("parity", "verification", "gate"), 0)
     caught: dict[str, list[bool]] = {name: [] for name in FAULTS}
+    of_kind = {kind: [0, 0] for kind in ODD} if odd else {}  # runs that fail, and all
     closest, pool = (0.0, ""), ProcessPoolExecutor(1, get_context("spawn"))
     cases = [
         (family, recipe, backend, seed)
@@ -395,6 +414,10 @@ def whole_runs(count: int, families: list[str], backends: list[str], faults: int
         with tempfile.TemporaryDirectory() as place:
             folder, name = Path(place), f"{family} {recipe.name} {backend} seed {seed}"
             write_data(folder / "data", "sst2")
+            if odd:
+                texts = [*ODD][done % len(ODD)]
+                name = f"{name} {texts}"
+                write_odd(folder / "data", texts, done)
             model = write_model(folder / "model", family, entries(), seed=seed)
             text = recipe.model_dump(mode="json")
             text["calibration"]["samples"], text["engine"]["backend"] = 64, backend
@@ -406,6 +429,8 @@ def whole_runs(count: int, families: list[str], backends: list[str], faults: int
                 "gate": results.gate.state == "failed",
             }
             failures = {kind: failures[kind] + failed for kind, failed in found.items()}
+            if odd:
+                of_kind[texts] = [of_kind[texts][0] + any(found.values()), of_kind[texts][1] + 1]
             share, what = nearest(results)
             closest = max(closest, (share, f"{what}, {name}"))
             print(f"{name}: {share:.0%} of its limit, {what}", flush=True)
@@ -427,6 +452,8 @@ def whole_runs(count: int, families: list[str], backends: list[str], faults: int
     print(f"nearest to its limit: {closest[0]:.0%}, {closest[1]}\n\n| | rate |\n|---|---|")
     for kind, failed in failures.items():
         print(f"| whole runs that fail: {kind} | {interval(failed, len(cases[:count]))} |")
+    for texts, (failed, times) in of_kind.items():
+        print(f"| whole runs that fail: {texts} | {interval(failed, times) if times else 'none'} |")
     print_caught(caught)
     return not any(failures.values()) and (not faults or catches_all(caught))
 
@@ -454,13 +481,15 @@ def main() -> None:
     asked.add_argument("--backends", default="openvino,onnxruntime", help="of --runs")
     asked.add_argument("--runs", type=int, default=0)
     asked.add_argument("--faults", type=int, default=20)
+    asked.add_argument("--odd", action="store_true", help="texts of --runs, which then plants no faults")
     asked.add_argument("--draws", type=int, default=0)
     options = asked.parse_args()
     if options.draws:
         sys.exit(not judged_draws(options.draws, options.families.split(",")))
     if options.runs:
         families, backends = options.families.split(","), options.backends.split(",")
-        sys.exit(not whole_runs(options.runs, families, backends, options.faults))
+        faults = 0 if options.odd else options.faults
+        sys.exit(not whole_runs(options.runs, families, backends, faults, odd=options.odd))
     healthy: list[bool] = []
     caught: dict[str, list[bool]] = {name: [] for name in FAULTS}
     worst, start = 0.0, time.monotonic()
