@@ -93,8 +93,8 @@ class ParityRow(Strict):
     )
     max_step: int = field("Largest difference between two INT8 values.")
     output_rel_error: float | None = field(
-        "Relative error of the layer's own output (norm of the difference / norm of the reference), of an "
-        "output that of its worst sample; null if not measured."
+        "Relative error of the layer's own output (norm of the difference / norm of the reference). Of an "
+        "output it is that of its worst sample; null if not measured."
     )
     output_limit: float = field(
         "Largest such error that passes: 0.005, or 0.02 for an output with FP16 compute.",

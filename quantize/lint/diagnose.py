@@ -28,7 +28,6 @@ _COVERED = {  # code of a finding: those of better founded ones, of which each s
     "log-transfer-bound": {"transfer-bound"},
     "log-mixed-types": {"mixed-types"},
     "log-bad-scale": {"bad-scale"},
-    "log-asymmetric": {"non-zero-zero-point"},
     "log-zero-point": {"non-zero-zero-point"},
     "log-int32-bias": {"not-int8"},
     "log-uint8": {"uint8"},
@@ -147,7 +146,8 @@ _WIDE = 16.0  # tokens at the maximum over tokens at the optimum, in one profile
 _DEQUANTIZED = ("dequantizes both", "dequantizes weights")  # Q/DQ in the file, and no INT8 kernel
 _WEAK = ("int8", "fp16", "bf16", "best", "fp8", "calib", "precisionConstraints", "layerPrecisions")
 RUN = "qdqbench run int8-linears --model MODEL --task TASK --data DATA"
-_GENERAL = ("log-unsupported-node", "log-no-outputs")  # lines that follow others, which say why
+# of lines that follow others, which say why
+_GENERAL = ("log-unsupported-node", "log-no-outputs", "log-myelin", "log-constant")
 _TOLD = ("dequantized", "float-residual")  # faults of an engine that other findings name with their cause
 
 

@@ -157,8 +157,8 @@ def parity_section(results: Results) -> doc.Section:
         "ONNX Runtime against the fake-quant model, layer by layer, with the same inputs fed to both "
         f"({parity.n} samples, {'with' if parity.padded else 'without'} padding). At most "
         f"{100 * parity.limit_fraction:.3g}% of the INT8 codes may differ beyond rounding, by at most "
-        f"{steps}. A linear's own output may be off by at most {MAX_OUTPUT_ERROR:.2g} (relative), and each "
-        "output of the graph by its own limit in its worst sample. "
+        f"{steps}. A linear's own output may be off by at most {MAX_OUTPUT_ERROR:.2g} (relative). An output "
+        "of the graph has a limit for its worst sample. "
         f"Largest logit difference: {parity.logits_max_abs_diff:.3g}."
     )
     if (ends := parity.end_to_end) is not None:

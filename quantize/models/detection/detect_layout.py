@@ -570,7 +570,7 @@ def detect_layout(model: PreTrainedModel) -> Recognized:
     if flow.replaced:
         raise UserError(
             f"a {name!r} of this configuration replaces its own modules when it reads a text "
-            f"({', '.join(flow.replaced[:2])}), so an answer depends on the texts before it; choose one form "
+            f"({', '.join(flow.replaced[:2])}), so an answer depends on the texts before it. Choose one form "
             'in its config.json, such as "attention_type": "original_full" of BigBird'
         )
     if not (flow.ahead or flow.behind):
