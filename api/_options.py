@@ -233,7 +233,7 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
             if task.kind is CLASSIFICATION:
                 task = add_label_values(task, self.data, read_class_names(model, self.revision, task.kind))
             if pooling or has_pooling(model, self.revision):
-                task = score_embeddings(task, self.metric or ())
+                task = score_embeddings(task, self.metric or (), model)
         if model is not None and task.kind.embeds:
             prompts = choose_prompts(model, self.revision, self.prompt or (), len(task.text_columns))
             task = task.model_copy(update={"prompts": prompts})

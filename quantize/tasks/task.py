@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
@@ -171,14 +172,17 @@ def _check_fields(task: Task) -> None:
         )
 
 
-def score_embeddings(task: Task, metrics: Sequence[str]) -> Task:
-    """Return a task for embeddings: a score of pairs by the cosine of their texts."""
+def score_embeddings(task: Task, metrics: Sequence[str], model: str = "") -> Task:
+    """Return a task for the embeddings of a model: a score of pairs by the cosine of their texts."""
     if task.kind.embeds:
         return task
     if task.kind is not REGRESSION or len(task.text_columns) != 2:
+        texts = "one text" if len(task.text_columns) == 1 else "two texts"
+        setfit = bool(model) and (Path(model) / "model_head.pkl").is_file()
+        unread = "; the classifier of SetFit (model_head.pkl) is a pickle, and never read" if setfit else ""
         raise UserError(
-            f"task {task.name!r} ({task.kind.head.format(count=task.num_labels)}) cannot judge an embedding "
-            "model; give scored pairs (--task stsb, or two --text-column and --num-labels 1) "
+            f"task {task.name!r} labels {texts}, which cannot judge an embedding model{unread}; give scored "
+            "pairs (--task stsb, or two --text-column and --num-labels 1) "
             f"or texts (--task {EMBED.name} --data lines.txt)"
         )
     return task.model_copy(update={"type": PAIRS.name, "metrics": tuple(metrics) or PAIRS.default_metrics})
