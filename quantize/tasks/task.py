@@ -179,9 +179,9 @@ def score_embeddings(task: Task, metrics: Sequence[str], model: str = "") -> Tas
     if task.kind is not REGRESSION or len(task.text_columns) != 2:
         texts = "one text" if len(task.text_columns) == 1 else "two texts"
         setfit = bool(model) and (Path(model) / "model_head.pkl").is_file()
-        unread = "; the classifier of SetFit (model_head.pkl) is a pickle, and never read" if setfit else ""
+        unread = ". The classifier of SetFit (model_head.pkl) is a pickle, and never read" if setfit else ""
         raise UserError(
-            f"task {task.name!r} labels {texts}, which cannot judge an embedding model{unread}; give scored "
+            f"task {task.name!r} labels {texts}, which cannot judge an embedding model{unread}. Give scored "
             "pairs (--task stsb, or two --text-column and --num-labels 1) "
             f"or texts (--task {EMBED.name} --data lines.txt)"
         )

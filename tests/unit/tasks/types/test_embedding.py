@@ -124,7 +124,7 @@ class TestTasks:
 
     @pytest.mark.parametrize("name", ["sst2", "mrpc"])
     def test_a_task_about_something_else(self, name):
-        said = r"cannot judge an embedding model; give scored pairs .*--data lines\.txt"
+        said = r"cannot judge an embedding model\. Give scored pairs .*--data lines\.txt"
         with pytest.raises(UserError, match=said):
             score_embeddings(GLUE[name], ())
 
