@@ -25,7 +25,7 @@ import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,9 +34,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from tests.integration import test_serve_fuzz as http
 from tests.support.disfigured import disfigure
+from tests.support.fake_served import tiny_served
 from tests.support.foreign_layer import float_layer
 from tests.support.fuzz import broken
 from tests.support.records import engine_result
+from tests.support.site import Setup, Transport
 from tests.support.tiny_layer import FORMS, healthy
 from tests.unit.lint.test_hostile import BASES
 
@@ -62,6 +64,7 @@ from qdqbench.quantize.lint.runs import read_feeds
 from qdqbench.quantize.models.identity import choose_prompts, embedding_notes
 from qdqbench.quantize.models.load import read_class_names
 from qdqbench.quantize.recipe.schema import load_recipe, read_source, shipped_recipes
+from qdqbench.quantize.standalone.server.http import Connection, Site
 from qdqbench.quantize.tasks.data.load import load_split
 from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
@@ -118,69 +121,39 @@ def judged(path: Path) -> object:
 
 def answered(name: str, path: Path) -> None:
     """Send bytes to an endpoint over one connection; every request gets one answer, and none is a 500."""
-    loop, config = endpoint(name)
-    asyncio.run_coroutine_threadsafe(connected(config, path.read_bytes()), loop).result()
+    loop, site = endpoint(name)
+    asyncio.run_coroutine_threadsafe(connected(site, path.read_bytes()), loop).result()
 
 
 @cache
 def endpoint(name: str) -> tuple[asyncio.AbstractEventLoop, Any]:
-    """Start the service of an endpoint in a loop of its own, in a thread: a test's may run in this one."""
-    import uvicorn
-
-    service, loop = http.service(name), asyncio.new_event_loop()
-    service.settings = service.settings.model_copy(update={"timeout": 0.1})
+    """Start the front of an endpoint in a loop of its own, in a thread: a test's may run in this one."""
+    loop, setup = asyncio.new_event_loop(), Setup(tiny_served(name), replace(http.SETTINGS, timeout=0.1))
+    site = Site(setup.front(), setup.metrics, ("localhost",))
     threading.Thread(target=loop.run_forever, daemon=True).start()
-    asyncio.run_coroutine_threadsafe(service._lifespan(None).__aenter__(), loop).result()
-    return loop, uvicorn.Config(service, lifespan="off", ws="none", log_config=None, log_level="critical")
+    loop.call_soon_threadsafe(site.front.start, loop)
+    return loop, site
 
 
-async def connected(config: Any, data: bytes) -> None:
-    """Feed a connection, as uvicorn does, and then drop it."""
-    from uvicorn.server import ServerState
-
-    from qdqbench.quantize.deployment.server.server import _Protocol
-
-    failures, written, state = list[str](), bytearray(), ServerState()
+async def connected(site: Any, data: bytes) -> None:
+    """Feed a connection, and then drop it."""
+    failures = list[str]()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: failures.append(str(context)))
-    protocol, transport = _Protocol(config, state, {}), Connection(written)
-    protocol.connection_made(transport)
+    connection, transport = Connection(site), Transport()
+    connection.connection_made(transport)
     if data:  # the end of a connection is told otherwise
-        protocol.data_received(data)
-    for drop in (False, True):
-        if drop:
-            protocol.connection_lost(None)
-        end = time.monotonic() + 1
-        while state.tasks and time.monotonic() < end:
-            await asyncio.wait(state.tasks, timeout=0.2)
-    assert not state.tasks, "a request does not end"
+        connection.data_received(data)
+    end = time.monotonic() + 1
+    while connection.busy and time.monotonic() < end:
+        await asyncio.sleep(0.001)
+    assert not connection.busy, "a request does not end"
+    connection.connection_lost(None)
     assert not failures, failures[0][:200]
-    broken = re.search(rb"(?m)^HTTP/1\.1 (?!2|4|503).*", written)
+    assert not site.posts
+    broken = re.search(rb"(?m)^HTTP/1\.1 (?!100|2|4|503).*", transport.written)
     assert not broken, broken
-    assert written.startswith(b"HTTP/1.1 ") or not written, bytes(written[:99])
-
-
-class Connection(asyncio.Transport):
-    """A connection whose client reads at once."""
-
-    def __init__(self, written: bytearray) -> None:
-        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
-        self.written, self.closing = written, False
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self.written += data
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-    def close(self) -> None:
-        self.closing = True
-
-    abort = close
-    pause_reading = resume_reading = set_write_buffer_limits = lambda self, *_: None
+    assert transport.written.startswith(b"HTTP/1.1 ") or not transport.written, bytes(transport.written[:99])
 
 
 def request(

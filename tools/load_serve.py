@@ -1,20 +1,18 @@
-"""A bounded load test of `qdqbench serve` over loopback: what it holds, and figures as JSON.
+"""Load on `qdqbench serve` over loopback: rates, latencies and CPU time as JSON; nothing may be lost.
 
-    python tools/load_serve.py RUN [--seconds 20] [--workers 1] [--texts FILE] [--out load.json]
-    python tools/load_serve.py --fake
+    python -m tools.load_serve RUN [--texts FILE] [--seconds 3] [--clients 1] [--out load.json]
+    python -m tools.load_serve --noop TOKENIZER_JSON     an engine that computes nothing: the server's cost
+    python -m tools.load_serve --fake                    an engine of 40 ms a batch and 4 ms a row
 
-With `--fake` the engine is one whose times are known: 40 ms a batch and 4 ms a row. Ends by itself after some
-six times `--seconds`; exit status 1 where something does not hold.
-
-Latency at 70% load is of requests that come at even times, as load generators with a constant rate send them,
-and also of a Poisson process, whose bursts queue before any server. 100% is the rate at which the server
-answers as many clients as its largest batch has rows, each of which asks again as soon as it is answered.
+The engine's own rate is measured in the same call, in this process, on the same texts. Clients are processes
+of their own, each pinned to a core where there are several. Exit status 1 where an answer is lost or wrong.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import platform
 import random
@@ -24,19 +22,22 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 
 import psutil
 
-from qdqbench.quantize.utils.system.cpu import find_cpu
+from qdqbench.quantize.utils.system.cpu import find_cpu, usable_cores
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-from support.http_client import Client
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from support.http_client import Client  # noqa: E402
 
-PER_BATCH, PER_ROW = 0.040, 0.004  # s, of the fake engine
-KILLS = 4
+KILLS = 6
 IDLE_S = 5.0  # that a connection is kept for the next request
 CLOSE = 0.1  # probabilities of the same text in batches of other shapes; those of the fake engine are exact
+LOADS = [(1, 1), (64, 1), (200, 1), (8, 32), (16, 32)]  # connections, and texts of a request
+QUANTILES = {"p50_ms": 0.5, "p99_ms": 0.99, "p999_ms": 0.999}
 BAD = [
     (b"{", 400),
     (b'{"texts": []}', 422),
@@ -54,27 +55,24 @@ class Seen:
 
     seconds: list = field(default_factory=list)  # of requests that were answered 200
     statuses: Counter = field(default_factory=Counter)
-    again: int = 0  # asked again, as the connection was closed: that of a killed worker, or an idle one
+    again: int = 0  # asked again, as the connection was closed: that of a killed front, or an idle one
     lost: int = 0  # without any answer, also when asked again
     wrong: int = 0  # an answer of another text
     without_retry: int = 0  # 503 without Retry-After
 
-    def quantile(self, share):
-        ordered = sorted(self.seconds)
-        return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else float("nan")
-
     def told(self, duration):
+        ordered = sorted(self.seconds) or [float("nan")]
         return {
-            "seconds": round(duration, 2),
-            "requests": sum(self.statuses.values()) + self.lost,
             "answered_per_s": round(self.statuses[200] / duration, 1),
             "statuses": {str(status): count for status, count in sorted(self.statuses.items())},
             "asked_again": self.again,
             "lost": self.lost,
             "wrong": self.wrong,
             "503_without_retry_after": self.without_retry,
-            "p50_ms": round(1e3 * self.quantile(0.5), 2),
-            "p99_ms": round(1e3 * self.quantile(0.99), 2),
+            **{
+                name: round(1e3 * ordered[min(int(share * len(ordered)), len(ordered) - 1)], 2)
+                for name, share in QUANTILES.items()
+            },
         }
 
 
@@ -82,8 +80,7 @@ class Load:
     """Clients of one server; `expected` has the right answers to each request, by its place."""
 
     def __init__(self, port, texts, path="/v1/predict"):
-        self.port, self.path, self.expected = port, path, None
-        self.texts = texts
+        self.port, self.path, self.expected, self.texts = port, path, None, texts
         self._free = []
 
     async def one(self, seen, place):
@@ -91,8 +88,13 @@ class Load:
         client, since = self._free.pop() if self._free else (Client(self.port), start)
         if start - since > IDLE_S:
             await client.close()  # it opens another: the server closes what is idle, too
+        request = {"texts": [self.texts[place]]}
         try:
-            status, headers, body = await self._ask(seen, client, self.request(place))
+            try:
+                status, headers, body = await client.post(self.path, request)
+            except (OSError, EOFError):  # once more, as proxies do
+                seen.again += 1
+                status, headers, body = await client.post(self.path, request)
         except (OSError, EOFError):
             seen.lost += 1
             return
@@ -103,17 +105,6 @@ class Load:
         elif status == 503:
             seen.without_retry += not headers.get("retry-after", "").isdecimal()
         self._free.append((client, time.perf_counter()))
-
-    async def _ask(self, seen, client, request):
-        """Ask, and once more where the connection is closed, as proxies do."""
-        try:
-            return await client.post(self.path, request)
-        except (OSError, EOFError):
-            seen.again += 1
-            return await client.post(self.path, request)
-
-    def request(self, place):
-        return {"texts": [self.texts[place]]}
 
     def right(self, place, answers):
         if self.expected is None:
@@ -129,25 +120,11 @@ class Load:
     async def learn(self):
         """The right answers, asked one by one."""
         client, self.expected = Client(self.port), []
-        for place in range(len(self.texts)):
-            status, _, body = await client.post(self.path, self.request(place))
+        for text in self.texts:
+            status, _, body = await client.post(self.path, {"texts": [text]})
             assert status == 200, (status, body)
             self.expected.append(body["answers"])
         await client.close()
-
-    async def closed(self, seconds, clients):
-        """So many clients, each of which asks again as soon as it is answered."""
-        seen, end = Seen(), time.perf_counter() + seconds
-
-        async def ask(number):
-            place = number
-            while time.perf_counter() < end:
-                await self.one(seen, place % len(self.texts))
-                place += clients
-
-        start = time.perf_counter()
-        await asyncio.gather(*(ask(number) for number in range(clients)))
-        return seen, time.perf_counter() - start
 
     async def at_rate(self, seconds, rate, *, poisson=False, seed=0):
         """Requests that come at their times, whether earlier ones are answered or not."""
@@ -167,59 +144,161 @@ class Load:
         self._free.clear()
 
 
-def workers_of(pid):
-    """Worker processes of a server."""
+class Driver(asyncio.Protocol):
+    """A connection that asks again as soon as it is answered, or at given times."""
+
+    def __init__(self, shared):
+        self.shared, self.buffer, self.number = shared, b"", random.randrange(len(shared.requests))
+
+    def connection_made(self, transport):
+        self.transport = transport
+        self.ask()
+
+    def ask(self):
+        self.number = (self.number + 1) % len(self.shared.requests)
+        self.begun = time.perf_counter()
+        self.transport.write(self.shared.requests[self.number])
+
+    def data_received(self, data):
+        self.buffer += data
+        head = self.buffer.find(b"\r\n\r\n")
+        if head < 0:
+            return
+        at = self.buffer.find(b"content-length: ") + 16
+        if len(self.buffer) < head + 4 + int(self.buffer[at : self.buffer.find(b"\r", at)]):
+            return
+        self.shared.statuses[int(self.buffer[9:12])] += 1
+        self.buffer, now = b"", time.perf_counter()
+        self.shared.seconds.append(now - self.begun)
+        self.ask() if now < self.shared.end else self.transport.close()
+
+
+def drive(  # noqa: PLR0917
+    port,
+    connections,
+    requests,
+    seconds,
+    core,
+    out,
+):
+    """So many connections for so long, in a process of its own."""
+    if core is not None:
+        os.sched_setaffinity(0, [core])
+    shared = Seen()
+    shared.requests, shared.end = requests, time.perf_counter() + seconds
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        for _ in range(connections):
+            await loop.create_connection(lambda: Driver(shared), "127.0.0.1", port)
+        await asyncio.sleep(seconds + 0.5)
+
+    with contextlib.suppress(ModuleNotFoundError):
+        import uvloop
+
+        asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
+    asyncio.run(main())
+    out.put((shared.seconds, shared.statuses))
+
+
+def post(path, value):
+    body = json.dumps(value).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+def saturate(  # noqa: PLR0917
+    pid,
+    port,
+    texts,
+    connections,
+    count,
+    seconds,
+    clients,
+):
+    """Rates, latencies, and CPU microseconds of the server by kind of process, under a closed loop."""
+    draw, queue = random.Random(count), multiprocessing.get_context("spawn").SimpleQueue()
+    requests = [post("/v1/predict", {"texts": draw.choices(texts, k=count)}) for _ in range(200)]
+    cores, clients = usable_cores(), min(clients, connections)
+    shares = [connections // clients + (n < connections % clients) for n in range(clients)]
+    before, start = cpu_seconds(pid), time.perf_counter()
+    children = [
+        multiprocessing.get_context("spawn").Process(
+            target=drive,
+            args=(port, share, requests, seconds, cores[-1 - n] if clients > 1 else None, queue),
+        )
+        for n, share in enumerate(shares)
+    ]
+    for child in children:
+        child.start()
+    seen = Seen()
+    for _ in children:
+        times, statuses = queue.get()
+        seen.seconds += times
+        seen.statuses += statuses
+    for child in children:
+        child.join()
+    del start
+    after, total = cpu_seconds(pid), max(sum(seen.statuses.values()), 1)
+    spent = {name: 1e6 * (after[name] - before.get(name, 0.0)) / total for name in after}
+    return seen.told(seconds) | {
+        "connections": connections,
+        "texts_per_request": count,
+        "texts_per_s": round(seen.statuses[200] * count / seconds, 1),
+        "cpu_us_per_request": {name: round(each, 1) for name, each in spent.items()},
+        "cpu_us_per_text": round(sum(spent.values()) / count, 2),
+    }
+
+
+def processes_of(pid, kind=""):
+    """Processes of a server, all or those of a kind."""
     found = []
     for child in psutil.Process(pid).children():
         with contextlib.suppress(psutil.Error):  # it has just ended
-            if "spawn_main" in " ".join(child.cmdline()):
-                found.append(child.pid)
+            if child.name().startswith(f"qdqbench-{kind}"):
+                found.append(child)
     return found
 
 
+def cpu_seconds(pid):
+    """CPU seconds by kind of process."""
+    spent = Counter()
+    for child in processes_of(pid):
+        with contextlib.suppress(psutil.Error):
+            spent[child.name().removeprefix("qdqbench-")] += sum(child.cpu_times()[:2])
+    return spent
+
+
 async def get(port, path):
-    """An answer over a connection of its own, which any worker takes."""
+    """An answer over a connection of its own, which any front takes."""
     client = Client(port)
     try:
         return await client.get(path)
-    except (OSError, EOFError):  # its worker ended
+    except (OSError, EOFError):  # its front ended
         return 503, {}, ""
     finally:
         await client.close()
 
 
-async def measure(load, pid, seconds, batch):
-    """All phases but the end."""
-    await load.learn()
-    found = {}
-    seen, duration = await load.closed(seconds, batch)
-    found["capacity"] = seen.told(duration)
-    rate = seen.statuses[200] / duration
-    for name, poisson in (("even_70", False), ("poisson_70", True)):
-        seen, duration = await load.at_rate(seconds, 0.7 * rate, poisson=poisson)
-        found[name] = seen.told(duration) | {"rate": round(0.7 * rate, 1)}
-    seen, duration = await load.at_rate(seconds / 2, 3 * rate)
-    found["overload_300"] = seen.told(duration)
-    asked, client = asyncio.create_task(load.at_rate(2 * seconds, 0.5 * rate)), Client(load.port)
+async def kill(load, pid, seconds, rate):
+    """Kill fronts and engines in turn at random moments under load."""
+    asked, draw = asyncio.create_task(load.at_rate(seconds, rate)), random.Random(0)
     replaced = []
     while not asked.done() and len(replaced) < KILLS:
-        await asyncio.sleep(seconds / 4)
-        killed = workers_of(pid)[0]
-        os.kill(killed, signal.SIGKILL)
+        await asyncio.sleep(draw.uniform(0, seconds / KILLS))
+        kind = ("front", "engine")[len(replaced) % 2]
+        killed = draw.choice(processes_of(pid, kind))
+        count = len(processes_of(pid, kind))
+        os.kill(killed.pid, signal.SIGKILL)
         start = time.perf_counter()
-        while (
-            not (alive := workers_of(pid))
-            or killed in alive
-            or (await get(load.port, "/health/ready"))[0] != 200
-        ):
+        while time.perf_counter() < start + 60:
+            alive = {each.pid for each in processes_of(pid, kind)} - {killed.pid}
+            if len(alive) == count and (await get(load.port, "/health/ready"))[0] == 200:
+                break
             await asyncio.sleep(0.05)
         replaced.append(round(time.perf_counter() - start, 2))
     seen, duration = await asked
-    found["killed"] = seen.told(duration) | {"replaced_after_s": replaced}
-    statuses = [(await client.post("/v1/predict", body))[0] for body, _ in BAD]
-    found["bad_input"] = {"asked": [status for _, status in BAD], "got": statuses}
-    await client.close()
-    return found
+    return seen.told(duration) | {"replaced_after_s": replaced}
 
 
 async def stopped(load, process, rate):
@@ -229,28 +308,38 @@ async def stopped(load, process, rate):
     begun = time.perf_counter()
     process.send_signal(signal.SIGTERM)
     seen, _ = await asked
-    loop = asyncio.get_running_loop()
-    status = await loop.run_in_executor(None, process.wait, 60)
+    status = await asyncio.get_running_loop().run_in_executor(None, process.wait, 60)
     took = round(time.perf_counter() - begun, 2)
     return {"status": status, "seconds": took, "answered": seen.statuses[200], "wrong": seen.wrong}
 
 
-def part_faults(name, part, *more):
-    """What does not hold of one load, in words; `more` are further counts that must be 0."""
-    counts = ("lost", "wrong", "503_without_retry_after", *more)
-    wrong = [f"{name}: {part[what]} {what}" for what in counts if part[what]]
-    strange = sorted({*part["statuses"]} - {"200", "503"})
-    return [*wrong, f"{name}: statuses {strange}"] if strange else wrong
+async def hold(load, process, seconds, rate):
+    """Latency at 70 %, overload, kills, bad input and the end."""
+    await load.learn()
+    found = {}
+    for name, share, poisson in (("poisson_70", 0.7, True), ("overload_300", 3.0, False)):
+        seen, duration = await load.at_rate(seconds, share * rate, poisson=poisson)
+        found[name] = seen.told(duration) | {"rate": round(share * rate, 1)}
+    found["overload_300"]["share_of_full_rate"] = round(found["overload_300"]["answered_per_s"] / rate, 3)
+    found["killed"] = await kill(load, process.pid, 3 * seconds, 0.5 * rate)
+    client = Client(load.port)
+    statuses = [(await client.post("/v1/predict", body))[0] for body, _ in BAD]
+    found["bad_input"] = {"asked": [status for _, status in BAD], "got": statuses}
+    await client.close()
+    found["stopped"] = await stopped(load, process, 0.7 * rate)
+    await load.close()
+    return found
 
 
 def verdict(found):
     """What does not hold, in words."""
-    wrong = part_faults("killed", found["killed"])
-    for name in ("capacity", "even_70", "poisson_70", "overload_300"):
-        wrong += part_faults(name, found[name], "asked_again")
-    even = found["even_70"]
-    if even["p99_ms"] >= 2 * even["p50_ms"]:
-        wrong.append(f"p99 is {even['p99_ms'] / even['p50_ms']:.2f} times p50 at 70% load")
+    wrong = []
+    for name in ("poisson_70", "overload_300", "killed"):
+        part = found[name]
+        counts = ("lost", "wrong", "503_without_retry_after", *(["asked_again"] if name != "killed" else []))
+        wrong += [f"{name}: {part[what]} {what}" for what in counts if part[what]]
+        if strange := sorted({*part["statuses"]} - {"200", "503"}):
+            wrong.append(f"{name}: statuses {strange}")
     if found["bad_input"]["asked"] != found["bad_input"]["got"]:
         wrong.append("bad input")
     if not found["overload_300"]["statuses"].get("503"):
@@ -262,21 +351,35 @@ def verdict(found):
 
 def start(arguments):
     """The server's process and its port."""
-    root = Path(__file__).resolve().parents[1]
-    if arguments.fake:
-        order = {"per_batch": PER_BATCH, "per_row": PER_ROW}
-        settings = {"port": 0, "no_fp32": True, "queue": 64, "workers": arguments.workers, "order": order}
-        command = [sys.executable, "-m", "tests.support.fake_served", json.dumps(settings)]
+    settings = {"port": 0, "queue": 4096 if arguments.noop else 64}
+    if arguments.fake or arguments.noop:
+        order = {"per_batch": 0.04, "per_row": 0.004} if arguments.fake else {"tokenizer": arguments.noop}
+        order = order if arguments.fake else order | {"texts": str(arguments.texts or "")}
+        command = [sys.executable, "-m", "tests.support.fake_served", json.dumps(settings | {"order": order})]
     else:
         command = [sys.executable, "-m", "qdqbench", "serve", arguments.run, "--port", "0", "--no-fp32"]
-        command += ["--queue", "64", "--workers", str(arguments.workers)]
-        command += ["--max-wait-ms", str(arguments.max_wait_ms)]
-    where = {"cwd": root} if "tests.support.fake_served" in command else {}
-    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True, **where)
+        command += ["--queue", arguments.queue, *(["--fronts", arguments.fronts] if arguments.fronts else [])]
+    begun = time.perf_counter()
+    process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     while line := process.stdout.readline():
         if "http://127.0.0.1:" in line:
-            return process, int(line.partition("http://127.0.0.1:")[2].split()[0].split("/")[0])
+            port = int(line.partition("http://127.0.0.1:")[2].split()[0].split("/")[0])
+            return process, port, time.perf_counter() - begun
     raise SystemExit("the server did not start")
+
+
+def engine_rate(run, texts, seconds):
+    """Texts a second of the engine alone, on rows that are already tokens, in batches of like length."""
+    from qdqbench.quantize.deployment.opened import Answering
+
+    model = Answering.of(Path(run)).open_model()
+    rows = [row for _, row in model.encoder.encode(texts)] * max(1, 512 // len(texts))
+    model._run(rows)  # prepares
+    count, begun = 0, time.perf_counter()
+    while time.perf_counter() < begun + seconds:
+        model._run(rows)
+        count += len(rows)
+    return count / (time.perf_counter() - begun)
 
 
 def numbers(count, seed=0):
@@ -287,47 +390,47 @@ def numbers(count, seed=0):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "run", nargs="?", help="run directory of a classification or regression of single texts"
-    )
+    parser.add_argument("run", nargs="?", help="run of a classification or regression of single texts")
     parser.add_argument("--fake", action="store_true")
-    parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--texts", type=Path, help="one a line; at most 200 are used")
-    parser.add_argument("--batch", type=int, default=32, help="clients that make 100%% load")
-    parser.add_argument("--max-wait-ms", type=float, default=2.0, help="of the server of a run")
+    parser.add_argument("--noop", type=Path, help="tokenizer.json of a server whose engine computes nothing")
+    parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--texts", type=Path, help="one a line")
+    parser.add_argument("--clients", type=int, default=1, help="client processes")
+    parser.add_argument("--queue", type=int, default=1024, help="of the server of a run")
+    parser.add_argument("--fronts", type=int, help="of the server of a run")
+    parser.add_argument("--costs-only", action="store_true", help="no overload, kills and bad input")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     texts = numbers(200)
     if arguments.texts:
-        texts = [line for line in arguments.texts.read_text(encoding="utf-8").splitlines() if line][:200]
-    process, port = start(arguments)
+        texts = [line for line in arguments.texts.read_text(encoding="utf-8").splitlines() if line]
+    alone = engine_rate(arguments.run, texts[:2000], arguments.seconds) if arguments.run else None
+    process, port, ready = start(arguments)
+    found = {"ready_s": round(ready, 2), "engine_alone_texts_per_s": alone and round(alone, 1), "loads": []}
     try:
-        load = Load(port, texts)
-        found = asyncio.run(_all(load, process, arguments))
+        for connections, count in LOADS:
+            load = saturate(
+                process.pid, port, texts, connections, count, arguments.seconds, arguments.clients
+            )
+            share = load["texts_per_s"] / alone if alone else None
+            found["loads"].append(load | {"share_of_engine": share and round(share, 3)})
+        wrong = []
+        if not arguments.costs_only and not arguments.noop:
+            rate = max(each["answered_per_s"] for each in found["loads"] if each["texts_per_request"] == 1)
+            found |= asyncio.run(hold(Load(port, texts[:200]), process, arguments.seconds, rate))
+            wrong = verdict(found)
     finally:
         process.kill()
-    run = "fake" if arguments.fake else Path(arguments.run).name
-    about = {"workers": arguments.workers, "max_wait_ms": arguments.max_wait_ms, "run": run}
-    return tell(found, about, verdict(found), arguments.out)
-
-
-def tell(found, about, wrong, out):
-    """Print and write what was found; the exit status."""
     machine = {"cpu": str(find_cpu()), "load_average": os.getloadavg(), "python": platform.python_version()}
-    found |= {"machine": machine | about, "does_not_hold": wrong}
+    versions = {name: metadata.version(name) for name in ("qdqbench", "tokenizers", "httptools", "msgspec")}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        versions["tokie"] = metadata.version("tokie")
+    found |= {"machine": machine | versions, "does_not_hold": wrong}
     text = json.dumps(found, indent=2)
     print(text)
-    if out:
-        out.write_text(text + "\n")
+    if arguments.out:
+        arguments.out.write_text(text + "\n")
     return bool(wrong)
-
-
-async def _all(load, process, arguments):
-    found = await measure(load, process.pid, arguments.seconds, arguments.batch)
-    found["stopped"] = await stopped(load, process, found["even_70"]["rate"])
-    await load.close()
-    return found
 
 
 if __name__ == "__main__":

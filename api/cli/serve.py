@@ -12,38 +12,40 @@ from qdqbench.eval.runs.report.report import where_to_begin
 from qdqbench.quantize.deployment import push as upload
 from qdqbench.quantize.deployment.predict import predict_files
 from qdqbench.quantize.deployment.predict_options import PredictOptions
-from qdqbench.quantize.deployment.server.settings import Settings
+from qdqbench.quantize.deployment.serve import open_served
+from qdqbench.quantize.deployment.serve_options import ServeOptions
 from qdqbench.quantize.deployment.triton import export as triton
 from qdqbench.quantize.pipeline.ownership import locked_for_reading
-from qdqbench.quantize.utils.errors import MissingDevice
+from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.names import install_command
 from qdqbench.quantize.utils.progress import reporter
 from qdqbench.quantize.utils.system.process import find_python
 
-EXTRA = ("fastapi", "starlette", "uvicorn", "prometheus_client")  # of the extra `serve`
+EXTRA = ("httptools", "msgspec")  # of the extra `serve`
 
 
-def serve(run: Path, options: Settings) -> None:
+def serve(run: Path, options: ServeOptions) -> None:
     try:
-        from qdqbench.quantize.deployment.server import server
+        from qdqbench.quantize.standalone.server import server
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in EXTRA:
+        if error.name not in EXTRA:
             raise
         raise MissingDevice(
             f"serve needs {error.name}, which is not installed; `{install_command('serve')}`"
         ) from error
-    from qdqbench.quantize.deployment.server.served import open_served
-
-    served = open_served(run, fp32=not options.no_fp32)
+    served = open_served(run, options)
 
     def announce(url: str, loopback: bool) -> None:
-        what = f"{served.task.kind.name}, {served.recipe}, {served.made_with}"
+        what = f"{served.told['kind']}, {served.recipe}, {served.made_with}"
         say(f"serving [bold]{plain(str(run))}[/] ({plain(what)}) at {url}")
-        say(f"POST {url}/v1/{served.endpoint.name}, described at {url}/docs; Ctrl-C stops")
+        say(f"{url}/v1/model describes it; Ctrl-C stops")
         if not loopback:
             say("[yellow]warning[/] who reaches this address can ask: put a proxy with TLS before it")
 
-    server.serve(served, options, announce)
+    try:
+        server.serve(served, options.settings(), announce)
+    except server.Failed as error:
+        raise (MissingDevice if error.code == MissingDevice.exit_code else UserError)(str(error)) from error
 
 
 def deploy(options: DeployOptions) -> Answer:

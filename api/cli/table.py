@@ -9,14 +9,14 @@ import typer
 from qdqbench import _options as options
 from qdqbench.cli.options import REQUIRED, Parameters, RecipeName, StartRecipe
 from qdqbench.quantize.deployment.predict_options import PredictOptions
-from qdqbench.quantize.deployment.server.settings import Settings
+from qdqbench.quantize.deployment.serve_options import ServeOptions
 from qdqbench.quantize.utils.names import DEFAULT_QAT
 from qdqbench.quantize.utils.options import Options
 
 BUILD = "Build the engine, prove its INT8 layers, verify its outputs if it runs here."
 SCHEMA = "Print the JSON Schema of a recipe: editors complete and check YAML with it."
 TIMINGS = "Show wall time, CPU time and peak memory of each stage of a finished run."
-SERVE = "Answer requests over HTTP with a run's engine, and compare it with FP32 on a page; for small loads."
+SERVE = "Answer requests over HTTP with a run's engine, and compare it with FP32 on a page."
 RUN: Parameters = {
     "run": (Annotated[Path, typer.Argument(help="Run directory.", show_default=False)], REQUIRED)
 }
@@ -92,7 +92,7 @@ COMMANDS: dict[str, dict[str, Command]] = {  # by what they are for, as help sho
         "deploy": Command("serve.deploy", options.DeployOptions),
         "predict": Command("serve.predict", PredictOptions, resumes=True),
         "push": Command("serve.push", options.PushOptions),
-        "serve": Command("serve.serve", Settings, RUN, about=SERVE, steps=None, json=False),
+        "serve": Command("serve.serve", ServeOptions, RUN, about=SERVE, steps=None, json=False),
         "export-triton": Command("serve.export_triton", options.TritonOptions),
     },
     "Maintainers": {"study": Command("train.study", options.StudyOptions, resumes=True)},

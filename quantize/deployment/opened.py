@@ -1,22 +1,28 @@
 """A run that is opened to answer: its engine and graph by their hashes, and what answers are made with."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import Tokenizer
 
 from qdqbench.quantize.deployment.write import describe_task
-from qdqbench.quantize.engine.runtime.runners import CompiledEngine, open_runner
+from qdqbench.quantize.engine.runtime.runners import (
+    CompiledEngine,
+    EngineRunner,
+    open_fp32_graph,
+    open_runner,
+)
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar
-from qdqbench.quantize.pipeline.graphs import graph_path
+from qdqbench.quantize.pipeline.graphs import FP32, graph_path
 from qdqbench.quantize.pipeline.outcomes import Skipped, engine_file, read_built
 from qdqbench.quantize.pipeline.pipeline import require_recorded
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.standalone.model import Model
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 
 # of a batch, by backend: those that need no padding are filled by more, and a CPU by a few rows
 MOST_ROWS = {"cuda": 1024, "openvino": 32, "onnxruntime": 32}
@@ -72,34 +78,60 @@ class Answering:
     """Everything that a process needs to answer with a run."""
 
     backend: str
+    made_with: str  # backend and its version
     recipe: str
+    int8: bool  # the recipe quantizes
+    task: str
     columns: tuple[str, ...]  # of texts, in the run's own data
     told: Mapping[str, Any]  # as model.json has it
     outputs: tuple[str, ...]
     tokenizer: str  # JSON
     engine: ModelFile
     graph: ModelFile
+    fp32: ModelFile | None = None
+    fp32_backend: BackendName = "onnxruntime"
 
     @classmethod
-    def of(cls, folder: Path) -> "Answering":
-        """Read it from a run; raises as `open_run`."""
+    def of(cls, folder: Path, *, fp32: bool = False) -> "Answering":
+        """Read it from a run, with its FP32 model where that is asked for; raises as `open_run`."""
         opened = open_run(folder)
         session, profiles, task = opened.session, opened.sidecar.profiles, opened.session.config.task
+        unquantized, backend = folder / FP32, cast("BackendName", opened.sidecar.backend)
+        if fp32 and not unquantized.is_file():
+            raise UserError(
+                f"{unquantized}, the FP32 model to compare with, does not exist; run "
+                "`qdqbench export` on the run again, or serve it with --no-fp32"
+            )
         tokenizer: Any = session.tokenizer
         most = max(each.max[0] for each in profiles if each.max[1] >= opened.max_length)
         batch = min(MOST_ROWS.get(opened.sidecar.backend, most), most)
         return cls(
             backend=opened.sidecar.backend,
+            made_with=f"{opened.sidecar.backend} {opened.sidecar.version}",
             recipe=session.recipe.name,
+            int8=session.recipe.quantizes,
+            task=task.name,
             columns=task.text_columns,
             told=describe_task(session, opened.max_length) | {"batch": batch, "inputs": INPUTS},
             outputs=tuple(task.kind.outputs),
             tokenizer=tokenizer.backend_tokenizer.to_str(),
             engine=opened.engine,
             graph=opened.graph,
+            fp32=ModelFile(unquantized, files.sha256(unquantized)) if fp32 else None,
+            fp32_backend=backend if backend in CPU_BACKENDS else "onnxruntime",
         )
 
     def open_model(self, threads: int | None = None, batch: int | None = None) -> Model:
+        """Load the engine with a tokenizer."""
+        return Model(self.told, Tokenizer.from_str(self.tokenizer), self.open_engine(threads), batch)
+
+    def open_fp32(self) -> Callable[..., Any]:
+        """Load the FP32 model on this CPU."""
+        assert self.fp32 is not None
+        self.fp32.check()
+        return open_fp32_graph(self.fp32.path, self.fp32_backend, self.outputs)
+
+    def open_engine(self, threads: int | None = None) -> EngineRunner:
         """Load the engine, on a CPU with so many threads."""
         parts = (self.engine, self.graph)
         for part in parts:
@@ -115,4 +147,4 @@ class Answering:
         run.pads = not isinstance(run.engine, CompiledEngine)  # many texts are shorter than any profile
         for part in parts:
             part.check()  # again: it may have changed while it was read
-        return Model(self.told, Tokenizer.from_str(self.tokenizer), run, batch)
+        return run

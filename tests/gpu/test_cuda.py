@@ -17,8 +17,7 @@ from qdqbench.eval.bench.results import read_bench, row_of
 from qdqbench.eval.selection.search.results import read_search
 from qdqbench.eval.verification.bisect import bisect_kernels
 from qdqbench.eval.verification.blocks import stitch
-from qdqbench.quantize.deployment.server.batches import pad_to_shape, warm_up
-from qdqbench.quantize.deployment.server.served import open_served
+from qdqbench.quantize.deployment.opened import Answering
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.cuda import runtime
 from qdqbench.quantize.engine.cuda.compile import compile_kernels, load_nvrtc
@@ -34,6 +33,7 @@ from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.runtime.runners import open_engine, open_runner
 from qdqbench.quantize.models.families.known import family_named
 from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.standalone.server.engine import warm_up_packed
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
@@ -369,14 +369,13 @@ def test_a_search_times_engines_and_their_twins(sst2, tmp_path, capsys):
 def test_a_run_is_served(sst2, tmp_path, capsys):
     options = [*sst2.options, "--backend", "cuda", "--out", tmp_path / "run"]
     assert call(capsys, "run", "bert-int8-linears", *options).code in (0, 2)
-    served = open_served(tmp_path / "run", fp32=False)
     session = Session(read_config(tmp_path / "run"), tmp_path / "run")
-    batch = session.eval_splits["validation"][1].batch([*range(13)], served.pad_id)[1]
-    sizes, run = served.sizes("engine", 16), served.open_model("engine")
-    warm_up(run, sizes, 60.0)
-    graphs = run.engine._model._graphs
-    before = len(graphs)
-    said = run(pad_to_shape(batch, sizes, served.pad_id))
-    assert len(graphs) == before  # captured before the first request
-    with np.load(tmp_path / "run" / "logits" / "engine.npz") as known:
-        np.testing.assert_allclose(said[:13], known["validation.logits"][:13], rtol=2e-2, atol=2e-2)
+    answering = Answering.of(tmp_path / "run")
+    batch = session.eval_splits["validation"][1].batch([*range(13)], 0)[1]
+    run, kept = answering.open_engine(), batch["attention_mask"].astype(bool)
+    warm_up_packed(run, answering.told, 4096)
+    given = batch["input_ids"][kept], batch["token_type_ids"][kept], kept.sum(axis=1)
+    flights = [run.launch(*given) for _ in range(2)]
+    for said in (flight.read() for flight in flights):
+        with np.load(tmp_path / "run" / "logits" / "engine.npz") as known:
+            np.testing.assert_allclose(said, known["validation.logits"][:13], rtol=2e-2, atol=2e-2)

@@ -1,17 +1,18 @@
-"""Runs with an engine that this CPU runs, and their endpoints without a server."""
+"""Runs with an engine that this CPU runs, and their endpoints without a socket."""
 
+import json
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
-from qdqbench.quantize.deployment.server.served import Served, open_served
+from qdqbench.quantize.deployment.serve import open_served
+from qdqbench.quantize.deployment.serve_options import ServeOptions
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.pipeline.data_profiles import engine_profiles
 from qdqbench.quantize.pipeline.graphs import graph_path
 from qdqbench.quantize.pipeline.outcomes import BUILD, write_outcome
 from qdqbench.quantize.pipeline.pipeline import STAGES_FILE
 from qdqbench.quantize.pipeline.session import Session, read_config
-from qdqbench.quantize.tasks.types.encoded import pad
 from qdqbench.quantize.utils.files import read_json, sha256, write_json
 
 
@@ -42,22 +43,22 @@ def record(run: Path) -> None:
     write_json(run / STAGES_FILE, stages)
 
 
-@dataclass
 class Asked:
-    """An endpoint whose engine is called in this process."""
+    """The endpoint of a run whose engine is in this process; answers have fields as attributes."""
 
-    served: Served
-
-    @classmethod
-    def of(cls, run: Path, out: Path) -> "Asked":
-        return cls(open_served(with_cpu_engine(run, out), fp32=False))
+    def __init__(self, run: Path, out: Path) -> None:
+        self.run = with_cpu_engine(run, out)
 
     def __call__(self, **fields):
-        served, endpoint = self.served, self.served.endpoint
-        request = endpoint.request(**fields)
-        columns = request.columns(served.task.text_columns)
-        rows = served.encode(columns, getattr(request, "prompt", None))
-        assert served.count_rows(columns) == len(rows)
-        batch = pad([(n, row.input_ids, row.token_type_ids) for n, row in enumerate(rows)], served.pad_id)[1]
-        made = [*served.open_model("engine")(batch)]
-        return endpoint.answer.read(request, [*zip(rows, made, strict=True)], served.classes)
+        from ..support.site import called, within
+
+        options = ServeOptions(no_fp32=True, max_texts=1000)
+        served = open_served(self.run, options)
+
+        async def ask(site):
+            path = site.front.interfaces.endpoint
+            return await called(site, "POST", path, json.dumps(fields).encode())
+
+        status, _, made = within(ask, served, settings=options.settings())
+        assert status == 200, made
+        return json.loads(json.dumps(made["answers"]), object_hook=lambda each: SimpleNamespace(**each))

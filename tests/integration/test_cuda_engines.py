@@ -17,8 +17,7 @@ from qdqbench.eval.bench.gpu import kernels_in
 from qdqbench.eval.bench.measure import WallTimer
 from qdqbench.eval.selection.search import confirm, workspace
 from qdqbench.eval.selection.search.results import read_search
-from qdqbench.quantize.deployment.server.batches import pad_to_shape
-from qdqbench.quantize.deployment.server.served import open_served
+from qdqbench.quantize.deployment.opened import Answering
 from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.cuda import file as files
 from qdqbench.quantize.engine.cuda.compile import get_version
@@ -114,12 +113,10 @@ def test_an_engine_is_deployed_inspected_served_and_timed(case, whole_run, tmp_p
     if case == "cuda-ffn":
         refuses_engines_that_cannot_run(out, qdqbench, hopper)
         return
-    served = open_served(out, fp32=False)
-    batch = Session(read_config(out), out).eval_splits["validation"][1].batch([*range(5)], served.pad_id)[1]
-    sizes = served.sizes("engine", 8)
-    model = served.open_model("engine")
-    assert callable(model.prepare)  # so that a server has all graphs before its first request
-    said = model(pad_to_shape(batch, sizes, served.pad_id))
+    batch = Session(read_config(out), out).eval_splits["validation"][1].batch([*range(5)], 0)[1]
+    kept = batch["attention_mask"].astype(bool)
+    model = Answering.of(out).open_engine()
+    said = model.launch(batch["input_ids"][kept], batch["token_type_ids"][kept], kept.sum(axis=1)).read()
     with np.load(out / "logits" / "engine.npz") as ours:
         np.testing.assert_allclose(said[:5], ours["validation.logits"][:5], atol=1e-5)
     bench = bench_of(qdqbench, out, hopper)

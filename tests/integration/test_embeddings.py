@@ -62,7 +62,7 @@ class TestTexts:
         texts = Session(read_config(folder), folder).eval_splits["validation"][0].dataset["text"][:8]
         with np.load(folder / "logits" / "onnxruntime.npz") as saved:
             known = saved["validation.logits"][:8]
-        ask = Asked.of(folder, tmp_path / "run")
+        ask = Asked(folder, tmp_path / "run")
         np.testing.assert_allclose([each.embedding for each in ask(texts=texts)], known, atol=2e-2)
         with_prompt = ask(texts=[f"good {text}" for text in texts], prompt="")
         np.testing.assert_allclose([each.embedding for each in with_prompt], known, atol=2e-2)

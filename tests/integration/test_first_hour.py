@@ -11,7 +11,7 @@ import pandas
 import pytest
 from onnxruntime.quantization import quantize_dynamic
 
-from qdqbench.quantize.deployment.server.served import open_served
+from qdqbench.quantize.deployment.opened import Answering
 
 from ..support.deployed import answers
 from .tiny import Given, environment, fine, results
@@ -125,7 +125,7 @@ def test_no_step_of_the_first_hour_is_a_dead_end(qdqbench, desk, tmp_path):
     another = qdqbench("run", "int8-ffn", *given, *COLUMNS, "--out", folders[0])
     refused(another, "recipe bert-int8-linears", "another --out", "--overwrite")
 
-    assert open_served(folders[0]).classes == ("bad", "good")  # as in the report and in deploy/
+    assert Answering.of(folders[0]).told["labels"] == ["bad", "good"]  # as in the report and in deploy/
     assert "LABEL_" not in compare_without_torch(folders, given)
     for command in ("check", "inspect"):
         looked = fine(qdqbench(command, folders[0]))

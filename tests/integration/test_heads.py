@@ -190,10 +190,10 @@ def test_a_head_of_another_kind_is_one_sentence(options, tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_server_answers_as_the_run_was_evaluated(runs, kind, tmp_path):
-    pytest.importorskip("starlette", reason="needs starlette: pip install 'qdqbench[serve]'")
+    pytest.importorskip("httptools", reason="needs httptools: pip install 'qdqbench[serve]'")
     from .served import Asked
 
-    ask = Asked.of(runs[kind], tmp_path / "run")
+    ask = Asked(runs[kind], tmp_path / "run")
     session = Session(read_config(runs[kind]), runs[kind])
     split, encoded = session.eval_splits["validation"]
     with np.load(runs[kind] / "logits" / "onnxruntime.npz") as saved:

@@ -54,7 +54,7 @@ def test_the_path_of_a_cross_encoder(whole_run, given, tmp_path):
 
     from .served import Asked
 
-    made = Asked.of(out, tmp_path / "served")(query=table["query"][0], passages=table["passage"][:PASSAGES])
+    made = Asked(out, tmp_path / "served")(query=table["query"][0], passages=table["passage"][:PASSAGES])
     assert [each.score for each in made] == sorted((each.score for each in made), reverse=True)
     assert sorted(each.index for each in made) == [*range(PASSAGES)]
     for each in made:

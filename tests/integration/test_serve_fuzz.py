@@ -3,37 +3,41 @@
 In this process, with the tokenizer of the tiny model and answers that are made up.
 """
 
+import asyncio
 import json
 import random
-from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 
-pytest.importorskip("fastapi", reason="needs fastapi: pip install 'qdqbench[serve]'")
+from qdqbench.quantize.standalone.server.settings import Settings
+from qdqbench.quantize.standalone.texts import Encoder
 
-from qdqbench.quantize.deployment.server.app import Service
-from qdqbench.quantize.deployment.server.batches import Metrics, Model
-from qdqbench.quantize.deployment.server.served import ModelFile, Served
-from qdqbench.quantize.deployment.server.settings import Settings
-from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.tasks.task import EMBED, NAMED, RERANK, get_task, with_classes
-from qdqbench.quantize.utils.errors import UserError
-
-from ..support.http_client import call, finished
+from ..support import fake_served
+from ..support.http_client import finished
+from ..support.site import call, opened
 from .heads import TAGS
-from .tiny import FILLERS, WORDS, tokenizer
+from .tiny import FILLERS, WORDS
 
-SETTINGS = Settings(max_texts=8, max_characters=2000, max_body_kb=20, timeout=0.5, queue=64)
+SETTINGS = Settings(max_texts=8, max_characters=2000, body_bytes=20 << 10, timeout=0.5, queue=64)
 GROWTH = 100 << 20  # bytes of the process over all cases
-TASKS = {  # by endpoint: the task, and the width of an answer, of each token where it is negative
-    "predict": (get_task("sst2"), 2),
-    "predict pairs": (get_task("stsb"), 1),
-    "embed": (EMBED, 16),
-    "rank": (RERANK, 1),
-    "tokens": (with_classes(NAMED["tokens"], TAGS), -5),
-    "qa": (NAMED["qa"], -2),
+PAIR = {"texts": ["a text", "its second text"]}
+TASKS = {  # by endpoint: what model.json tells, and the width of an answer; negative: of each token
+    "predict": ({"kind": "classification", "labels": ["bad", "good"]}, 2),
+    "predict pairs": ({"kind": "regression", **PAIR}, 1),
+    "embed": ({"kind": "embedding of texts"}, 16),
+    "rank": ({"kind": "re-ranking", **PAIR}, 1),
+    "tokens": ({"kind": "token classification", "labels": [*TAGS], "words": True, "over_tokens": True}, -5),
+    "qa": (
+        {
+            "kind": "question answering",
+            "over_tokens": True,
+            "stride": 21,
+            "truncation": "only_second",
+            **PAIR,
+        },
+        -2,
+    ),
 }
 GOOD = {
     "predict": {"texts": ["a good film"]},
@@ -43,6 +47,12 @@ GOOD = {
     "tokens": {"sentences": [["a", "good", "film"]]},
     "qa": {"questions": [{"question": "what", "context": "a good film"}], "may_be_unanswerable": True},
 }
+TEI = {"embed": {"inputs": ["a good film"]}, "rank": {"query": "good", "texts": ["a film"]}}
+OTHERS = {("/v1/embeddings", "embed"): {"input": ["a good film"], "encoding_format": "base64"}}
+OTHERS |= {(path, "embed"): TEI["embed"] for path in ("/", "/embed")}
+OTHERS |= {(path, "rank"): TEI["rank"] for path in ("/", "/rerank")}
+OTHERS |= {(path, "predict"): {"inputs": "a good film"} for path in ("/", "/predict")}
+OTHERS |= {(path, "predict pairs"): {"inputs": [["a", "b"]]} for path in ("/", "/predict")}
 TEXTS = [
     "",
     " ",
@@ -112,32 +122,6 @@ RAW += [
 ]
 
 
-def service(name):
-    task, width = TASKS[name]
-    nothing = ModelFile(Path(), "")
-    served = Served(
-        name="fuzz",
-        task=task,
-        classes=task.classes or ("bad", "good"),
-        tokenizer=tokenizer(),
-        max_length=64,
-        profiles=(Profile((1, 16), (8, 32), (32, 64)),),
-        made_with="none",
-        recipe="none",
-        engine=nothing,
-        graph=nothing,
-        fp32=nothing,
-    )
-
-    def run(batch):
-        rows, length = batch["input_ids"].shape
-        assert length <= 64
-        return np.ones((rows, length, -width) if width < 0 else (rows, width), np.float32)
-
-    models = {"engine": Model(run, served.sizes("engine", 32), 0.0)}
-    return Service(served, SETTINGS, models, Metrics(), hosts=("localhost",))
-
-
 def mutated(value, draw):
     """A JSON value with one part replaced, added, repeated or removed."""
     if isinstance(value, dict) and value and draw.random() < 0.8:
@@ -202,15 +186,21 @@ def case(good, path, draw):
 
 
 async def fuzz(name, cases, seed):
-    """Statuses that were seen, of so many cases."""
-    made, draw, seen = service(name), random.Random(seed), {}
-    path = made.describe()["endpoint"]
-    async with made._lifespan(None):
-        for _ in range(cases):
-            method, asked, body, headers, chunks = case(GOOD[name], path, draw)
+    """Statuses that were seen, of so many cases: at the run's endpoint, and at those of other servers."""
+    draw, seen = random.Random(seed), {}
+    with opened(fake_served.tiny_served(name), SETTINGS, ("localhost",)) as made:
+        made.front.start(asyncio.get_running_loop())
+        made.look()
+        paths = [*made.front.interfaces.forms]
+        for number in range(cases):
+            path = paths[number % len(paths)] if number % 3 == 0 else paths[0]
+            good = GOOD[name] if path == paths[0] else OTHERS[path, name]
+            method, asked, body, headers, chunks = case(good, path, draw)
             told = (method, asked[:60], body[:300], headers)
             answer = await call(made, method, asked, body, headers, chunks=chunks)
-            assert answer is not None, told
+            if answer is None:  # a head that announces more than comes
+                assert {"content-length", "transfer-encoding"} & {*headers} or not body, told
+                continue
             status, answered, text = answer
             assert 200 <= status < 500, (told, text)
             if method == "HEAD":
@@ -219,41 +209,41 @@ async def fuzz(name, cases, seed):
                 value = json.loads(text)
                 if status >= 400:
                     assert [*value] == ["error"], told
-                    assert len(value["error"]) < 400, told
-                    assert value["error"].isprintable(), told
+                    sentence = value["error"]
+                    sentence = sentence["message"] if isinstance(sentence, dict) else sentence
+                    assert len(sentence) < 400, told
+                    assert sentence.isprintable(), told
             else:
                 assert status < 300, told  # a page
             seen[status] = seen.get(status, 0) + 1
+        assert made.front.queued == 0
     return seen
 
 
-def test_windows_of_a_long_context_are_bounded_before_they_are_made():
-    context, made = "a " * 990, service("qa")
-    long = {"question": [" ".join(["what"] * 39)], "context": [context]}
-    assert made.served.count_rows(long) > 900  # windows a token apart
-    with pytest.raises(UserError, match="in 969 windows, and 256 are the most"):
-        made.served.encode(long)
-    short = {"question": ["what"] * 2, "context": [context, "a"]}
-    assert made.served.count_rows(short) == len(made.served.encode(short)) < 40
-    object.__setattr__(made.served, "encode", None)  # nobody calls it
-    body = {"questions": [{"question": long["question"][0], "context": context}]}
+def test_windows_of_a_long_context_are_bounded_before_they_are_made(monkeypatch):
+    question, context = " ".join(["what"] * 39), "a " * 990
+    asked = {"questions": [{"question": question, "context": context}]}
+    many = {"questions": [{"question": "what", "context": context}] * 4}
+    monkeypatch.setattr(Encoder, "encode", None)  # nobody calls it
 
-    async def ask():
-        async with made._lifespan(None):
-            return await call(made, "POST", "/v1/qa", json.dumps(body).encode())
+    async def ask(body):
+        with opened(fake_served.tiny_served("qa"), SETTINGS) as made:
+            made.front.start(asyncio.get_running_loop())
+            status, _, answer = await call(made, "POST", "/v1/qa", json.dumps(body).encode())
+            assert made.front.queued == 0
+            return status, answer.decode()
 
-    status, _, answer = finished(ask())
+    status, answer = finished(ask(asked))
+    assert (status, "more than 256 windows" in answer) == (422, True), answer
+    status, answer = finished(ask(many))
     assert status == 413
-    assert "rows, more than the 64 of the queue; send fewer" in answer.decode()
-    assert made.queued == 0
+    assert "rows, more than the 64 of the queue; send fewer" in answer
 
 
 @pytest.mark.parametrize(
     "cases", [50, pytest.param(2000, marks=pytest.mark.long)], ids=["few", "many"]
 )  # of each of six endpoints
 def test_whatever_is_sent_is_answered(cases):
-    import seqeval.metrics.sequence_labeling  # noqa: F401  (which a server of tokens loads at its start)
-
     process, seen = psutil.Process(), {}
     for name in TASKS:
         finished(fuzz(name, 20, 99))  # loads what is loaded at first use
@@ -262,5 +252,5 @@ def test_whatever_is_sent_is_answered(cases):
         for status, count in finished(fuzz(name, cases, seed + cases)).items():
             seen[status] = seen.get(status, 0) + count
     assert process.memory_info().rss - before < GROWTH
-    assert sum(seen.values()) == cases * len(TASKS)
+    assert sum(seen.values()) > 0.8 * cases * len(TASKS)
     assert {*seen} >= {200, 400, 404, 405, 413, 415, 422}

@@ -8,59 +8,41 @@ import json
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from qdqbench.quantize.deployment.server.served import ModelFile, Served
-from qdqbench.quantize.deployment.server.settings import Settings
-from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.deployment.serve import _read_pages
+from qdqbench.quantize.standalone.server.settings import Served, Settings
 from qdqbench.quantize.utils.errors import MissingDevice
 
 SPECIAL = {"crash": 10, "hang": 11, "fail": 12, "nan": 13}  # words that do this to the engine
-PAD, START, END = 14, 15, 16
-NO_FILE = ModelFile(Path(), "")
+PAD, START, END, UNKNOWN = 14, 15, 16, 17
+INPUTS = ["input_ids", "attention_mask", "token_type_ids"]
 
 
-class Tokenizer:
-    """A digit is a token; what it does not know is dropped."""
-
-    is_fast, pad_token_id, truncation_side = True, PAD, "right"
-
-    @property
-    def backend_tokenizer(self):
-        return self
-
-    def num_special_tokens_to_add(self, pair):
-        return 2
-
-    def no_padding(self):
-        pass
-
-    def enable_truncation(self, max_length, **options):
-        self.most = max_length
-
-    def encode_batch_fast(self, texts, is_pretokenized):
-        rows = []
-        for text in texts:
-            words = [SPECIAL[word] for word in text.split() if word in SPECIAL]
-            rows.append([START, *words, *(int(c) for c in text if c in "0123456789"), END])
-        cut = [row[: self.most - 1] + row[-1:] if len(row) > self.most else row for row in rows]
-        return [
-            SimpleNamespace(ids=short, type_ids=[0] * len(short), overflowing=row != short)
-            for row, short in zip(rows, cut, strict=True)
-        ]
-
-    encode_batch = encode_batch_fast
+def digits() -> str:
+    """A tokenizer: a digit is a token."""
+    marks = {"[PAD]": PAD, "[CLS]": START, "[SEP]": END, "[UNK]": UNKNOWN}
+    words = {str(digit): digit for digit in range(10)}
+    made = Tokenizer(models.WordLevel(words | SPECIAL | marks, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Whitespace(), pre_tokenizers.Digits(individual_digits=True)]
+    )
+    ends = [("[CLS]", START), ("[SEP]", END)]
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=ends
+    )
+    return made.to_str()
 
 
 def value(row) -> float:
     """Return what the fake engine answers for the tokens of a text: exact in FP32."""
-    digits = [int(token) for token in row if token < 10]
-    return float("nan") if SPECIAL["nan"] in row else float(int("".join(map(str, digits)) or 0) % 10**7)
+    found = [int(token) for token in row if token < 10]
+    return float("nan") if SPECIAL["nan"] in row else float(int("".join(map(str, found)) or 0) % 10**7)
 
 
 @dataclass(frozen=True)
@@ -69,8 +51,6 @@ class Engine:
 
     per_batch: float = 0.0
     per_row: float = 0.0
-    loads: float = 0.0
-    refuses: bool = False
     width: int = 1  # of an answer
 
     def __call__(self, batch):
@@ -97,72 +77,115 @@ class Mixing(Engine):
         return (mixed * np.arange(7, 7 + abs(self.width)) % 1009 / 128).astype(np.float32)
 
 
-@dataclass(frozen=True)
-class FakeServed(Served):
-    """A run with that engine, as both models."""
+class Idle(Engine):
+    """One that computes nothing, as an engine without padding does."""
 
-    fake: Engine = Engine()
-
-    def open_model(self, model):
-        time.sleep(self.fake.loads)
-        if self.fake.refuses:
-            raise MissingDevice("there is no such device")
-        return self.fake
+    def __call__(self, batch):
+        return np.zeros((len(batch["input_ids"]), self.width), np.float32)
 
 
-def fake_served(max_length=64, classes=(), **engine) -> FakeServed:
+class Packing(Engine):
+    """The sum, of rows without padding; a batch is done after a while."""
+
+    def launch(self, ids, types, lengths):
+        rows = np.split(ids, np.cumsum(lengths)[:-1])
+        engine = super().__call__
+        del types
+
+        class Launched:
+            asked = 0
+
+            def query(self):
+                self.asked += 1
+                return self.asked > 3
+
+            def read(self):
+                width = max(map(len, rows))
+                batch = np.full((len(rows), width), PAD)
+                for place, row in enumerate(rows):
+                    batch[place, : len(row)] = row
+                mask = np.arange(width) < np.array(lengths)[:, None]
+                return engine({"input_ids": batch, "attention_mask": mask.astype(int)})
+
+        return Launched()
+
+
+def open_fake(kind, loads, refuses, **fields):
+    """An engine, in its process."""
+    time.sleep(loads)
+    if refuses:
+        raise MissingDevice("there is no such device")
+    return kind(**fields)
+
+
+def fake_told(**more):
+    """What model.json would have."""
+    told = {"kind": "regression", "texts": ["a text"], "words": False, "over_tokens": False, "max_length": 64}
+    told |= {"truncation": "longest_first", "stride": 0, "side": "right", "labels": [], "prompt": ""}
+    return told | {"pad_id": PAD, "batch": 8, "inputs": INPUTS} | more
+
+
+def make_served(told, tokenizer, engine, fp32=False, texts=()) -> Served:
+    """A run of an engine that is made by a function."""
+    fp32_too = {"fp32": engine} if fp32 else {}
+    return Served("fake", "fake", "fake 1", told, tokenizer, {"engine": engine} | fp32_too, texts=texts)
+
+
+def fake_served(
+    *,
+    max_length=64,
+    classes=(),
+    batch=8,
+    fp32=False,
+    loads=0.0,
+    refuses=False,
+    kind="Engine",
+    pages=False,
+    **engine,
+):
     """A run that scores a text of up to seven digits by its number.
 
     With classes the number is the logit of the first, and the others have 0.
     """
-    return _served(
-        Task(
-            name="numbers",
-            text_columns=("text",),
-            num_labels=max(len(classes), 1),
-            metrics=("accuracy" if classes else "pearson",),
-        ),
-        tuple(classes),
-        Tokenizer(),
-        max_length,
-        Engine(**engine, width=max(len(classes), 1)),
-    )
+    about = {"kind": "classification", "labels": [*classes]} if classes else {}
+    told = fake_told(max_length=max_length, batch=batch, **about)
+    fields = engine | {"width": max(len(classes), 1)}
+    made = make_served(told, digits(), partial(open_fake, globals()[kind], loads, refuses, **fields), fp32)
+    return replace(made, pages=dict(_read_pages())) if pages else made
 
 
-def tiny_served(endpoint, **engine) -> FakeServed:
+def noop_served(tokenizer, texts):
+    """A run of a real tokenizer, whose engine computes nothing."""
+    told = fake_told(kind="classification", labels=["bad", "good"], max_length=128, pad_id=0, batch=256)
+    lines = Path(texts).read_text(encoding="utf-8").splitlines()[:1000] if texts else ()
+    opener = partial(open_fake, Idle, 0.0, False, width=2)
+    return make_served(told, Path(tokenizer).read_text(encoding="utf-8"), opener, texts=tuple(lines))
+
+
+def tiny_served(endpoint, kind="Mixing", **engine):
     """A run of an endpoint of `TASKS`, with a real tokenizer."""
     from ..integration.test_serve_fuzz import TASKS
     from ..integration.tiny import tokenizer
 
-    task, width = TASKS[endpoint]
-    return _served(task, task.classes or ("bad", "good"), tokenizer(), 64, Mixing(**engine, width=width))
-
-
-def _served(task, classes, tokenizer, max_length, engine):
-    return FakeServed(
-        name="fake",
-        task=task,
-        classes=classes,
-        tokenizer=tokenizer,
-        max_length=max_length,
-        profiles=(Profile((1, 16), (8, 32), (64, max_length)),),
-        made_with="fake 1",
-        recipe="fake",
-        engine=NO_FILE,
-        graph=NO_FILE,
-        fp32=NO_FILE,
-        fake=engine,
-    )
+    told, width = TASKS[endpoint]
+    opener = partial(open_fake, globals()[kind], 0.0, False, width=width, **engine)
+    own = tokenizer()
+    told = fake_told(**told, pad_id=own.pad_token_id)
+    return make_served(told, own.backend_tokenizer.to_str(), opener)
 
 
 def main():
     """As the docstring of this file says."""
-    from qdqbench.quantize.deployment.server.server import serve
+    from qdqbench.quantize.standalone.server.server import Failed, serve
 
     asked = json.loads(sys.argv[1])
     order = asked.pop("order", {})
-    served = (tiny_served if "endpoint" in order else fake_served)(**order)
-    serve(served, Settings(**asked), lambda url, loopback: print(url, flush=True))
+    kinds = {"endpoint": tiny_served, "tokenizer": noop_served}
+    served = next((make for key, make in kinds.items() if key in order), fake_served)(**order)
+    try:
+        serve(served, Settings(**asked), lambda url, loopback: print(url, flush=True))
+    except Failed as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A client over one kept connection, and a call of an ASGI application without any."""
+"""A client over one kept connection."""
 
 import asyncio
 import contextlib
@@ -54,43 +54,3 @@ class Client:
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
-
-
-async def call(app, method, path, body=b"", headers=None, *, chunks=None):
-    """Status, headers and body of an ASGI application's answer, or None where it gave none."""
-    given = {"host": "localhost", "content-type": "application/json", **(headers or {})}
-    parts = [body] if chunks is None else list(chunks)
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": method,
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode("utf-8", "replace"),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [(k.lower().encode("latin-1"), v.encode("latin-1")) for k, v in given.items()],
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 80),
-        "state": {},
-    }
-    sent = []
-
-    async def receive():
-        if not parts:
-            return {"type": "http.disconnect"}
-        part = parts.pop(0)
-        if isinstance(part, float):
-            await asyncio.sleep(part)
-            part = b""
-        return {"type": "http.request", "body": part, "more_body": bool(parts)}
-
-    async def send(message):
-        sent.append(message)
-
-    await app(scope, receive, send)
-    if not sent:
-        return None
-    answered = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
-    return sent[0]["status"], answered, b"".join(each.get("body", b"") for each in sent[1:])

@@ -13,7 +13,7 @@ from qdqbench.quantize.engine.cuda.file import list_rows, read_file
 from qdqbench.quantize.engine.cuda.interpret import compute, interpret
 from qdqbench.quantize.engine.cuda.names import list_kernels
 from qdqbench.quantize.engine.cuda.runtime import PACKED
-from qdqbench.quantize.engine.cuda.tokens import Tokens
+from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_rows
 from qdqbench.quantize.utils.system.gpu import Gpu
 
 H200 = Gpu("NVIDIA H200", "9.0", None)
@@ -56,8 +56,9 @@ class Interpreted(CompiledModel):
         self.by_token = plan.head.pooling == "tokens"
         self._lanes = [lambda feeds: interpret(plan, arrays, feeds)]
 
-    def prepare(self, tokens: int, rows: int, longest: int) -> None:
-        """Do nothing: there are no CUDA graphs."""
+    def launch(self, ids, types, lengths):
+        answers = self.answer(pack_rows(self.plan, self.arrays, ids, types, lengths))
+        return SimpleNamespace(query=lambda: True, read=lambda: answers)
 
     def blob(self):
         raise NotImplementedError

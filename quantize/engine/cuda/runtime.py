@@ -45,7 +45,7 @@ from qdqbench.quantize.engine.cuda.plan import (
     Quantized,
 )
 from qdqbench.quantize.engine.cuda.reader import EngineFile
-from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_tokens, spread
+from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_rows, pack_tokens, spread
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.capture import capture_graph
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError
@@ -209,6 +209,21 @@ class BoundTokens:
             self._graph.replay()
 
 
+@dataclass
+class Flight:
+    """A batch under way: its answers, which the device still copies into memory of the host."""
+
+    answers: dict[str, Any]
+    done: Any  # event
+
+    def query(self) -> bool:
+        return bool(self.done.query())
+
+    def read(self) -> dict[str, Array]:
+        self.done.synchronize()
+        return {name: answer.numpy() for name, answer in self.answers.items()}
+
+
 class CudaEngine:
     """A plan with its arrays on the current GPU. Not safe for threads: buffers are shared."""
 
@@ -303,6 +318,20 @@ class CudaEngine:
         staging[1].record()
         graph.replay()
         return answers
+
+    def launch(self, ids: Array, types: Array, lengths: Array) -> Flight:
+        """Start rows whose tokens stand in a line, int [T]; the next ones may start before they are done."""
+        import torch
+
+        tokens = pack_rows(self.plan, self.arrays, ids, types, lengths)
+        count = len(ids) if self.plan.head.pooling == "tokens" else len(lengths)
+        host = {}
+        for name, answer in self.answer(tokens).items():
+            host[name] = torch.empty((count, *answer.shape[1:]), dtype=answer.dtype, pin_memory=True)
+            host[name].copy_(answer[:count], non_blocking=True)
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+        return Flight(host, done)
 
     def prepare(self, tokens: int, rows: int, longest: int) -> None:
         """Capture the graph that serves all batches of these sizes, wherever their rows start."""

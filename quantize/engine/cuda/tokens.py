@@ -43,19 +43,46 @@ def pack_tokens(plan: Plan, arrays: Mapping[str, Array], batch: Mapping[str, Arr
         raise UserError(f"row {empty.argmax()} of the batch has {missing}; give every row one")
     positions = count_positions(ids, plan.embed.padding)
     types = batch[TYPES] if plan.embed.typed else np.zeros_like(ids)
-    tables = {"token": "word"}
-    packed = {"token": ids[kept], "position": positions[kept], "type": types[kept]}
-    for part, values in packed.items():
-        entries = len(arrays[f"embed.{tables.get(part, part)}"])
+    given = {name: batch[name][kept] for name in plan.given}
+    return _check(arrays, ids[kept], positions[kept], types[kept], kept.sum(axis=1), kept, given)
+
+
+def pack_rows(plan: Plan, arrays: Mapping[str, Array], ids: Array, types: Array, lengths: Array) -> Tokens:
+    """Return rows whose tokens already stand in a line; UserError names the row that no kernel can run."""
+    before = np.repeat(lengths.cumsum() - lengths, lengths)
+    positions = np.arange(len(ids)) - before
+    if (padding := plan.embed.padding) is not None:
+        there = ids != padding
+        counted = there.cumsum()
+        positions = (counted - (counted - there)[before]) * there + padding
+    kinds = types if plan.embed.typed else np.zeros_like(ids)
+    return _check(arrays, ids, positions, kinds, lengths, np.empty((0, 0), bool), {})
+
+
+def _check(  # noqa: PLR0913, PLR0917
+    arrays: Mapping[str, Array],
+    ids: Array,
+    positions: Array,
+    types: Array,
+    lengths: Array,
+    kept: Array,
+    given: dict[str, Array],
+) -> Tokens:
+    for part, table, values in (
+        ("token", "word", ids),
+        ("position", "position", positions),
+        ("type", "type", types),
+    ):
+        entries = len(arrays[f"embed.{table}"])
         wrong = (values < 0) | (values >= entries)
         if wrong.any():
-            row = int(np.nonzero(kept)[0][wrong.argmax()])
+            row = int(np.searchsorted(lengths.cumsum(), wrong.argmax(), "right"))
             raise UserError(
                 f"row {row} has the {part} {values[wrong.argmax()]}; the model has {entries} of them"
             )
-    starts = np.concatenate([[0], kept.sum(axis=1).cumsum()])
-    ids, positions, types, starts = (each.astype(np.int32) for each in (*packed.values(), starts))
-    return Tokens(ids, positions, types, starts, kept, {name: batch[name][kept] for name in plan.given})
+    starts = np.concatenate([[0], lengths.cumsum()])
+    ids, positions, types, starts = (each.astype(np.int32) for each in (ids, positions, types, starts))
+    return Tokens(ids, positions, types, starts, kept, given)
 
 
 def count_positions(ids: Array, padding: int | None) -> Array:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -76,7 +76,7 @@ class CompiledEngine(AbstractContextManager["CompiledEngine"]):
             )
             used = max(0, psutil.Process().memory_info().rss - before)
             self.memory = CpuMemory(sidecar.engine_bytes, used)
-        self.prepare = getattr(self._model, "prepare", None)  # where tokens are packed
+        self.launch = getattr(self._model, "launch", None)  # where tokens are packed
         self.name, self.profiles = path.name, sidecar.profiles
         self.notes = note_sidecar(sidecar, None if sidecar.cpu else find_gpu())
         self.inputs, self.outputs = self._model.inputs, self._model.outputs
@@ -110,6 +110,20 @@ class CompiledEngine(AbstractContextManager["CompiledEngine"]):
         pass
 
 
+@dataclass(frozen=True)
+class Flight:
+    """A batch that the device computes, while the host does something else."""
+
+    batch: Any
+    outputs: Sequence[str]
+
+    def query(self) -> bool:
+        return bool(self.batch.query())
+
+    def read(self) -> Float32:
+        return np.asarray(join_outputs(self.batch.read(), self.outputs), dtype=np.float32)
+
+
 class EngineRunner(AbstractContextManager["EngineRunner"]):
     """Callable on one batch: int64 [B, L] arrays to float32 answers [B, width] or [B, L or more, width]."""
 
@@ -120,10 +134,16 @@ class EngineRunner(AbstractContextManager["EngineRunner"]):
         self, engine: Engine | CompiledEngine, *, pad_id: int, outputs: Iterable[str] = LOGITS
     ) -> None:
         self.engine, self.pad_id, self._outputs = engine, pad_id, list(outputs)
-        self.prepare = getattr(engine, "prepare", None)
+        self.launch = self._launch if getattr(engine, "launch", None) else None
         if lost := [name for name in self._outputs if name not in engine.outputs]:
             has = ", ".join(engine.outputs)
             raise UserError(f"{engine.name} has no output {', '.join(lost)} but {has}")
+
+    def _launch(self, ids: Int64, types: Int64, lengths: Int64) -> "Flight":
+        """Start rows whose tokens stand in a line; answers are those of rows, or of all tokens in a line."""
+        assert isinstance(self.engine, CompiledEngine)
+        assert self.engine.launch is not None
+        return Flight(self.engine.launch(ids, types, lengths), self._outputs)
 
     @property
     def max_batch(self) -> int:

@@ -11,8 +11,9 @@ import pyarrow.parquet
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
-from qdqbench.quantize.deployment.opened import Answering
+from qdqbench.quantize.deployment.opened import Answering, ModelFile
 from qdqbench.quantize.deployment.predict import Predictor, answer_files
 from qdqbench.quantize.deployment.predict_options import PredictOptions
 from qdqbench.quantize.deployment.rows import open_rows
@@ -22,8 +23,9 @@ from qdqbench.quantize.tasks.task import TASK_KINDS
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import locked
 
-from ...support.fake_served import NO_FILE, PAD, Engine, Tokenizer
+from ...support.fake_served import PAD, Engine, digits
 
+NO_FILE = ModelFile(Path(), "")
 TOLD = describe_texts(TASK_KINDS["regression"], 1, 32)
 TOLD |= {"inputs": ["input_ids", "attention_mask"], "side": "right", "labels": [], "prompt": ""}
 TOLD |= {"pad_id": PAD, "batch": 4}
@@ -47,11 +49,20 @@ class Numbers(Answering):
                 raise Killed
             return engine(tokens)
 
-        return Model(self.told, Tokenizer(), infer, batch)
+        return Model(self.told, Tokenizer.from_str(digits()), infer, batch)
 
 
 def numbers(**fields) -> Numbers:
-    known = {"backend": "onnxruntime", "recipe": "fake", "columns": ("text",), "told": TOLD, "outputs": ()}
+    known = {
+        "backend": "onnxruntime",
+        "made_with": "fake",
+        "int8": True,
+        "task": "fake",
+        "recipe": "fake",
+        "columns": ("text",),
+        "told": TOLD,
+        "outputs": (),
+    }
     return Numbers(**known, tokenizer="", engine=NO_FILE, graph=NO_FILE, **fields)
 
 

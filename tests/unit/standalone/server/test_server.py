@@ -9,46 +9,34 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import uvicorn
 
-from qdqbench.quantize.deployment.server import server
-from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.standalone.server import http, server
+from qdqbench.quantize.standalone.server.server import Failed
 
+from ....support.fake_served import fake_served
 from ....support.http_client import Client, finished
+from ....support.site import opened
 
 ROOT = Path(__file__).parents[4]
-
-
-async def answer(scope, receive, send):
-    body = b'{"live":true}'
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-running_servers = {}
-
-
-def running_state(port):
-    return running_servers[port].server_state
+LARGE = b"x" * (4 << 20)
 
 
 @asynccontextmanager
 async def listening():
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        quiet = {"lifespan": "off", "log_level": "critical"}
-        config = uvicorn.Config(answer, http=server._Protocol, timeout_keep_alive=9, **quiet)
-        running = running_servers[bound.getsockname()[1]] = uvicorn.Server(config)
-        task = asyncio.create_task(running.serve(sockets=[bound]))
-        try:
-            yield bound.getsockname()[1]
-        finally:
-            running.should_exit = True
-            await task
+    served = replace(
+        fake_served(), pages={"/": (b'{"live":true}', http.JSON), "/large": (LARGE, "text/plain")}
+    )
+    with opened(served) as site, socket.create_server(("127.0.0.1", 0)) as bound:
+        loop = asyncio.get_running_loop()
+        site.front.start(loop)
+        site.look()
+        async with await loop.create_server(lambda: http.Connection(site), sock=bound):
+            yield bound.getsockname()[1], site
 
 
 async def told_until_closed(port, data):
@@ -60,10 +48,10 @@ async def told_until_closed(port, data):
 
 
 def test_a_connection_whose_request_does_not_come_is_closed(monkeypatch):
-    monkeypatch.setattr(server, "PERIOD_S", 0.2)
+    monkeypatch.setattr(http, "PERIOD_S", 0.2)
 
     async def main():
-        async with listening() as port:
+        async with listening() as (port, _):
             head = b"GET / HTTP/1.1\r\nhost: x\r\n"
             slow = told_until_closed(port, b""), told_until_closed(port, head)
             assert await asyncio.gather(*slow) == [b"", b""]
@@ -80,20 +68,12 @@ def test_a_connection_whose_request_does_not_come_is_closed(monkeypatch):
 
 
 def test_a_client_that_does_not_read_is_closed_and_one_that_reads_slowly_is_not(monkeypatch):
-    monkeypatch.setattr(server, "PERIOD_S", 0.2)
-    large = b"x" * (4 << 20)
-
-    async def send_large(scope, receive, send):
-        headers = [(b"content-length", b"4194304")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": large})
-
-    monkeypatch.setattr(sys.modules[__name__], "answer", send_large)
+    monkeypatch.setattr(http, "PERIOD_S", 0.2)
 
     async def get(port, pause):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 3)  # only the first is answered
+        writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n" * 3)  # only the first is answered
         size = 0
         try:
             while part := await reader.read(1 << 20):
@@ -105,28 +85,28 @@ def test_a_client_that_does_not_read_is_closed_and_one_that_reads_slowly_is_not(
         return size
 
     async def main():
-        async with listening() as port:
+        async with listening() as (port, site):
             never = await asyncio.open_connection("127.0.0.1", port)
-            never[1].write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 30)
+            never[1].write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n" * 30)
             start = time.monotonic()
-            assert len(large) < await get(port, 0.02) < 2 * len(large)
+            assert len(LARGE) < await get(port, 0.02) < 2 * len(LARGE)
             await asyncio.sleep(max(0.0, start + 1 - time.monotonic()))
-            assert not running_state(port).connections
+            assert not site.connections
             never[1].close()
 
     finished(main())
 
 
 def test_above_the_most_connections_an_idle_one_goes(monkeypatch):
-    monkeypatch.setattr(server, "MOST_CONNECTIONS", 2)
+    monkeypatch.setattr(http, "MOST_CONNECTIONS", 2)
 
     async def main():
-        async with listening() as port:
+        async with listening() as (port, site):
             idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
             await asyncio.sleep(0.05)
             client = Client(port)
             assert (await client.get("/"))[0] == 200  # as a probe of health
-            assert len(running_state(port).connections) == 2
+            assert len(site.connections) == 2
             await client.close()
             for _, writer in idle:
                 writer.close()
@@ -136,7 +116,7 @@ def test_above_the_most_connections_an_idle_one_goes(monkeypatch):
 
 def test_what_is_no_http_is_told_in_json():
     async def main():
-        async with listening() as port:
+        async with listening() as (port, _):
             for data in (b"\0\1\2\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\0\1\0\1\xfc\r\n\r\n"):
                 told = await told_until_closed(port, data)
                 assert told.startswith(b"HTTP/1.1 400")
@@ -147,12 +127,15 @@ def test_what_is_no_http_is_told_in_json():
 
 @pytest.mark.parametrize(("count", "status"), [(100, b"200"), (101, b"400")])
 def test_a_body_of_very_many_chunks_is_refused(count, status, monkeypatch):
-    monkeypatch.setattr(server, "MOST_PARTS", 100)
+    monkeypatch.setattr(http, "MOST_PARTS", 100)
 
     async def main():
-        async with listening() as port:
-            head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
-            told = await told_until_closed(port, head + b"1\r\n \r\n" * count + b"0\r\n\r\n")
+        async with listening() as (port, _):
+            head = b"POST /v1/predict HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+            head += b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+            body = b'{"texts": ["1"]}'.rjust(count)
+            sent = b"".join(b"1\r\n%c\r\n" % sign for sign in body)
+            told = await told_until_closed(port, head + sent + b"0\r\n\r\n")
             assert told.startswith(b"HTTP/1.1 " + status)
 
     finished(main())
@@ -161,29 +144,17 @@ def test_a_body_of_very_many_chunks_is_refused(count, status, monkeypatch):
 def test_an_address_that_cannot_be_had_is_told():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=rf"cannot listen on .* port {port} \(Address already in use\)"):
-            server._listen("127.0.0.1", port)
-    with pytest.raises(UserError, match="give another --host or --port"):
-        server._listen("no-such-host.invalid", 80)
-    with server._listen("127.0.0.1", 0) as bound:
-        assert bound.proto == socket.IPPROTO_TCP  # else asyncio leaves Nagle's delay on
-
-
-def test_a_worker_loads_nothing_after_a_signal():
-    """uvicorn's server handles signals before it makes the application, and goes on to make it."""
-    code = (
-        "import os, signal, uvicorn\n"
-        "from qdqbench.quantize.deployment.server.server import WorkerApp\n"
-        "from qdqbench.quantize.deployment.server.settings import Settings\n"
-        "app = WorkerApp(b'no model', Settings(), (), None)\n"
-        "running = uvicorn.Server(uvicorn.Config(app, factory=True))\n"
-        "with running.capture_signals():\n"
-        "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    assert running.should_exit\n"
-        "    running.config.load()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+        with pytest.raises(Failed, match=rf"cannot listen on .* port {port} \(Address already in use\)"):
+            server._listen("127.0.0.1", port, 2)
+    with pytest.raises(Failed, match="give another --host or --port"):
+        server._listen("no-such-host.invalid", 80, 1)
+    made = server._listen("127.0.0.1", 0, 3)
+    assert len({bound.getsockname() for bound in made}) == 1
+    assert {bound.proto for bound in made} == {socket.IPPROTO_TCP}  # else asyncio leaves Nagle's delay on
+    with pytest.raises(Failed, match="Address already in use"):  # although its sockets share it
+        server._listen("127.0.0.1", made[0].getsockname()[1], 3)
+    for bound in made:
+        bound.close()
 
 
 def end_by_signal(number: int, after_s: float) -> float:

@@ -1,0 +1,205 @@
+"""The process of an engine: all rows that wait are the next batch, and an idle engine waits for nothing."""
+
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ..runtimes import Infer
+from .metrics import Counts
+from .slots import RECORD, Array, Board, Slots, read_records, send, split_records
+
+DEPTH = 2  # launches under way: the host prepares one while the device computes the other
+WINDOW = 4  # batches of rows that are sorted by length together, where a batch is padded
+LENGTH_STEP = 8  # tokens that lengths are padded to multiples of: a runtime prepares each new shape
+WARM_S = 3.0  # that further shapes are prepared for
+
+
+class Launched(Protocol):
+    """A batch under way."""
+
+    def query(self) -> bool:
+        """Return whether it is done."""
+
+    def read(self) -> Array:
+        """Wait, and return the answers [rows, width], or [tokens, width] of all rows in a line."""
+
+
+class Done(NamedTuple):
+    """A batch that is answered."""
+
+    answers: Array
+
+    def query(self) -> bool:
+        """Return whether it is done."""
+        return True
+
+    def read(self) -> Array:
+        """Return the answers."""
+        return self.answers
+
+
+class Refusing(RuntimeError):
+    """A model that cannot be served with these settings; its text is one sentence."""
+
+
+def run_rows(infer: Infer, told: Mapping[str, Any], ids: Array, types: Array, mask: Array) -> Array:
+    """Return the answers of padded rows [B, L]: [B, width], or [B, L, width] over tokens."""
+    tokens = {
+        "input_ids": np.where(mask, ids, told["pad_id"]),
+        "attention_mask": mask,
+        "token_type_ids": np.where(mask, types, 0),
+    }
+    return infer({name: tokens[name].astype(np.int64) for name in told["inputs"]})
+
+
+def warm_up(infer: Infer, told: Mapping[str, Any], timeout_s: float) -> tuple[int, float, int]:
+    """Return the most rows that half of `timeout_s` is enough for, their seconds, and the width."""
+    length, fits, slowest, rows = told["max_length"], 0, 0.0, 1
+    made = np.empty((1, 1))
+    while True:
+        ids = np.zeros((rows, length), np.int32)
+        most_s = timeout_s if rows == 1 else timeout_s / 2
+        for _ in range(2):  # what is slow once may only be new
+            start = time.monotonic()
+            made = run_rows(infer, told, ids, ids, ids == 0)
+            if (seconds := time.monotonic() - start) <= most_s:
+                break
+        else:
+            if fits:
+                break
+            why = f"one row of {length} tokens takes {seconds:.1f} s, more than --timeout {timeout_s:g}"
+            raise Refusing(f"{why}; raise it")
+        fits, slowest = rows, max(slowest, seconds)
+        if rows == told["batch"]:
+            break
+        rows = min(2 * rows, told["batch"])
+    return fits, slowest, int(np.prod(made.shape[1:]))
+
+
+def warm_up_packed(infer: Any, told: Mapping[str, Any], tokens: int) -> tuple[int, float, int]:
+    """Run an engine that needs no padding at sizes up to a budget of tokens; returns as `warm_up`."""
+    longest, begun, slowest, width = told["max_length"], time.monotonic(), 0.0, 1
+    for length in (longest, 32, 16, 64, 128):
+        rows = [max(1, tokens // length >> shift) for shift in range(12)]
+        for count in dict.fromkeys([*rows, 1]):
+            size = min(length, longest)
+            ids, start = np.zeros(count * size, np.int32), time.monotonic()
+            made = infer.launch(ids, ids, np.full(count, size, np.int32)).read()
+            slowest, width = max(slowest, time.monotonic() - start), int(np.prod(made.shape[1:]))
+            if start - begun > WARM_S:
+                break
+    return tokens, slowest, width * (longest if told["over_tokens"] else 1)
+
+
+class Worker:
+    """Answers the rows of slots with one engine, until no front is left that could write to its pipe."""
+
+    def __init__(  # noqa: PLR0913, PLR0917
+        self,
+        infer: Infer,
+        told: Mapping[str, Any],
+        model: str,
+        number: int,
+        rows: int,
+        tokens: int,
+        slots: Slots,
+        board: Board,
+        counts: Counts,
+        waiting: Connection,
+        fronts: Sequence[Connection],
+    ) -> None:
+        self.infer, self.told, self.model, self.number = infer, told, model, number
+        self.rows, self.tokens, self.slots, self.board, self.counts = rows, tokens, slots, board, counts
+        self.pipe, self.fronts = waiting, fronts
+        self.launch: Callable[..., Launched] | None = getattr(infer, "launch", None)
+        self.waiting = np.empty(0, RECORD)
+        self.sorted = deque[Array]()  # batches of one window
+        self.flying = deque[tuple[Array, Launched, float]]()
+
+    def work(self) -> None:
+        """Answer until the pipe is closed."""
+        poll = select.poll()
+        poll.register(self.pipe.fileno(), select.POLLIN)
+        while True:
+            idle = not (len(self.waiting) or self.sorted or self.flying)
+            if poll.poll(None if idle else 0):
+                try:
+                    self.receive()
+                except EOFError:
+                    return
+            if len(self.flying) < DEPTH and (len(self.waiting) or self.sorted):
+                self.begin()
+            elif self.flying and (len(self.flying) == DEPTH or self.flying[0][1].query()):
+                self.finish()
+
+    def receive(self) -> None:
+        """Take the records that are in the pipe."""
+        self.waiting = np.concatenate([self.waiting, read_records(self.pipe)])
+
+    def take(self) -> Array:
+        """Return the records of the next batch, of those that somebody still awaits."""
+        if self.sorted:
+            return self.sorted.popleft()
+        records: Array = self.waiting
+        records = records[self.slots.epochs[records["slot"]] == records["epoch"]]
+        lengths = self.slots.lengths[records["slot"]]
+        if self.launch is not None:
+            count = max(1, int(np.searchsorted(lengths.cumsum(), self.tokens, "right")))
+            self.waiting = records[count:]
+            return records[:count]
+        window = records[: WINDOW * self.rows]
+        self.waiting = records[len(window) :]
+        window = window[np.argsort(-lengths[: len(window)], kind="stable")]
+        self.sorted.extend(window[start : start + self.rows] for start in range(0, len(window), self.rows))
+        return self.sorted.popleft() if self.sorted else window
+
+    def begin(self) -> None:
+        """Launch the next batch."""
+        records = self.take()
+        if not len(records):
+            return
+        now = time.monotonic()
+        self.board.busy[self.number] = self.board.busy[self.number] or now
+        slots, lengths = records["slot"], self.slots.lengths[records["slot"]]
+        longest = int(lengths.max())
+        if self.launch is None:
+            longest = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self.slots.shape.length)
+        mask = np.arange(longest) < lengths[:, None]
+        ids, types = self.slots.ids[slots, :longest], self.slots.types[slots, :longest]
+        if self.launch is None:
+            launched: Launched = Done(run_rows(self.infer, self.told, ids, types, mask))
+        else:
+            launched = self.launch(ids[mask], types[mask].astype(np.int32), lengths)
+        for waited in (now - self.slots.since[slots]).tolist():
+            self.counts.observe("qdqbench_queue_seconds", self.model, waited)
+        self.counts.observe("qdqbench_batch_rows", self.model, len(records))
+        self.counts.add("qdqbench_text_tokens_total", self.model, int(lengths.sum()))
+        padding = 0 if self.launch else mask.size - int(lengths.sum())
+        self.counts.add("qdqbench_padding_tokens_total", self.model, padding)
+        self.flying.append((records, launched, now))
+
+    def finish(self) -> None:
+        """Write the answers of the oldest batch and tell the fronts."""
+        records, launched, begun = self.flying.popleft()
+        made, slots = launched.read(), records["slot"]
+        if self.told["over_tokens"] and self.launch is not None:
+            ends = self.slots.lengths[slots].cumsum()
+            for slot, part in zip(slots, np.split(made, ends[:-1]), strict=True):
+                self.slots.answers[slot, : part.size] = part.ravel()
+        else:
+            made = made.reshape(len(slots), -1)[:, : self.slots.shape.width]
+            self.slots.answers[slots, : made.shape[1]] = made
+        fronts = self.slots.front_of(slots)
+        for front in np.unique(fronts).tolist():
+            for data in split_records(records[fronts == front]):
+                send(self.fronts[front], data)
+        now = time.monotonic()
+        self.board.busy[self.number] = now if self.flying else 0.0
+        rate, before = len(records) / max(now - begun, 1e-6), self.board.rate[self.number]
+        self.board.rate[self.number] = 0.8 * (before or rate) + 0.2 * rate
+        self.counts.observe("qdqbench_engine_seconds", self.model, now - begun)

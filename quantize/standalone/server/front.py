@@ -1,0 +1,483 @@
+"""A front: admits requests, makes rows of their texts, gives them to an engine, and answers.
+
+All runs in one thread without a task for each request. Texts that came in one turn of the event loop are
+tokenized together, and answers are made together.
+"""
+
+import asyncio
+import math
+import os
+import random
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from ..answers import ANSWERS, Row
+from ..texts import Encoder, Refused
+from .fast import FastTokenizer
+from .interfaces import Interfaces, Refusal, Samples
+from .metrics import Counts
+from .settings import ENGINE, FP32, Served, Settings
+from .slots import ENGINE_GONE, RECORD, Array, Board, Slots, read_records, send, split_records
+
+INLINE = 10_000  # characters of a request that are tokenized at once; more would keep other requests waiting
+MOST_RETRY_S = 60
+SWEEP_S = 0.05
+FAREWELL_S = 0.5  # from the last answers of a front that gives up to its end
+Reply = Callable[[int, bytes, Mapping[str, str]], None]  # of a connection: status, body, headers
+FAILED = Refusal(500, "the server failed at this request; its log says why")  # without internals
+
+
+def log(text: str) -> None:
+    """Write a line to stderr; a full disk, a full pipe or one without a reader stops nothing."""
+    line = f"qdqbench: {' '.join(text.split())[:400]}\n".encode(errors="backslashreplace")
+    try:
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, line)
+    except (OSError, ValueError):
+        pass
+
+
+class Coded(NamedTuple):
+    """Rows of texts."""
+
+    numbers: Array  # of the sample that each row is of, ascending
+    rows: Sequence[Any]  # as `tokenizers` gives them; None from a faster one
+    lengths: Array
+    cut: Sequence[bool]
+    ids: Array  # of all rows in a line
+    types: Array
+
+    def pick(self, order: Array) -> "Coded":
+        """Return some rows, in this order."""
+        lengths, places = self.lengths[order], order.tolist()
+        starts = np.repeat((self.lengths.cumsum() - self.lengths)[order], lengths)
+        at = starts + np.arange(len(starts)) - np.repeat(lengths.cumsum() - lengths, lengths)
+        rows, cut = ([part[place] for place in places] for part in (self.rows, self.cut))
+        return Coded(self.numbers[order], rows, lengths, cut, self.ids[at], self.types[at])
+
+
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A request under way."""
+
+    reply: Reply
+    about: Samples
+    model: str
+    path: str
+    begun: float  # s
+    coded: Coded | None = None
+    slots: list[int] = field(default_factory=list)
+    engine: int = 0
+    left: int = 0  # rows without an answer
+    open: bool = True
+    known: Any = None  # answers of the engine, where FP32 only watches
+
+
+class Front:
+    """One process that clients talk to."""
+
+    def __init__(  # noqa: PLR0913, PLR0917
+        self,
+        served: Served,
+        settings: Settings,
+        place: int,
+        models: Sequence[str],
+        slots: Slots,
+        board: Board,
+        counts: Counts,
+        answers: Connection,
+        engines: Sequence[Connection],
+        *,
+        fast: FastTokenizer | None = None,
+        leave: Callable[[], None] = lambda: os._exit(1),
+    ) -> None:
+        self.served, self.settings, self.place, self.models = served, settings, place, models
+        self.slots, self.board, self.counts = slots, board, counts
+        self.pipe, self.engines, self.fast, self._leave = answers, engines, fast, leave
+        self.interfaces = Interfaces(served, settings)
+        self.encoder, self._slow_encoder = (self._make_encoder() for _ in range(2))
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        shape = slots.shape
+        firsts = [shape.first(place, number) for number in range(len(models))]
+        self.free = [[*range(first, first + shape.slots)] for first in firsts]
+        self.base = firsts[0]
+        self.owners: list[Asked | None] = [None] * (len(models) * shape.slots)
+        slots.epochs[firsts[0] : firsts[0] + len(self.owners)] += (
+            1  # nothing of a front before this one counts
+        )
+        self.arrived, self.deadlines = list[Asked](), deque[Asked]()
+        self.reserved, self.given_up, self.stopping = 0, False, False
+        self.loop: Any = None
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take answers, and look at deadlines from now on."""
+        self.loop = loop
+        loop.add_reader(self.pipe.fileno(), self._take_answers)
+        self._sweep()
+        self.counts.set("qdqbench_workers", "front", 1)
+
+    def _make_encoder(self) -> Encoder:
+        told = self.served.told
+        options = {name: told[name] for name in ("words", "stride", "truncation", "side")}
+        return Encoder(Tokenizer.from_str(self.served.tokenizer), told["max_length"], **options)
+
+    # Admission
+
+    @property
+    def queued(self) -> int:
+        """Rows from arrival to answer."""
+        return self.reserved + len(self.owners) - sum(map(len, self.free))
+
+    def unavailable(self, why: str) -> Refusal:
+        """Return a refusal that says when to come again."""
+        rate = sum(self.board.rate[number] for number in self._alive(ENGINE))
+        seconds = math.ceil(self.queued / rate) if rate else 1
+        headers = {"retry-after": str(min(max(seconds, 1), MOST_RETRY_S))}
+        return Refusal(503, f"{why}; try again later", headers)
+
+    def _alive(self, model: str) -> list[int]:
+        return [
+            number for number, each in enumerate(self.models) if each == model and self.board.alive[number]
+        ]
+
+    def room(self, model: str = ENGINE) -> int:
+        """Return how many rows a model can take now."""
+        return sum(len(self.free[number]) for number in self._alive(model)) - self.reserved
+
+    def require_room(self, rows: int = 1, model: str = ENGINE) -> None:
+        """Refuse a request that would wait in vain, before anything is done for it."""
+        if self.given_up or not self._alive(model):
+            raise self.unavailable("no engine is ready")
+        if rows > self.room(model):
+            raise self.unavailable("the queue is full")
+
+    def ready(self) -> tuple[int, dict[str, bool]]:
+        """Return what is told of readiness: 503 while requests are refused."""
+        full = self.room() <= 0
+        ready = not full and not self.given_up and not self.stopping
+        return 200 if ready else 503, {"ready": ready, "full": full}
+
+    def take(self, path: str, body: bytes, reply: Reply) -> Asked:
+        """Begin to answer a request; raises a Refusal."""
+        self.require_room()
+        about = self.interfaces.read(path, body)
+        model = about.model
+        if model not in self.models:
+            raise Refusal(422, "this server was started without the FP32 model; leave model out")
+        count = len(about.samples)
+        if count > self.settings.queue:
+            raise Refusal(
+                413, f"the texts make {count} rows, more than the {self.settings.queue} of the queue"
+            )
+        if count > 1 or model != ENGINE:
+            self.require_room(count, model)
+        asked = Asked(reply, about, model, path, time.monotonic())
+        self.reserved += count
+        self.deadlines.append(asked)
+        if about.characters > INLINE:
+            self._encode_slowly(asked)
+        else:
+            if not self.arrived:
+                self.loop.call_soon(self._flush)
+            self.arrived.append(asked)
+        return asked
+
+    def drop(self, asked: Asked) -> None:
+        """Forget a request that nobody awaits."""
+        if asked.open:
+            asked.open = False
+            self._release(asked)
+
+    # Tokens
+
+    def _flush(self) -> None:
+        batch, self.arrived = [asked for asked in self.arrived if asked.open], []
+        if not batch:
+            return
+        try:
+            self._submit(batch, self.encode([sample for asked in batch for sample in asked.about.samples]))
+        except Exception as error:
+            if len(batch) == 1:
+                self._fail(batch[0], error)
+                return
+            for asked in batch:  # one of them is to blame
+                self.arrived = [asked]
+                self._flush()
+
+    def _encode_slowly(self, asked: Asked) -> None:
+        """Tokenize in a thread; where that hangs, no request after this one could be answered."""
+        alarms = list[asyncio.TimerHandle]()
+        hang_s = self.settings.timeout
+
+        def begin() -> None:  # from when the thread begins: requests before this one may have kept it
+            alarms.append(
+                self.loop.call_later(hang_s, self.give_up, f"the tokenizer takes more than {hang_s:g} s")
+            )
+
+        def work() -> Coded:
+            self.loop.call_soon_threadsafe(begin)
+            return self.encode(asked.about.samples, self._slow_encoder)
+
+        def end(future: "Future[Coded]") -> None:
+            for alarm in alarms:
+                alarm.cancel()
+            if not asked.open:
+                return
+            try:
+                self._submit([asked], future.result())
+            except Exception as error:
+                self._fail(asked, error)
+
+        self._thread.submit(work).add_done_callback(
+            lambda future: self.loop.call_soon_threadsafe(end, future)
+        )
+
+    def encode(self, samples: Sequence[Any], encoder: Encoder | None = None) -> Coded:
+        """Return the rows of samples; raises a Refusal where a context would take too many."""
+        encoder = encoder or self.encoder
+        if self.fast is not None:
+            plain = np.array([*map(self.fast.takes, samples)])
+            if plain.any():
+                return self._encode_fast(samples, plain, encoder)
+        if encoder.stride:
+            encoder.require_few_windows(samples)
+            count = sum(encoder.count_windows(samples))
+            if count > (most := self.settings.queue):
+                why = f"the texts make {count} rows, more than the {most} of the queue; send fewer or shorter"
+                raise Refusal(413, why)
+        numbers, rows = zip(*encoder.encode(samples), strict=True)
+        ids, types = [row.ids for row in rows], [row.type_ids for row in rows]
+        lengths = np.fromiter(map(len, ids), np.int32, len(ids))
+        total, flat = int(lengths.sum()), chain.from_iterable
+        tokens = np.fromiter(flat(ids), np.int32, total), np.fromiter(flat(types), np.int8, total)
+        return Coded(np.array(numbers), rows, lengths, [bool(row.overflowing) for row in rows], *tokens)
+
+    def _encode_fast(self, samples: Sequence[Any], plain: Array, encoder: Encoder) -> Coded:
+        """Encode plain texts by the faster tokenizer, and the others as always."""
+        assert self.fast is not None
+        places = np.flatnonzero(plain)
+        ids, lengths, cut = self.fast.encode([samples[place] for place in places.tolist()])
+        made = Coded(places, [None] * len(places), lengths, cut, ids, np.zeros(len(ids), np.int8))
+        if plain.all():
+            return made
+        others = np.flatnonzero(~plain)
+        coded = [
+            (row.ids, bool(row.overflowing))
+            for _, row in encoder.encode([samples[n] for n in others.tolist()])
+        ]
+        more = np.array([len(ids) for ids, _ in coded], np.int32)
+        rest = np.array([token for ids, _ in coded for token in ids], np.int32)
+        whole = Coded(
+            np.concatenate([places, others]),
+            [None] * len(samples),
+            np.concatenate([lengths, more]),
+            [*cut, *(each for _, each in coded)],
+            np.concatenate([ids, rest]),
+            np.zeros(len(ids) + len(rest), np.int8),
+        )
+        return whole.pick(np.argsort(whole.numbers))
+
+    def _submit(self, batch: Sequence[Asked], coded: Coded) -> None:
+        """Write the rows of requests into slots, and tell the engines."""
+        ends = np.cumsum([len(asked.about.samples) for asked in batch])
+        bounds = [0, *np.searchsorted(coded.numbers, ends).tolist()]
+        taken, kept = list[int](), list[range]()
+        for asked, (first, last), end in zip(batch, pairwise(bounds), ends.tolist(), strict=True):
+            count = len(asked.about.samples)
+            self.reserved -= count
+            own = slice(first, last)
+            numbers = coded.numbers[own] - (end - count)
+            asked.coded = coded._replace(
+                numbers=numbers, rows=coded.rows[own], lengths=coded.lengths[own], cut=coded.cut[own]
+            )
+            if self._allocate(asked, last - first):
+                taken += asked.slots
+                kept.append(range(first, last))
+            else:
+                self._refuse(asked, self.unavailable("the queue is full"))
+        if len(taken) < len(coded.lengths):
+            coded = coded.pick(np.array([*chain.from_iterable(kept)], np.int64))
+        if taken:
+            self._write(np.array(taken), coded)
+
+    def _allocate(self, asked: Asked, rows: int) -> bool:
+        """Give a request slots of the engine that has most of them."""
+        engines = self._alive(asked.model)
+        engine = max(engines, key=lambda number: len(self.free[number]), default=0)
+        free = self.free[engine]
+        if not engines or rows > len(free):
+            return False
+        asked.engine, asked.left, asked.slots = engine, rows, free[-rows:]
+        del free[-rows:]
+        for slot in asked.slots:
+            self.owners[slot - self.base] = asked
+        return True
+
+    def _write(self, taken: Array, coded: Coded) -> None:
+        slots, longest = self.slots, int(coded.lengths.max())
+        mask = np.arange(longest) < coded.lengths[:, None]
+        for target, flat in ((slots.ids, coded.ids), (slots.types, coded.types)):
+            block = np.zeros(mask.shape, target.dtype)
+            block[mask] = flat
+            target[taken, :longest] = block
+        slots.lengths[taken] = coded.lengths
+        self._announce(taken)
+
+    def _announce(self, taken: Array) -> None:
+        """Tell engines of rows in slots."""
+        slots = self.slots
+        slots.since[taken] = time.monotonic()
+        records = np.empty(len(taken), RECORD)
+        records["slot"], records["epoch"] = taken, slots.epochs[taken]
+        engines = (taken - self.base) // slots.shape.slots
+        for engine in {*engines.tolist()}:
+            for part in split_records(records[engines == engine]):
+                send(self.engines[engine], part)
+
+    # Answers
+
+    def _take_answers(self) -> None:
+        try:
+            records = read_records(self.pipe)
+        except EOFError:  # no other process is left
+            self.loop.remove_reader(self.pipe.fileno())
+            return
+        for engine in records["epoch"][records["slot"] == ENGINE_GONE].tolist():
+            first = engine * self.slots.shape.slots
+            for asked in {*self.owners[first : first + self.slots.shape.slots]}:
+                if asked is not None:
+                    self._refuse(asked, self.unavailable("the engine failed"))
+        records = records[records["slot"] != ENGINE_GONE]
+        current = records["slot"][self.slots.epochs[records["slot"]] == records["epoch"]]
+        done = list[Asked]()
+        for slot in (current.astype(np.int64) - self.base).tolist():
+            asked = self.owners[slot]
+            if asked is not None:
+                asked.left -= 1
+                if not asked.left:
+                    done.append(asked)
+        if done:
+            self._finish(done)
+
+    def _finish(self, done: Sequence[Asked]) -> None:
+        """Answer requests that have all their rows."""
+        found = [self._read(asked) for asked in done]
+        for asked, rows in zip(done, found, strict=True):
+            if asked.known is None and self.settings.watch and asked.model == ENGINE:
+                self._watch(asked, rows)
+            self._release(asked)
+        made: list[Any] = []
+        try:
+            made = self._make(done, found)
+        except Exception:
+            made = [*map(self._make_one, done, found)]
+        for asked, answers in zip(done, made, strict=True):
+            asked.open = False
+            if isinstance(answers, Exception):
+                self._fail(asked, answers)
+            elif asked.known is not None:
+                same = [a.get("label") == b.get("label") for a, b in zip(asked.known, answers, strict=True)]
+                for each in same:
+                    self.counts.add("qdqbench_watched_total", "same" if each else "other")
+            else:
+                asked.reply(200, asked.about.respond(answers, asked.coded), {})
+
+    def _read(self, asked: Asked) -> Array:
+        """Return the answers of a request's rows, [rows, numbers]."""
+        return np.asarray(self.slots.answers[asked.slots])
+
+    def _make(self, done: Sequence[Asked], found: Sequence[Array]) -> list[Any]:
+        told, samples = self.served.told, list[Any]()
+        rows = list[list[Row]]()
+        for asked, answers in zip(done, found, strict=True):
+            assert asked.coded is not None
+            first = len(rows)
+            samples += asked.about.samples
+            rows += [[] for _ in asked.about.samples]
+            for row, (number, coded) in enumerate(
+                zip(asked.coded.numbers.tolist(), asked.coded.rows, strict=True)
+            ):
+                made = answers[row]
+                if told["over_tokens"]:
+                    length = int(asked.coded.lengths[row])
+                    width = self.slots.shape.width // told["max_length"]
+                    made = made[: length * width].reshape(length, width)
+                if not np.isfinite(made).all():
+                    raise Refusal(500, "the engine gives NaN or infinite answers; see its run's verification")
+                rows[first + number].append(Row(coded, made))
+        answered = ANSWERS[told["kind"]](samples, rows, told["labels"])
+        ends = np.cumsum([0, *(len(asked.about.samples) for asked in done)]).tolist()
+        return [answered[start:end] for start, end in pairwise(ends)]
+
+    def _make_one(self, asked: Asked, found: Array) -> Any:
+        try:
+            return self._make([asked], [found])[0]
+        except Exception as error:
+            return error
+
+    def _watch(self, asked: Asked, found: Array) -> None:
+        """Have FP32 answer the same rows, for a share of the requests."""
+        if random.random() >= self.settings.watch or asked.coded is None:  # noqa: S311
+            return
+        shadow = Asked(lambda *_: None, asked.about, FP32, asked.path, time.monotonic(), asked.coded)
+        if self._allocate(shadow, len(asked.slots)):
+            shadow.known = self._make_one(asked, found)
+            ours, theirs = np.array(asked.slots), np.array(shadow.slots)
+            for part in (self.slots.ids, self.slots.types, self.slots.lengths):
+                part[theirs] = part[ours]
+            self._announce(theirs)
+
+    # Ends
+
+    def _release(self, asked: Asked) -> None:
+        if asked.coded is None:
+            self.reserved -= len(asked.about.samples)
+        if asked.slots:
+            self.slots.epochs[np.array(asked.slots)] += 1  # what still comes of them is dropped
+            for slot in asked.slots:
+                self.owners[slot - self.base] = None
+            self.free[asked.engine] += asked.slots
+            asked.slots = []
+
+    def _refuse(self, asked: Asked, error: Refusal) -> None:
+        self.drop(asked)
+        asked.reply(error.status, self.interfaces.tell(error, asked.path), error.headers)
+
+    def _fail(self, asked: Asked, error: Exception) -> None:
+        if isinstance(error, Refused):
+            error = Refusal(422, str(error))
+        if not isinstance(error, Refusal):
+            log(f"unexpected failure of a request, {type(error).__name__}: {error}")
+            error = FAILED
+        self._refuse(asked, error)
+
+    def _sweep(self) -> None:
+        now, most = time.monotonic(), self.settings.timeout
+        while self.deadlines and (not self.deadlines[0].open or self.deadlines[0].begun + most < now):
+            asked = self.deadlines.popleft()
+            if asked.open:
+                self._refuse(asked, self.unavailable(f"there was no answer within {most:g} s"))
+        self.board.beat[self.place] = now
+        self.counts.set("qdqbench_queue_rows", "", self.queued)
+        self.loop.call_later(SWEEP_S, self._sweep)
+
+    def give_up(self, reason: str) -> None:
+        """Answer all requests 503, and end this process: another one takes its place."""
+        if self.given_up:
+            return
+        self.given_up = True
+        log(f"a front gives up: {reason}")
+        for asked in self.deadlines:
+            if asked.open:
+                self._refuse(asked, self.unavailable(reason))
+        self.loop.call_later(FAREWELL_S, self._leave)

@@ -1,0 +1,385 @@
+"""What the endpoints answer, good and bad, without a process or a socket."""
+
+import asyncio
+import re
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from qdqbench.quantize.deployment.serve import _read_pages
+from qdqbench.quantize.standalone.server import engine, http
+from qdqbench.quantize.standalone.server.http import Site
+from qdqbench.quantize.standalone.server.server import Failed, require_short_words
+from qdqbench.quantize.standalone.server.settings import Settings
+from qdqbench.quantize.standalone.server.slots import ENGINE_GONE, RECORD, send
+
+from ....support.fake_served import Engine, fake_served
+from ....support.http_client import finished
+from ....support.site import Setup, call, called, within
+
+LIMITS = Settings(max_texts=4, max_characters=100, body_bytes=2048, timeout=0.5, queue=16)
+HOSTS = ("localhost", "127.0.0.1")
+
+
+def ask(*arguments, headers=None, chunks=None, served=None, settings=LIMITS, **engine):
+    async def main(site):
+        return await called(site, *arguments, headers=headers, chunks=chunks)
+
+    return within(main, served or fake_served(**engine), settings=settings, hosts=HOSTS)
+
+
+def refused(status, sentence, *arguments, **more):
+    return check_refusal(ask(*arguments, **more), status, sentence)
+
+
+def check_refusal(made, status, sentence):
+    assert (made[0], [*made[2]]) == (status, ["error"]), made
+    assert re.search(sentence, made[2]["error"]), made[2]["error"]
+    assert "\n" not in made[2]["error"]
+    assert len(made[2]["error"]) < 300
+    return made[1]
+
+
+def predict(body, **more):
+    return ask("POST", "/v1/predict", body, **more)
+
+
+def test_an_answer_for_each_text():
+    status, headers, made = predict({"texts": ["12", "", "9" * 80]})
+    assert status == 200
+    assert made["model"] == "engine"
+    assert [answer["score"] for answer in made["answers"][:2]] == [12, 0]
+    assert [(answer["tokens"], answer["truncated"]) for answer in made["answers"]] == [
+        (4, False),
+        (2, False),
+        (64, True),
+    ]
+    assert headers["content-security-policy"].startswith("default-src 'none'")
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["x-qdqbench"] == "fake; fake 1"
+
+
+@pytest.mark.parametrize("kind", ["Engine", "Packing"])
+def test_answers_are_those_of_their_requests(kind):
+    """Many at once, of one and of several texts, with and without padding."""
+
+    async def main(site):
+        texts = [[str(number), str(7 * number)][: 1 + number % 2] for number in range(200)]
+        made = await asyncio.gather(*(called(site, "POST", "/v1/predict", {"texts": each}) for each in texts))
+        for each, (status, _, told) in zip(texts, made, strict=True):
+            assert status == 200, told
+            assert [answer["score"] for answer in told["answers"]] == [float(text) for text in each]
+        assert site.front.queued == 0
+        return site.metrics.text(site.front.board.metrics)
+
+    text = within(main, fake_served(kind=kind), settings=Settings(queue=512, batch_tokens=64))
+    padding = float(re.search(r'padding_tokens_total{model="engine"} (\S+)', text)[1])
+    assert (padding == 0) == (kind == "Packing")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "sentence"),
+    [
+        (b"", 400, "not JSON"),
+        (b'{"texts": ["a"', 400, "not JSON"),
+        (b'{"texts": ["\xff"]}', 400, "not JSON"),
+        (b'{"texts": ["\\ud800"]}', 400, "not JSON"),
+        (b"[" * 1900, 422, "Expected `object`"),
+        (b"9" * 1900, 422, "Number out of range"),
+        (b'["a"]', 422, "Expected `object`"),
+        ({"text": ["a"]}, 422, "unknown field `text`"),
+        ({"te\nxt<b>": 1}, 422, r"unknown field `te.*xt<b>`"),
+        ({}, 422, "missing required field `texts`"),
+        ({"texts": []}, 422, "at least 1"),
+        ({"texts": ["a", 1]}, 422, r"Expected `str`, got `int` - at `\$\.texts\[1\]"),
+        ({"texts": "a"}, 422, "Expected `array`"),
+        ({"texts": ["a"], "model": "int8"}, 422, r"Invalid enum value 'int8' - at `\$.model`"),
+        ({"texts": ["a"], "model": "fp32"}, 422, "started without the FP32 model"),
+        ({"texts": ["a"] * 5}, 413, "5 texts are more than the 4"),
+        ({"texts": ["a" * 101]}, 413, "101 characters, more than the 100"),
+        ({"texts": ["a" * 2100]}, 413, "the body has more than 2048 bytes"),
+    ],
+)
+def test_bad_bodies_are_told_what_is_wrong(body, status, sentence):
+    refused(status, sentence, "POST", "/v1/predict", body)
+
+
+def test_bad_requests_are_told_what_is_wrong():
+    good = b'{"texts": ["1"]}'
+    refused(404, "nothing here", "POST", "/v1/embed", good)
+    refused(404, "nothing here", "GET", "/../../etc/passwd")
+    assert refused(405, "another method", "GET", "/v1/predict")["allow"] == "POST"
+    refused(415, "must be JSON", "POST", "/v1/predict", good, headers={"content-type": "text/plain"})
+    # a page elsewhere whose name is pointed at this machine
+    refused(421, "answers to 127.0.0.1", "POST", "/v1/predict", good, headers={"host": "evil.example:8000"})
+    # sizes that are given or not, both ways to give them, and a body that does not come
+    long = refused(413, "2048 bytes", "POST", "/v1/predict", good, headers={"content-length": "9999"})
+    assert long["connection"] == "close"
+    refused(413, "2048 bytes", "POST", "/v1/predict", chunks=[b"x" * 500] * 5)
+    both = {"content-length": "16", "transfer-encoding": "chunked"}
+    assert (
+        refused(400, "not both|no HTTP", "POST", "/v1/predict", good, headers=both)["connection"] == "close"
+    )
+    refused(408, "did not come within 0.5 s", "POST", "/v1/predict", chunks=[b"{", 1.0, b"}"])
+
+
+def test_a_full_queue_is_503_at_once_and_not_ready():
+    async def main(site):
+        post = ("POST", "/v1/predict")
+        slow = asyncio.create_task(called(site, *post, {"texts": ["1"] * 4}))
+        await asyncio.sleep(0.05)
+        assert (await called(site, "GET", "/health/ready"))[2] == {"ready": True, "full": False}
+        start = time.monotonic()
+        made = await called(site, *post, {"texts": ["1"] * 3})  # of six rows four are taken
+        assert int(check_refusal(made, 503, "the queue is full")["retry-after"]) >= 1
+        more = asyncio.create_task(called(site, *post, {"texts": ["1"] * 2}))
+        await asyncio.sleep(0.01)
+        status, _, ready = await called(site, "GET", "/health/ready")
+        assert (status, ready) == (503, {"ready": False, "full": True})
+        assert time.monotonic() - start < 0.15
+        assert (await called(site, "GET", "/health/live"))[2] == {"live": True}
+        assert [(await each)[0] for each in (slow, more)] == [200, 200]
+        assert site.front.queued == 0
+
+    within(main, fake_served(per_batch=0.2), settings=Settings(queue=6, max_texts=4))
+
+
+def test_rows_count_from_arrival_so_that_nobody_waits_for_the_tokenizer_in_vain(monkeypatch):
+    async def main(site):
+        encode = type(site.front).encode
+        monkeypatch.setattr(http.Front, "encode", lambda *given: time.sleep(0.2) or encode(*given))
+        posts = [called(site, "POST", "/v1/predict", {"texts": ["1" * 3000] * 4}) for _ in range(8)]
+        start = time.monotonic()
+        made = await asyncio.gather(*posts)
+        assert sorted(each[0] for each in made) == [200, 200, *[503] * 6]
+        assert time.monotonic() - start < 1.2  # 1.6 s, were all of them tokenized
+
+    within(main, fake_served(), settings=Settings(queue=8))
+
+
+def test_an_answer_that_takes_too_long_is_503_and_frees_its_rows():
+    async def main(site):
+        made = await called(site, "POST", "/v1/predict", {"texts": ["1"] * 4})
+        check_refusal(made, 503, "no answer within 0.5 s")
+        assert site.front.queued == 0
+        # its late answer is none of the next request
+        made = await asyncio.gather(*(called(site, "POST", "/v1/predict", {"texts": [t]}) for t in "234"))
+        assert {each[0] for each in made} <= {200, 503}
+        told = {
+            each[2]["answers"][0]["score"]: text
+            for each, text in zip(made, "234", strict=True)
+            if each[0] == 200
+        }
+        assert all(score == float(text) for score, text in told.items())
+
+    within(main, fake_served(per_batch=0.6), settings=LIMITS)
+
+
+def test_too_many_requests_at_once_are_503_but_health_is_answered(monkeypatch):
+    monkeypatch.setattr(http, "MOST_POSTS", 1)
+
+    async def main(site):
+        stuck = asyncio.create_task(call(site, "POST", "/v1/predict", chunks=[b"{", 0.2, b"}"]))
+        await asyncio.sleep(0.01)
+        made = await called(site, "POST", "/v1/predict", {"texts": ["1"]})
+        assert check_refusal(made, 503, "too many requests")["retry-after"] == "1"
+        assert (await called(site, "GET", "/health"))[0] == 503  # as POST
+        assert (await called(site, "GET", "/health/live"))[0] == 200
+        await stuck
+        assert (await called(site, "GET", "/health/ready"))[0] == 200
+
+    within(main, fake_served())
+
+
+def test_what_fails_inside_is_a_500_without_its_insides(capfd, monkeypatch):
+    refused(500, "NaN or infinite", "POST", "/v1/predict", {"texts": ["nan"]})
+    monkeypatch.setattr(http.Front, "encode", lambda *_: 1 / 0)
+    sentence = "^the server failed at this request; its log says why$"
+    refused(500, sentence, "POST", "/v1/predict", {"texts": ["1"]})
+    assert "ZeroDivisionError: division by zero" in capfd.readouterr().err
+
+
+def test_one_bad_answer_or_text_is_no_fault_of_the_others(monkeypatch):
+    async def main(site):
+        encode = type(site.front).encode
+
+        def fail(front, samples, *more):
+            return 1 / 0 if "77" in samples else encode(front, samples, *more)
+
+        monkeypatch.setattr(http.Front, "encode", fail)
+        texts = ["1", "nan", "77", "2"]
+        made = await asyncio.gather(*(called(site, "POST", "/v1/predict", {"texts": [t]}) for t in texts))
+        assert [each[0] for each in made] == [200, 500, 500, 200]
+
+    within(main, fake_served(per_batch=0.02))
+
+
+def test_requests_of_an_engine_that_ended_are_503_and_no_answer_comes_late():
+    setup = Setup(fake_served(per_batch=0.2), Settings())
+
+    async def main():
+        site = Site(setup.front(), setup.metrics)
+        site.front.start(asyncio.get_running_loop())
+        asked = asyncio.create_task(called(site, "POST", "/v1/predict", {"texts": ["1", "2"]}))
+        await asyncio.sleep(0.05)
+        send(setup.fronts[0][1], np.array([(ENGINE_GONE, 0)], RECORD).tobytes())
+        check_refusal(await asked, 503, "the engine failed")
+        assert site.front.queued == 0
+        made = await called(site, "POST", "/v1/predict", {"texts": ["5", "6"]})  # in the slots of those
+        assert [each["score"] for each in made[2]["answers"]] == [5, 6]
+        site.front.board.alive[0] = 0.0
+        check_refusal(await called(site, "POST", "/v1/predict", {"texts": ["1"]}), 503, "no engine is ready")
+        assert (await called(site, "GET", "/health/ready"))[0] == 503
+
+    finished(main())
+    setup.close()
+
+
+def test_a_front_drops_what_was_asked_by_one_before_it():
+    """One dies with slots in flight; its place is taken by another, which uses the same slots."""
+    setup = Setup(fake_served(per_batch=0.3), Settings(queue=2))
+
+    async def main():
+        first = Site(setup.front(), setup.metrics)
+        first.front.start(asyncio.get_running_loop())
+        lost = asyncio.create_task(called(first, "POST", "/v1/predict", {"texts": ["11", "12"]}))
+        await asyncio.sleep(0.1)
+        asyncio.get_running_loop().remove_reader(first.front.pipe.fileno())
+        second = Site(setup.front(), setup.metrics)
+        second.front.start(asyncio.get_running_loop())
+        made = await called(second, "POST", "/v1/predict", {"texts": ["21", "22"]})
+        assert [each["score"] for each in made[2]["answers"]] == [21, 22]
+        lost.cancel()
+
+    finished(main())
+    setup.close()
+
+
+def test_a_front_whose_tokenizer_hangs_leaves(capfd, monkeypatch):
+    left, release = [], threading.Event()
+
+    async def main(site):
+        encode = type(site.front).encode
+        monkeypatch.setattr(http.Front, "encode", lambda *given: release.wait(20) and encode(*given))
+        long = {"texts": ["1" * 9000] * 2}
+        made = await asyncio.gather(*(called(site, "POST", "/v1/predict", long) for _ in range(3)))
+        assert {each[0] for each in made} == {503}
+        await asyncio.sleep(0.2)
+        assert (await called(site, "GET", "/health/ready"))[0] == 503
+        await asyncio.sleep(0.6)
+        release.set()
+
+    within(main, fake_served(), settings=Settings(timeout=0.5), leave=lambda: left.append(1))
+    assert left == [1]
+    assert "the tokenizer takes more than 0.5 s" in capfd.readouterr().err
+
+
+def test_a_tokenizer_that_others_keep_does_not_hang(monkeypatch):
+    left = []
+
+    async def main(site):
+        encode = type(site.front).encode
+        monkeypatch.setattr(http.Front, "encode", lambda *given: time.sleep(0.2) or encode(*given))
+        long = {"texts": ["1" * 9000] * 2}
+        made = await asyncio.gather(*(called(site, "POST", "/v1/predict", long) for _ in range(6)))
+        assert 200 in {each[0] for each in made}
+        await asyncio.sleep(1.0)
+
+    within(main, fake_served(), settings=Settings(timeout=0.5), leave=lambda: left.append(1))
+    assert left == []
+
+
+def test_a_tokenizer_that_looks_up_long_words_is_refused():
+    from tokenizers import Tokenizer, models
+
+    for longest in (100, 1000, 1 << 30):
+        model = models.WordPiece({"[UNK]": 0}, unk_token="[UNK]", max_input_chars_per_word=longest)
+        served = replace(fake_served(), tokenizer=Tokenizer(model).to_str())
+        with nullcontext() if longest <= 1000 else pytest.raises(Failed, match="words of 10737"):
+            require_short_words(served)
+
+
+def test_the_largest_batch_is_one_that_fits_into_the_time_of_a_request():
+    told = fake_served(batch=32).told
+    rows, slowest, width = engine.warm_up(Engine(per_row=0.02), told, 0.3)
+    assert (rows, width) == (4, 1)  # 0.08 s of 0.15 s; 8 would take 0.16 s
+    assert 0.08 <= slowest <= 0.15
+    with pytest.raises(engine.Refusing, match=r"row of 64 tokens takes 0\.\d s, more than --timeout 0\.3"):
+        engine.warm_up(Engine(per_batch=0.4), told, 0.3)
+
+
+BODY = 1 << 20
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"texts":[' + b"1," * (BODY // 2 - 10) + b"1]}",
+        b'{"texts":[' + b'"",' * (BODY // 3 - 10) + b'""]}',
+        b"{" + b",".join(b'"%d":1' % n for n in range(80_000)) + b"}",
+        b'{"texts":' + b"[" * 100_000,
+        b'{"texts":["' + b"1" * (BODY - 50) + b'"]}',
+    ],
+    ids=["numbers", "empty", "keys", "nested", "long"],
+)
+def test_a_wrong_body_takes_no_time_from_others(body):
+    async def main(site):
+        start = time.thread_time()  # of the event loop alone: others use this machine, too
+        status = (await called(site, "POST", "/v1/predict", body))[0]
+        return status, time.thread_time() - start
+
+    made = [within(main, fake_served()) for _ in range(3)]
+    assert {status for status, _ in made} <= {400, 413, 422}
+    assert min(seconds for _, seconds in made) < 0.1
+
+
+def test_metrics_name_endpoints_and_never_what_a_client_sent():
+    async def main(site):
+        await called(site, "POST", "/v1/predict", {"texts": ["1"]})
+        await called(site, "GET", "/x%22%7d")
+        return (await called(site, "GET", "/metrics"))[2]
+
+    text = within(main, fake_served())
+    assert 'qdqbench_requests_total{endpoint="/v1/predict",status="200"} 1.0' in text
+    assert 'qdqbench_requests_total{endpoint="other",status="404"} 1.0' in text
+    assert "/x" not in text
+    assert 'qdqbench_batch_rows_bucket{model="engine",le="1.0"} 1.0' in text
+    assert "qdqbench_queue_rows 0.0" in text
+
+
+def test_fp32_watches_a_share_of_the_answers():
+    async def main(site):
+        for text in ("1", "2", "3 0"):
+            await called(site, "POST", "/v1/predict", {"texts": [text, text]})
+        await asyncio.sleep(0.2)
+        return (await called(site, "GET", "/metrics"))[2]
+
+    text = within(main, fake_served(classes=["a", "b"], fp32=True), settings=Settings(watch=1.0))
+    assert 'qdqbench_watched_total{verdict="same"} 6.0' in text
+
+
+def test_the_description_is_of_this_run():
+    told = ask("GET", "/v1/model")[2]
+    assert told["limits"]["texts"] == 4
+    assert told["fields"]["/v1/predict"] == ["texts", "model"]
+    assert ask("GET", "/info")[2]["max_input_length"] == 64
+
+
+def test_pages_are_whole_and_load_nothing_from_elsewhere():
+    served = replace(fake_served(), pages=dict(_read_pages()))
+    assert {*served.pages} == {"/", "/app.js", "/look.css", "/style.css", "/icon.svg"}
+    for page in served.pages:
+        status, headers, text = ask("GET", page, served=served)
+        assert status == 200
+        assert headers["content-type"].endswith("; charset=utf-8")
+        elsewhere = re.findall(r"https?://[^\"]+|//[a-z]+\.", text)
+        assert {*elsewhere} <= {"http://www.w3.org/2000/svg"}  # the name of a format, which nobody asks for
+        assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text)
+        assert not re.findall(r"<script>|<style>|\son\w+=|\sstyle=", text)  # nothing that the policy refuses
+        for named in re.findall(r'(?:src|href)="(/[^"]*)"', text):
+            assert ask("GET", named, served=served)[0] == 200
+        assert ask("HEAD", page, served=served)[0] == 200
