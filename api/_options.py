@@ -166,7 +166,7 @@ class SetOptions(Options):
         """Return a recipe with what was asked for; errors are those of `recipe.schema.adapt_recipe`."""
         from qdqbench.quantize.recipe.schema import adapt_recipe
 
-        names = {"max_length", "backend", "shapes"}
+        names = {"max_length", "backend", "target", "shapes"}
         return adapt_recipe(recipe, fields=self.set, **self.model_dump(include=names))
 
 
@@ -179,6 +179,10 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
         ge=8,
     )
     backend: BackendChoice | None = field("Runtime of the engine (default: the recipe's).", default=None)
+    target: list[str] | None = field(
+        "Compute capability to build for, as 8.0; with backend cuda several (default: the GPU here, or all).",
+        default=None,
+    )
     prompt: list[str] | None = field(
         "Prompt before each text of an embedder: a name that the model knows, or a text; twice for pairs.",
         default=None,

@@ -52,7 +52,7 @@ from qdqbench.quantize.engine.cuda import plan as cuda
 from qdqbench.quantize.engine.cuda.check import list_arrays
 from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.cuda.file import read_file, write_safetensors
-from qdqbench.quantize.engine.cuda.names import CAPABILITY, list_kernels
+from qdqbench.quantize.engine.cuda.names import NAMES, find_target, list_kernels
 from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.engine.trtexec import read_profile
 from qdqbench.quantize.graph.read import read_model
@@ -202,9 +202,11 @@ def engines() -> list[bytes]:
     arrays: dict[str, Any] = {
         name: np.zeros([size or 2 for size in shape], kind) for name, kind, shape in listed
     }
-    symbols = "".join(f"\0.text.{name}\0" for name in sorted(list_kernels(plan)))
-    arrays["cubin.all"] = np.frombuffer(symbols.encode(), np.uint8)
-    told = {"version": get_version(), "capability": CAPABILITY, "plan": json.dumps(asdict(plan))}
+    for target in map(find_target, NAMES[:-1]):
+        assert target is not None
+        symbols = "".join(f"\0.text.{name}\0" for name in sorted(list_kernels(plan, target)))
+        arrays[f"code.{target.name}.all"] = np.frombuffer(symbols.encode(), np.uint8)
+    told = {"version": get_version(), "plan": json.dumps(asdict(plan))}
     return [write_safetensors(arrays, told)]
 
 

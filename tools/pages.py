@@ -209,7 +209,8 @@ def supported_page() -> str:
     lines += [
         "",
         "The other backends take all families. Backend `cuda` takes all kinds of tasks of those it covers, "
-        f"on compute capability {cuda.CAPABILITY}. It has INT8 attention for heads of {heads} channels. INT8 "
+        f"on compute capability {_list(cuda.NAMES[:-1])} and newer ones. It has INT8 attention for heads of "
+        f"{heads} channels. INT8 "
         f"linears have multiples of {cuda.LINEAR_STEP} channels, and a LayerNorm up to "
         f"{128 * cuda.NORM_PARTS[-1]:,}. A batch has up to {MOST_TOKENS:,} tokens.",
     ]

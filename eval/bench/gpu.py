@@ -39,7 +39,7 @@ from qdqbench.quantize.engine.backend import gpu_backend
 from qdqbench.quantize.engine.cpu_runtimes import Compute
 from qdqbench.quantize.engine.cuda.compile import load_nvrtc
 from qdqbench.quantize.engine.cuda.model import load_kernels
-from qdqbench.quantize.engine.cuda.names import CAPABILITY
+from qdqbench.quantize.engine.cuda.names import explain_misfit, find_target
 from qdqbench.quantize.engine.cuda.runtime import PACKED, CudaEngine, choose_graph, fill
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, Tokens, count_positions
 from qdqbench.quantize.engine.profiles import Profile, choose_profile
@@ -254,9 +254,9 @@ def _all_engines(target: Target, options: systems.BenchPlan) -> list[EngineSpec]
 
 def require_kernels() -> None:
     """Raise MissingDevice where the kernels of backend cuda cannot be compiled, or not run."""
-    here = gpu.compute_capability if (gpu := find_gpu()) else "none"
-    if here != CAPABILITY:
-        raise MissingDevice(f"backend cuda runs on compute capability {CAPABILITY}, and this GPU has {here}")
+    here = gpu.compute_capability if (gpu := find_gpu()) else "0.0"
+    if not find_target(here):
+        raise MissingDevice(explain_misfit(here))
     load_nvrtc()
 
 

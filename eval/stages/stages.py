@@ -23,7 +23,7 @@ from qdqbench.quantize.engine.build import build as build_engine
 from qdqbench.quantize.engine.profiles import note_distant_data
 from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.engine.runtime.runners import open_runner
-from qdqbench.quantize.engine.sidecar import sidecar_path
+from qdqbench.quantize.engine.sidecar import find_misfit, sidecar_path
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.graph.index import count_attentions
 from qdqbench.quantize.lint.check import check_file, to_json
@@ -113,10 +113,7 @@ def cannot_run(session: Session) -> str | None:
         return None
     if gpu is None:
         return "no GPU here to run it on"
-    if gpu.compute_capability not in built.compute_capability:
-        targets = ", ".join(built.compute_capability)
-        return f"it is for compute capability {targets} and the {gpu.name} has {gpu.compute_capability}"
-    return None
+    return find_misfit(built.backend, built.compute_capability, gpu)
 
 
 def _cannot_evaluate(session: Session) -> str | None:

@@ -15,7 +15,6 @@ from qdqbench.quantize.engine import layers as tables
 from qdqbench.quantize.engine.backend import Backend, BuildProgress, BuiltEngine, build_engine, choose_backend
 from qdqbench.quantize.engine.cpu_runtimes import Compute, compile_model, name_products, warm_up
 from qdqbench.quantize.engine.cuda.file import build_file
-from qdqbench.quantize.engine.cuda.names import CAPABILITY
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.profiles import Profile
@@ -53,7 +52,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     profiles: Sequence[Profile],
     expected_gemms: Collection[str],
     expected_attention: int,
-    compute_capability: str | None = None,
+    compute_capability: str | Sequence[str] | None = None,
     strict: bool = True,
     layers_path: Path | None = None,
     timing_cache: Path | None = None,
@@ -69,18 +68,22 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     backend or GPU that is not there MissingDevice; nothing is written then.
 
     Args:
-        compute_capability: target such as "8.9"; None for the GPU at hand or the default.
+        compute_capability: target such as "8.9", or several for backend cuda; None for the GPU at hand or the
+            default.
         strict: an engine whose layer table cannot be read is an error, not a result that proves nothing.
         compute: datatype of what is not quantized (CPU runtimes only; a graph for TensorRT says it itself).
     """
     chosen = choose_backend(backend)
+    wanted = [compute_capability] if isinstance(compute_capability, str) else [*(compute_capability or ())]
+    if len(wanted) > 1 and chosen.name != "cuda":
+        raise UserError(f"{chosen.name} builds for one GPU at a time, not for {', '.join(wanted)}; name one")
     model = read_model(onnx_path)
     _check_names(onnx_path, _gemms(model), expected_gemms)
     if chosen.name in CPU_BACKENDS:
         built = _build_for_cpu(onnx_path, chosen, profiles, compute)
         name_products(built.layers, model)
     elif chosen.name == "cuda":
-        built = _build_kernels(model, chosen, profiles, compute_capability)
+        built = _build_kernels(model, chosen, profiles, wanted)
     else:
         joined = merge_qkv_gemms(model)
         built = build_engine(
@@ -88,7 +91,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
             chosen,
             profiles,
             graph=None if joined is None else joined.SerializeToString(),
-            compute_capability=compute_capability,
+            compute_capability=wanted[0] if wanted else None,
             timing_cache=timing_cache,
             progress=progress,
         )
@@ -186,27 +189,25 @@ def _build_for_cpu(
 
 
 def _build_kernels(
-    model: onnx.ModelProto, chosen: Backend, profiles: Sequence[Profile], wanted: str | None
+    model: onnx.ModelProto, chosen: Backend, profiles: Sequence[Profile], wanted: Sequence[str]
 ) -> BuiltEngine:
-    if wanted not in (None, CAPABILITY):
-        raise UserError(
-            f"backend cuda builds for compute capability {CAPABILITY}, not {wanted}; take tensorrt_rtx"
-        )
     if large := [each for each in profiles if each.max[0] * each.max[1] > MOST_TOKENS]:
         raise UserError(
             f"backend cuda takes {MOST_TOKENS} tokens at once, and engine.shapes {large[0]} has more; "
             "lower its largest batch"
         )
     report_phase("compiling")
-    data, layers, seconds = build_file(model)
+    here = chosen.gpu.compute_capability if chosen.gpu else None
+    data, layers, targets, seconds = build_file(model, wanted, here)
     return BuiltEngine(
         data=data,
         layers=layers,
         backend=chosen.name,
         version=chosen.version,
-        compute_capability=[CAPABILITY],
+        compute_capability=targets,
         ahead_of_time=True,
         seconds=seconds,
+        notes=find_hazards(chosen.name, chosen.version, here),
     )
 
 

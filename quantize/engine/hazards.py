@@ -45,6 +45,11 @@ HAZARDS = (
         for capability in ("10.0", "10.3")
     ),
     Hazard(
+        backend="cuda",
+        compute_capability="10.0",
+        what="the kernels multiply by mma.sync there, not by tcgen05: slower than the GPU could be",
+    ),
+    Hazard(
         backend="nvidia-modelopt",
         since="0.47",
         what="MSE over its histogram calibrator is useless (qdqbench has its own). Its INT8 default puts "

@@ -1,10 +1,12 @@
 """Sidecar of an engine, checked against the files and the machine at hand before it is loaded."""
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from qdqbench.quantize.engine.backend import available_backends
 from qdqbench.quantize.engine.cpu_runtimes import Compute
+from qdqbench.quantize.engine.cuda.names import explain_misfit, find_target
 from qdqbench.quantize.engine.hazards import is_older
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.utils import files
@@ -83,11 +85,8 @@ def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
         if lost := sorted({*sidecar.cpu_features} - {*find_cpu().features}):
             messages.append(f"it was built on {sidecar.cpu} and this CPU lacks {', '.join(lost)}")
     elif gpu is not None:
-        if gpu.compute_capability not in sidecar.compute_capability:
-            targets = ", ".join(sidecar.compute_capability)
-            messages.append(
-                f"it is for compute capability {targets} and the {gpu.name} has {gpu.compute_capability}"
-            )
+        if why := find_misfit(sidecar.backend, sidecar.compute_capability, gpu):
+            messages.append(why)
             if sidecar.ahead_of_time:
                 again += _for_another_gpu(sidecar)
         if sidecar.driver and gpu.driver and is_older(gpu.driver, sidecar.driver):
@@ -96,6 +95,16 @@ def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
     if messages:
         raise UserError(f"{engine_path} cannot be used here: {'; '.join(messages)}; {again}")
     return sidecar
+
+
+def find_misfit(backend: str, targets: Sequence[str], gpu: Gpu) -> str | None:
+    """Return why an engine cannot run on a GPU that it is not for; None if it is for it."""
+    has = gpu.compute_capability
+    if find_target(has, targets) if backend == "cuda" else has in targets:
+        return None
+    if backend == "cuda" and not find_target(has):
+        return explain_misfit(has)
+    return f"it is for compute capability {', '.join(targets)} and the {gpu.name} has {has}"
 
 
 def note_sidecar(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
@@ -116,7 +125,7 @@ def note_sidecar(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
 def _for_another_gpu(sidecar: Sidecar) -> str:
     if has_profiles(sidecar.backend):
         return " (with engine.compute_capability: null in the recipe)"
-    return " (with backend tensorrt_rtx or tensorrt)"
+    return " (on this GPU, or with --target for it)"
 
 
 def _how_to_rebuild(engine_path: Path) -> str:

@@ -22,7 +22,7 @@ from pydantic import Field
 
 from qdqbench.quantize.engine.backend import INSTALL, preferred_backend
 from qdqbench.quantize.engine.cuda.compile import get_version, load_nvrtc
-from qdqbench.quantize.engine.cuda.names import CAPABILITY
+from qdqbench.quantize.engine.cuda.names import explain_misfit, find_target
 from qdqbench.quantize.engine.hazards import RTX_WITHOUT_GPU, find_hazards, is_older
 from qdqbench.quantize.lint.machines import Machine, find_machine
 from qdqbench.quantize.report.formats import size
@@ -241,9 +241,8 @@ def _refuse(name: BackendName, version: str | None, gpu: Gpu | None) -> str:
     """Say why a backend never runs on a GPU; empty where it may."""
     if gpu is None:
         return ""
-    if name == "cuda" and gpu.compute_capability != CAPABILITY:
-        why = f"it is for compute capability {CAPABILITY}, and the {gpu.name} has {gpu.compute_capability}"
-        return f"{why}; take tensorrt_rtx or tensorrt"
+    if name == "cuda" and not find_target(gpu.compute_capability):
+        return explain_misfit(gpu.compute_capability)
     known = find_hazards(name, version, gpu.compute_capability) if version else []
     return next((text for text in known if "refuses" in text), "")
 

@@ -3,7 +3,7 @@
 import difflib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -172,16 +172,18 @@ def find_recipe(name: str, model: str | None, revision: str | None = None) -> Re
     return load_recipe(name, lambda: BERT if model is None else family_of(load_config(model, revision)))
 
 
-def adapt_recipe(
+def adapt_recipe(  # noqa: PLR0913  a keyword each
     recipe: Recipe,
     *,
     fields: Mapping[str, Any] | None = None,  # by path: calibration.samples, rules.0.precision
     max_length: int | None = None,  # tokens of a sample, which is cut there; the longest profiles end there
     backend: str | None = None,
+    target: Sequence[str] | None = None,  # compute capabilities
     shapes: Literal["auto"] | None = None,  # profiles follow the data
 ) -> Recipe:
     """Return a recipe with other values in some fields; None: as the recipe has it."""
-    named = {"engine.shapes": shapes, "engine.backend": backend, "export.max_length": max_length}
+    named: dict[str, Any] = {"engine.shapes": shapes, "engine.backend": backend}
+    named |= {"engine.compute_capability": target, "export.max_length": max_length}
     changes = {**(fields or {}), **{path: value for path, value in named.items() if value is not None}}
     if not changes:
         return recipe

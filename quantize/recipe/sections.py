@@ -325,8 +325,10 @@ class EngineSettings(Frozen):
         "lengths that pad the run's evaluation data least (docs/how-to/real-lengths.md).",
         default=Shapes(),
     )
-    compute_capability: str | None = field(
-        'Target of an ahead-of-time build, as "8.9"; null: the GPU here.', default=None
+    compute_capability: str | tuple[str, ...] | None = field(
+        'Target of a build, as "8.9", or a list for backend cuda; null: the GPU here. Without a GPU null is '
+        "8.9 for TensorRT-RTX, and for cuda all that it has.",
+        default=None,
     )
 
     @model_validator(mode="after")

@@ -57,7 +57,7 @@ def open_openvino(folder: Path, told: Told) -> Infer:
 
 
 def open_cuda(folder: Path, told: Told) -> Infer:
-    """Load the kernels and the plan of backend cuda, for a GPU of compute capability 9.0."""
+    """Load the kernels and the plan of backend cuda, for a GPU that they were built for."""
     modules = (import_module(f"cuda_engine.{name}") for name in ("errors", "reader", "runtime"))
     errors, reader, kernels = modules
 
@@ -69,7 +69,7 @@ def open_cuda(folder: Path, told: Told) -> Infer:
 
     data = read(folder, "cuda.engine")
     file = refuse(reader.parse_engine, data, "cuda.engine", told["cuda"])
-    model = refuse(kernels.load_engine, file, kernels.CudaEngine)
+    model = refuse(kernels.load_engine, file, kernels.CudaEngine, folder / "cuda.engine.tiles.json")
 
     def infer(tokens: Arrays) -> npt.NDArray[Any]:
         made = refuse(model.run, tokens)

@@ -24,10 +24,11 @@ from qdqbench.quantize.engine.cuda.compile import compile_kernels, load_nvrtc
 from qdqbench.quantize.engine.cuda.interpret import compute, interpret
 from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.model import load_kernels
-from qdqbench.quantize.engine.cuda.names import CAPABILITY, STATIONARY, TILES, list_kernels
+from qdqbench.quantize.engine.cuda.names import STATIONARY, TARGETS, TILES, find_target, list_kernels
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Attention, Linear
 from qdqbench.quantize.engine.cuda.runtime import PACKED, CudaEngine, choose_graph, fill
+from qdqbench.quantize.engine.cuda.tiles import may_split
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, pack_tokens
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.runtime.runners import open_engine, open_runner
@@ -50,37 +51,58 @@ from ..support.cuda_kernels import (
 )
 
 PROFILE = Profile((1, 1), (8, 64), (128, 512))
-CASES = [
-    *((recipe, size) for recipe in ("bert-int8-attention", "bert-int8-residual-fused") for size in (32, 64)),
-    ("bert-int8-linears", 64),
-    ("bert-int8-residual", 64),
-    ("bert-int8-ffn", 64),
+CASES = [  # recipe, size of heads, target; None: this GPU's own
+    *(
+        (recipe, size, None)
+        for recipe in ("bert-int8-attention", "bert-int8-residual-fused")
+        for size in (32, 64)
+    ),
+    ("bert-int8-linears", 64, None),
+    ("bert-int8-residual", 64, None),
+    ("bert-int8-ffn", 64, None),
+    ("bert-int8-attention", 32, "8.0+PTX"),
+    ("bert-int8-residual-fused", 64, "8.0+PTX"),
 ]
+OTHERS = {  # what this GPU can run of other targets: PTX, which the driver compiles, and mma.sync on Hopper
+    target.name: target._replace(code=target.code.replace("sm", "compute").rstrip("a"), wgmma=False)
+    for target in TARGETS
+    if target.name in ("7.5", "8.0", "8.6", "8.9", "9.0")
+}
+OTHERS["9.0"] = OTHERS["9.0"]._replace(tiles=OTHERS["8.0"].tiles)
 DRAWS = int(os.environ.get("DRAWS", "200"))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def needs_hopper() -> None:
+def needs_a_gpu() -> None:
     gpu = find_gpu()
-    if gpu is None or gpu.compute_capability != CAPABILITY:
-        pytest.skip(f"kernels are for compute capability {CAPABILITY}")
+    if gpu is None or find_target(gpu.compute_capability) is None:
+        pytest.skip("no GPU that the kernels are for")
     try:
         load_nvrtc()
     except MissingDevice as error:
         pytest.skip(str(error))
 
 
-def built(graph, folder):
-    build(graph, folder / "e", backend="cuda", profiles=[PROFILE], expected_gemms=[], expected_attention=0)
+def own_target():
+    return find_target(find_gpu().compute_capability)
+
+
+def built(graph, folder, target=None):
+    given = {"profiles": [PROFILE], "expected_gemms": [], "expected_attention": 0}
+    build(graph, folder / "e", backend="cuda", compute_capability=target, **given)
     return folder / "e"
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def loaded(plan, arrays, target):
+    return CudaEngine(plan, arrays, compile_kernels(plan, [target])[target.name], target)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(map(str, case)))
 def case(request, made_once, tmp_path_factory):
     """A graph, its file, and the engine of it."""
-    name, size = request.param
+    name, size, target = request.param
     path = made_once(f"cuda-wide-{name}-{size}", lambda folder: write_wide(folder, name, size)) / "model.onnx"
-    engine, _ = load_kernels(built(path, tmp_path_factory.mktemp("engine")))
+    engine, _ = load_kernels(built(path, tmp_path_factory.mktemp("engine"), target))
     return onnx.load(path), path, engine
 
 
@@ -127,12 +149,50 @@ def test_graphs_answer_as_single_launches_do_in_any_order(case):
 )
 def test_gemms_make_what_the_interpreter_makes(epilogue, tile, sizes, monkeypatch):
     """On three blocks, so that each makes many tiles, in other columns too."""
+    if not own_target().wgmma:
+        pytest.skip("the GEMMs of Hopper")
     monkeypatch.setattr(runtime, "choose_tile", lambda *_: tile)
     m, n, k = sizes
     plan, arrays = make_gemm(k, n, *epilogue)
-    engine = CudaEngine(plan, arrays, compile_kernels(plan))
+    engine = loaded(plan, arrays, own_target())
     engine._multiprocessors = 3
     compare_kernels(engine, give_states([m], {"x": k, "r": n}))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
+def test_other_targets_make_the_same_bits(epilogue, name, monkeypatch):
+    for m, n, k in ((900, 528, 1024), (70, 48, 1008), (257, 768, 3072), (1, 16, 16)):
+        plan, arrays = make_gemm(k, n, *epilogue)
+        tokens, made = give_states([m], {"x": k, "r": n}), []
+        engines = [loaded(plan, arrays, target) for target in (own_target(), OTHERS[name])]
+        sizes = max(64, m), n, k, engines[1]._multiprocessors
+        forms = [tile._replace(parts=parts) for tile in OTHERS[name].tiles for parts in (1, 2, 4, 8)]
+        for engine, form in [
+            (engines[0], None),
+            *((engines[1], form) for form in forms if may_split(form, *sizes)),
+        ]:
+            monkeypatch.setattr(runtime, "guess_form", lambda *_, form=form: form)
+            kept: dict[str, object] = {}
+            engine.forward(engine.load(tokens), kept)
+            made.append(kept["y"][:m].cpu().numpy())
+            assert made[0].tobytes() == made[-1].tobytes(), form
+
+
+def test_tiles_are_timed_once_and_kept(made_once, tmp_path):
+    folder = made_once(
+        "cuda-wide-bert-int8-residual-fused-64", lambda path: write_wide(path, CASES[3][0], 64)
+    )
+    path, answers = built(folder / "model.onnx", tmp_path, "8.0+PTX"), []
+    batch = batch_for(onnx.load(folder / "model.onnx"), (100, 30, 5))
+    for _ in range(2):
+        engine, _ = load_kernels(path)
+        before = engine._tiles._tiles.copy()
+        answers.append(engine.run(batch)["logits"])
+        kept = json.loads(path.with_name("e.tiles.json").read_text())
+        assert engine._tiles._tiles == next(iter(kept.values()))
+        assert bool(before) is (len(answers) == 2)
+    assert (answers[0] == answers[1]).all()
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -148,7 +208,7 @@ def test_every_head_answers_as_the_interpreter(head, made_once):
     for operation in plan.operations:
         values |= compute(operation, plan, arrays, values, tokens)
     small = replace(plan, operations=(plan.head,))
-    engine = CudaEngine(small, arrays, compile_kernels(small))
+    engine = loaded(small, arrays, own_target())
     rows = engine.load(tokens)
     state = torch.zeros(len(rows.ids), values[plan.head.input].shape[1], dtype=torch.float16, device="cuda")
     state[: len(tokens.ids)] = torch.from_numpy(values[plan.head.input]).cuda()
@@ -160,7 +220,7 @@ def test_every_head_answers_as_the_interpreter(head, made_once):
 @pytest.mark.parametrize("dense", DENSE, ids=str)
 def test_dense_steps_of_a_head_are_those_of_numpy(dense):
     plan, arrays, tokens = dense.plan(), dense.arrays(), dense.tokens()
-    engine = CudaEngine(plan, arrays, compile_kernels(plan))
+    engine = loaded(plan, arrays, own_target())
     compare_dense(dense, engine, tokens)
     if dense.alone:
         assert [*engine.profile(tokens)[0]] == ["head"]
@@ -172,7 +232,7 @@ def test_the_profiler_names_the_kernels_of_the_plan_and_no_others(case):
     engine.run(batch)
     ran = engine.profile(pack_tokens(engine.plan, engine.arrays, batch))
     ours = re.compile(r"(?:gemm|attention|norm|embed)_\w+|quantize|head")
-    known = list_kernels(engine.plan)
+    known = list_kernels(engine.plan, engine.target)
     for operation, kernels in zip(engine.plan.operations, ran, strict=True):
         names = [name for name in kernels if ours.fullmatch(name)]
         int8 = isinstance(operation, Linear) and operation.weight == "int8"

@@ -12,28 +12,33 @@ from typing import Any
 
 import torch
 
+from qdqbench.quantize.engine.cuda import compile
 from qdqbench.quantize.engine.cuda.compile import list_lines, read_source
 from qdqbench.quantize.engine.cuda.driver import TensorMap
+from qdqbench.quantize.engine.cuda.names import TARGETS, Target
 from qdqbench.quantize.engine.cuda.plan import Attention, Plan
 from qdqbench.quantize.engine.cuda.runtime import CudaEngine
 
 FOLDER = Path(__file__).with_name("emulator")
 COMPILER = shutil.which("g++")
-FLAGS = ["-std=c++20", "-O1", "-w", "-fPIC", "-shared", f"-I{FOLDER}"]
+KERNELS = Path(compile.__file__).with_name("kernels")
+FLAGS = ["-std=c++20", "-O1", "-w", "-fPIC", "-shared", f"-I{FOLDER}", f"-I{KERNELS}"]
+HOPPER = next(target for target in TARGETS if target.wgmma)
 
 
-def compile_kernels(plans: Iterable[Plan], folder: Path) -> None:
+def compile_kernels(plans: Iterable[Plan], folder: Path, target: Target = HOPPER) -> None:
     """Write a library for each source file that plans need."""
-    for source, instances in list_lines(plans).items():
-        compile_text("\n".join([read_source(f"{source}.cu"), *instances, ""]), folder / source)
+    for source, instances in list_lines(plans, target).items():
+        text = "\n".join([read_source(f"{source}.cu"), *instances, ""])
+        compile_text(text, folder / source, f"-DAMPERE={int(target.name != '7.5')}")
 
 
-def compile_text(text: str, at: Path) -> None:
+def compile_text(text: str, at: Path, *more: str) -> None:
     """Write the library of a source file, with a function that takes pointers for each of its kernels."""
     made = at.with_suffix(".cpp")
     made.write_text(text)
     # shared memory of a known size is a static array, and all other is the machine's
-    flags = [*FLAGS, f"-D__shared__={'' if 'extern __shared__' in text else 'static'}"]
+    flags = [*FLAGS, *more, f"-D__shared__={'' if 'extern __shared__' in text else 'static'}"]
     names = re.findall(r'extern "C"\s+void\s+(\w+)\(', _compile([*flags, "-E", "-P", str(made)]))
     with made.open("a") as file:
         for name in names:
@@ -49,10 +54,11 @@ def _compile(options: list[str]) -> str:
 
 
 class Emulator:
-    """What `driver.Kernels` is, on arrays of the CPU; of the libraries in a folder."""
+    """What `driver.Kernels` is, on arrays of the CPU; of the libraries in folders, the first of a kernel."""
 
-    def __init__(self, folder: Path) -> None:
-        self._libraries = [c.CDLL(str(path)) for path in sorted(folder.glob("*.so"))]
+    def __init__(self, *folders: Path) -> None:
+        self.folder = folders[0]
+        self._libraries = [c.CDLL(str(path)) for folder in folders for path in sorted(folder.glob("*.so"))]
         for library in self._libraries:
             library.launch.restype = c.c_char_p
 
@@ -77,13 +83,18 @@ class EmulatedEngine(CudaEngine):
     device = "cpu"
 
     def __init__(
-        self, plan: Plan, arrays: Mapping[str, Any], emulator: Emulator, multiprocessors: int = 2
+        self,
+        plan: Plan,
+        arrays: Mapping[str, Any],
+        emulator: Emulator,
+        multiprocessors: int = 2,
+        target: Target = HOPPER,
     ) -> None:
         self._kernels: Any = emulator
         self._multiprocessors = multiprocessors
-        super().__init__(plan, arrays, {})
+        super().__init__(plan, arrays, {}, target)
 
-    def _load(self, cubins: Mapping[str, bytes]) -> None:
+    def _load(self, codes: Mapping[str, bytes]) -> None:
         """Keep the emulator."""
 
     def _attention(self, operation: Attention, values: dict[str, Any], rows: Any) -> None:

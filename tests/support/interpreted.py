@@ -106,8 +106,12 @@ def use_host(monkeypatch) -> None:
 def use_no_nvrtc(monkeypatch) -> None:
     """Let cubins hold the names of kernels alone."""
 
-    def compile_kernels(plan):
-        return {"gemm": "".join(f"\0.text.{name}\0" for name in sorted(list_kernels(plan))).encode()}
+    def compile_kernels(plan, targets):
+        named = {each.name: sorted(list_kernels(plan, each)) for each in targets}
+        return {
+            each: {"x": "".join(f"\0.text.{name}\0" for name in made).encode()}
+            for each, made in named.items()
+        }
 
     monkeypatch.setattr(files, "compile_kernels", compile_kernels)
     monkeypatch.setattr(files, "find_products", lambda _: {})

@@ -1,5 +1,6 @@
 """An engine of backend cuda that records launches on a CPU, and holds each pointer to what lies behind it."""
 
+import ctypes as c
 from typing import Any
 
 import torch
@@ -23,7 +24,11 @@ class Recorder:
     def launch(self, name: str, grid: Any, block: Any, arguments: list[Any], shared: int = 0) -> None:
         match arguments[-1]:
             case driver.GemmArguments() as call:
-                self._hold_gemm(name, *arguments[:2], call)
+                if isinstance(arguments[0], c.c_void_p):
+                    self._hold_split(name, grid, arguments)
+                else:
+                    self._hold_shapes(name, *arguments)
+                self._hold_gemm(name, call)
             case driver.AttentionArguments() as call:
                 self._hold_attention(name, call)
             case driver.NormArguments() as call:
@@ -36,9 +41,21 @@ class Recorder:
                 self._hold(name, **sizes, made=(made, rows * channels))
                 self._require(name, channels % 4 == 0)
 
-    def _hold_gemm(self, name: str, source: Any, weight: Any, call: Any) -> None:
+    def _hold_shapes(self, name: str, source: Any, weight: Any, call: Any) -> None:
         self._require(name, list(source.shape) == [call.m, call.k] and weight.shape[1] == call.k)
-        self._require(name, len(weight) >= call.n and call.n % 16 == 0 and call.k % 16 == 0)
+        self._require(name, len(weight) >= call.n)
+
+    def _hold_split(self, name: str, grid: Any, arguments: list[Any]) -> None:
+        source, weight, split, call = arguments
+        self._hold(name, source=(source.value, call.m * call.k), weight=(weight.value, call.n * call.k))
+        m, n = map(int, name.split("_")[1:3])
+        tiles = -(-call.m // m) * -(-call.n // n)
+        if split.parts > 1:
+            self._hold(name, done=(split.done, 4 * tiles), sums=(split.sums, 4 * m * n * tiles * split.parts))
+        self._require(name, grid[0] <= tiles * split.parts)
+
+    def _hold_gemm(self, name: str, call: Any) -> None:
+        self._require(name, call.n % 16 == 0 and call.k % 16 == 0)
         self._hold(name, scale=(call.scale, 4 * call.n), bias=(call.bias, 4 * call.n))
         kinds = name.split("_")[-2:]  # of the residual and the output
         residual, made = (call.m * call.n * (2 if kind == "fp16" else 1) for kind in kinds)
@@ -92,7 +109,7 @@ class RecordedEngine(runtime.CudaEngine):
 
     device = "cpu"
 
-    def _load(self, cubins: Any) -> None:
+    def _load(self, codes: Any) -> None:
         self._kernels: Any = Recorder()
         self._multiprocessors = 2
 
@@ -114,7 +131,7 @@ class RecordedEngine(runtime.CudaEngine):
 def record_launches(engine: RecordedEngine, tokens: Any) -> list[str]:
     """Return what is wrong with the launches of a batch."""
     recorder = engine._kernels
-    for array in engine._arrays.values():
+    for array in (*engine._arrays.values(), engine._scratch):
         recorder.keep(array)
     rows = engine.load(tokens)
     for each in (rows.ids, rows.positions, rows.types, rows.start, rows.end, rows.bounds):

@@ -31,7 +31,7 @@ from qdqbench.quantize.calibration.record import (
 from qdqbench.quantize.calibration.techniques.smoothing import SEARCHED as SMOOTHINGS
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.engine.build import require_int8
-from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES, CAPABILITY
+from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES, NAMES, find_target
 from qdqbench.quantize.engine.profiles import choose_profile
 from qdqbench.quantize.engine.target import choose_target
 from qdqbench.quantize.models.families.known import family_of
@@ -389,10 +389,10 @@ def open_source(
 
 
 def _find_gpu(recipe: Recipe) -> Gpu | None:
-    """Return the GPU that runs the engines of a recipe; kernels of backend cuda run on one kind alone."""
+    """Return the GPU that runs the engines of a recipe."""
     gpu = find_gpu()
-    other = gpu and choose_target(recipe).backend == "cuda" and gpu.compute_capability != CAPABILITY
-    return None if other else gpu
+    old = gpu and choose_target(recipe).backend == "cuda" and not find_target(gpu.compute_capability)
+    return None if old else gpu
 
 
 def measured_source(session: Session, options: SearchOptions) -> Source:
@@ -400,7 +400,7 @@ def measured_source(session: Session, options: SearchOptions) -> Source:
     target = session.target
     gpu, on_cpu = _find_gpu(recipe), target.on_cpu
     if gpu is None and not on_cpu:
-        kind = f" of compute capability {CAPABILITY}" if target.backend == "cuda" else ""
+        kind = f" of compute capability {NAMES[0]} or newer" if target.backend == "cuda" else ""
         raise MissingDevice(
             f"a latency with {target.backend} needs an NVIDIA GPU{kind}, and CUDA shows none here; "
             "--backend openvino measures on this CPU, `search --speed int8-share` needs no engine"

@@ -1,14 +1,16 @@
-"""The kernels of a plan, compiled by NVRTC for compute capability 9.0: ahead of time, without a GPU."""
+"""The kernels of a plan, compiled by NVRTC for GPUs of some targets: ahead of time, without a GPU."""
 
 import ctypes as c
 import hashlib
+import os
 import re
 import shutil
 import site
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -17,22 +19,24 @@ from typing import Any
 from qdqbench.quantize.engine.cuda.check import require_kernels
 from qdqbench.quantize.engine.cuda.names import (
     STATIONARY,
+    Target,
+    Tile,
     attention_name,
     gemm_name,
     has_dense,
+    is_ptx,
     list_tiles,
     needs_clamp,
     norm_name,
 )
 from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Head, Linear, Norm, Operation, Plan
-from qdqbench.quantize.utils.errors import MissingDevice, QdqError
+from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
 from qdqbench.quantize.utils.names import install_command
 
 INSTALL_NVRTC = install_command("hopper")
 _ACTIVATIONS = {None: "NONE", "gelu": "GELU", "gelu_tanh": "GELU_TANH"}
 _RESIDUALS = {None: "NO_RESIDUAL", "fp16": "HALVES", "int8": "RESIDUAL_CODES"}
 _FOLDER = Path(__file__).parent
-_OPTIONS = "--gpu-architecture=sm_90a", "--std=c++17"
 
 
 @cache
@@ -44,31 +48,64 @@ def get_version() -> str:
     return f"{metadata.version('qdqbench')}-{digest.hexdigest()[:12]}"
 
 
-def compile_kernels(plan: Plan) -> dict[str, bytes]:
-    """Return the cubin of each source file that the plan needs. Raises UserError without NVRTC."""
+def compile_kernels(plan: Plan, targets: Sequence[Target]) -> dict[str, dict[str, bytes]]:
+    """Return the code of each source file that the plan needs, by target.
+
+    Raises:
+        UserError: sizes that no kernel takes, or a target that this NVRTC does not compile for.
+        MissingDevice: NVRTC is not installed.
+    """
     require_kernels(plan)
-    return {source: compile_source(source, made) for source, made in list_lines([plan]).items()}
+    _require_targets(targets)
+    jobs = [(target, *each) for target in targets for each in list_lines([plan], target).items()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        made = pool.map(lambda job: compile_source(job[1], job[2], job[0]), jobs)
+    codes: dict[str, dict[str, bytes]] = {target.name: {} for target in targets}
+    for (target, source, _), code in zip(jobs, made, strict=True):
+        codes[target.name][source] = code
+    return codes
 
 
-def list_lines(plans: Iterable[Plan]) -> dict[str, list[str]]:
+def _require_targets(targets: Sequence[Target]) -> None:
+    nvrtc, count, parts = load_nvrtc(), c.c_int(), (c.c_int(), c.c_int())
+    _check(nvrtc.nvrtcGetNumSupportedArchs(c.byref(count)))
+    known = (c.c_int * count.value)()
+    _check(nvrtc.nvrtcGetSupportedArchs(known))
+    if lost := [target.name for target in targets if _number(target) not in {*known}]:
+        _check(nvrtc.nvrtcVersion(*map(c.byref, parts)))
+        version = ".".join(str(part.value) for part in parts)
+        raise UserError(
+            f"NVRTC {version} does not compile for compute capability {', '.join(lost)}; {INSTALL_NVRTC}, or "
+            "name other GPUs by --target"
+        )
+
+
+def _number(target: Target) -> int:
+    return int(target.code.rpartition("_")[2].rstrip("a"))
+
+
+def list_lines(plans: Iterable[Plan], target: Target) -> dict[str, list[str]]:
     """Return the lines that make the kernels of plans of the templates, by source file."""
     lines: dict[str, set[str]] = {}
     for plan in plans:
         for operation in plan.operations:
-            for source, line in list_instances(operation, plan):
+            for source, line in list_instances(operation, plan, target):
                 lines.setdefault(source, set()).add(line)
     return {source: sorted(made) for source, made in sorted(lines.items())}
 
 
-def list_instances(operation: Operation, plan: Plan) -> list[tuple[str, str]]:
-    """Return the source file of an operation, with the line that makes its kernels of the templates."""
+def list_instances(operation: Operation, plan: Plan, target: Target) -> list[tuple[str, str]]:
+    """Return the source file of an operation, with the lines that make its kernels of the templates."""
     match operation:
         case Linear(weight="int8"):
             residual = None if operation.residual is None else plan.tensors[operation.residual].kind
             coded = plan.tensors[operation.output].kind == "int8"
             flags = f"{_ACTIVATIONS[operation.activation]}, {_RESIDUALS[residual]}, {str(coded).lower()}"
-            forms = ["GEMM", *["STATIONARY_GEMM"] * (STATIONARY in list_tiles(operation))]
-            return [("gemm", f"{form}({gemm_name(operation, plan)}, {flags})") for form in forms]
+            name, tiles = gemm_name(operation, plan), list_tiles(operation, target)
+            if target.wgmma:
+                forms = ["GEMM", *["STATIONARY_GEMM"] * (STATIONARY in tiles)]
+                return [("gemm", f"{form}({name}, {flags})") for form in forms]
+            return [("gemm_mma", f"GEMM_OF(gemm_{tile}_{name}, {_form(tile)}, {flags})") for tile in tiles]
         case Attention(probability_multiplier=float()):
             coded = plan.tensors[operation.output].kind == "int8"
             flags = f"{operation.head_size}, {str(coded).lower()}, {str(needs_clamp(operation)).lower()}"
@@ -81,19 +118,27 @@ def list_instances(operation: Operation, plan: Plan) -> list[tuple[str, str]]:
     return [("norm", "")]  # codes of FP16 tensors
 
 
-def compile_source(name: str, instances: list[str]) -> bytes:
-    """Return the cubin of kernels/NAME.cu with such instances of its templates."""
-    source, header = "\n".join([read_source(f"{name}.cu"), *instances]).encode(), read_source("ptx.cuh")
+def _form(tile: Tile) -> str:
+    """Return the arguments of a tile's template."""
+    numbers = tile.m, tile.n, tile.k, *tile.warps, tile.stages, tile.blocks
+    return ", ".join([*map(str, numbers), str(tile.splits).lower()])
+
+
+def compile_source(name: str, instances: list[str], target: Target) -> bytes:
+    """Return the cubin, or PTX, of kernels/NAME.cu with such instances of its templates."""
+    source = "\n".join([read_source(f"{name}.cu"), *instances]).encode()
+    shared = sorted(path.name for path in (_FOLDER / "kernels").glob("*.cuh"))
     nvrtc, program = load_nvrtc(), c.c_void_p()
-    headers, names = (c.c_char_p * 1)(header.encode()), (c.c_char_p * 1)(b"ptx.cuh")
-    _check(nvrtc.nvrtcCreateProgram(c.byref(program), source, f"{name}.cu".encode(), 1, headers, names))
-    options = (c.c_char_p * len(_OPTIONS))(*[option.encode() for option in _OPTIONS])
-    failed = nvrtc.nvrtcCompileProgram(program, len(_OPTIONS), options)
-    if failed:
+    headers = (c.c_char_p * len(shared))(*[read_source(header).encode() for header in shared])
+    names, place = (c.c_char_p * len(shared))(*map(str.encode, shared)), f"{name}.cu".encode()
+    _check(nvrtc.nvrtcCreateProgram(c.byref(program), source, place, len(shared), headers, names))
+    given = f"--gpu-architecture={target.code}", "--std=c++17"
+    options = (c.c_char_p * len(given))(*map(str.encode, given))
+    if nvrtc.nvrtcCompileProgram(program, len(given), options):
         raise QdqError(f"kernels/{name}.cu does not compile:\n{_read(program, 'ProgramLog').decode()}")
-    cubin = _read(program, "CUBIN")
+    code = _read(program, "PTX" if is_ptx(target) else "CUBIN")
     _check(nvrtc.nvrtcDestroyProgram(c.byref(program)))
-    return cubin
+    return code
 
 
 def read_source(name: str) -> str:

@@ -59,6 +59,10 @@ class DenseArguments(c.Structure):
     )
 
 
+class SplitArguments(c.Structure):
+    _fields_ = (("done", Pointer), ("sums", Pointer), ("parts", c.c_int))
+
+
 class TableArguments(c.Structure):
     _fields_ = tuple((name, Pointer) for name in ("ids", "positions", "types", "word", "position", "type"))
 
@@ -79,30 +83,33 @@ class _Launch(c.Structure):
 
 
 class Kernels:
-    """The kernels of cubins by name, on torch's current device."""
+    """The kernels of cubins or PTX by name, on torch's current device.
 
-    def __init__(self, cubins: Sequence[bytes]) -> None:
+    They may be launched before the previous kernel ends (`early`) if they wait for it themselves.
+    """
+
+    def __init__(self, codes: Sequence[bytes], early: bool) -> None:
         import torch
 
         torch.cuda.current_stream().synchronize()  # makes the context that modules are loaded into
-        self._cubins = cubins
+        self._codes, self._early = codes, early
         self._modules: dict[str, Pointer] = {}  # by kernel
-        for cubin in cubins:
+        for code in codes:
             module = Pointer()
-            _check(_driver().cuModuleLoadData(c.byref(module), cubin))
-            self._modules |= dict.fromkeys(find_symbols(cubin), module)
+            _check(_driver().cuModuleLoadData(c.byref(module), code))
+            self._modules |= dict.fromkeys(find_symbols(code), module)
         self._found: dict[str, tuple[Pointer, int]] = {}
 
     def launch(
         self, name: str, grid: tuple[int, int], block: int, arguments: Sequence[Any], shared: int = 0
     ) -> None:
-        """Launch on the current stream. A kernel may start before the previous one ends, and waits itself."""
+        """Launch on the current stream."""
         import torch
 
         attribute = _Attribute(id=_SERIALIZATION)
         attribute.value[0] = 1
         launch = _Launch((*grid, 1), (block, 1, 1), shared, torch.cuda.current_stream().cuda_stream)
-        launch.attributes, launch.count = c.pointer(attribute), 1
+        launch.attributes, launch.count = c.pointer(attribute), int(self._early)
         pointers = (Pointer * len(arguments))(*[c.addressof(each) for each in arguments])
         _check(_driver().cuLaunchKernelEx(c.byref(launch), self._function(name, shared), pointers, None))
 

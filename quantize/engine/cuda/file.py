@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from mmap import ACCESS_READ, mmap
@@ -14,35 +14,47 @@ import onnx
 
 from qdqbench.quantize.engine.cuda.compile import compile_kernels, find_products, get_version
 from qdqbench.quantize.engine.cuda.match import match_graph
-from qdqbench.quantize.engine.cuda.names import CAPABILITY
+from qdqbench.quantize.engine.cuda.names import choose_targets, is_ptx
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Linear, Norm, Operation, Plan
-from qdqbench.quantize.engine.cuda.reader import CUBIN, TYPES, EngineFile, check_symbols, parse_engine
+from qdqbench.quantize.engine.cuda.reader import CODE, TYPES, EngineFile, check_symbols, parse_engine
 from qdqbench.quantize.engine.layers import ATTENTION
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import QdqError, UserError
 
-_PRODUCTS = {"gemm": {"IGMMA"}, "attention": {"IMMA"}}  # instructions by source file
+_PRODUCTS = {"gemm": {"IGMMA"}, "gemm_mma": {"IMMA"}, "attention": {"IMMA"}}  # instructions by source file
 _TYPES = {"int8": "Int8", "fp16": "Half"}
 
 
-def build_file(model: onnx.ModelProto) -> tuple[bytes, list[LayerRow], float]:
-    """Return an engine file, the layer table that its plan proves, and the seconds that it took.
+def build_file(
+    model: onnx.ModelProto, wanted: Sequence[str] = (), here: str | None = None
+) -> tuple[bytes, list[LayerRow], list[str], float]:
+    """Return an engine file, the layer table that its plan proves, its targets, and the seconds it took.
+
+    Args:
+        wanted: targets, by compute capability; none: the GPU that is `here`, or all.
 
     Raises:
-        UserError: a node that no kernel covers.
+        UserError: a node that no kernel covers, or a target that cannot be built.
         MissingDevice: NVRTC is not installed.
     """
     started = time.perf_counter()
     plan, arrays = pack(match_graph(model))
-    cubins = compile_kernels(plan)
-    check_symbols(plan, cubins)
-    _check_products(cubins)
-    stored = {f"{CUBIN}{name}": np.frombuffer(cubin, np.uint8) for name, cubin in cubins.items()}
-    told = {"qdqbench": metadata.version("qdqbench"), "version": get_version(), "capability": CAPABILITY}
+    targets = choose_targets(wanted, here, plan)
+    codes = compile_kernels(plan, targets)
+    check_symbols(plan, codes)
+    for target in targets:
+        if not is_ptx(target):  # that has no instructions of a GPU
+            _check_products(codes[target.name])
+    stored = {
+        f"{CODE}{target}.{source}": np.frombuffer(code, np.uint8)
+        for target, sources in codes.items()
+        for source, code in sources.items()
+    }
+    told = {"qdqbench": metadata.version("qdqbench"), "version": get_version()}
     data = write_safetensors(arrays | stored, told | {"plan": json.dumps(asdict(plan))})
-    return data, list_rows(plan), time.perf_counter() - started
+    return data, list_rows(plan), [*codes], time.perf_counter() - started
 
 
 def write_safetensors(arrays: Mapping[str, Array], told: Mapping[str, str]) -> bytes:
@@ -60,7 +72,7 @@ def write_safetensors(arrays: Mapping[str, Array], told: Mapping[str, str]) -> b
 
 
 def read_file(path: Path) -> EngineFile:
-    """Read an engine file; UserError where it is damaged, or of another version or GPU."""
+    """Read an engine file; UserError where it is damaged, or of another version."""
     if not path.is_file():  # a pipe would wait for its writer
         raise UserError(f"{path} is no regular file; give an engine")
     try:

@@ -7,6 +7,7 @@ import numpy as np
 
 from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, Kernel, Signature
 from qdqbench.quantize.engine.cuda.file import list_rows, read_file
+from qdqbench.quantize.engine.cuda.names import Target
 from qdqbench.quantize.engine.cuda.plan import Plan
 from qdqbench.quantize.engine.cuda.runtime import CudaEngine, load_engine
 from qdqbench.quantize.utils.arrays import Array
@@ -23,7 +24,7 @@ def load_kernels(path: Path) -> tuple["CudaModel", int]:
 
     file = read_file(path)
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
-    engine = load_engine(file, CudaModel)
+    engine = load_engine(file, CudaModel, path.with_name(f"{path.name}.tiles.json"))
     return engine, max(0, free - torch.cuda.mem_get_info()[0])
 
 
@@ -38,8 +39,15 @@ def sign_inputs(plan: Plan) -> dict[str, Signature]:
 class CudaModel(CudaEngine, CompiledModel):
     """An engine with signatures and a layer table."""
 
-    def __init__(self, plan: Plan, arrays: Mapping[str, Array], cubins: Mapping[str, bytes]) -> None:
-        super().__init__(plan, arrays, cubins)
+    def __init__(
+        self,
+        plan: Plan,
+        arrays: Mapping[str, Array],
+        codes: Mapping[str, bytes],
+        target: Target,
+        tiles: Path | None = None,
+    ) -> None:
+        super().__init__(plan, arrays, codes, target, tiles)
         self.inputs = sign_inputs(plan)
         self.outputs = [*(answer.name for answer in plan.head.answers), *plan.states]
         self._lanes = [self.run]

@@ -1,29 +1,90 @@
 """Names of the kernels that a plan launches, and the sizes that they are compiled for."""
 
 import re
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Head, Linear, Norm, Operation, Plan, Quantize
+from qdqbench.quantize.utils.errors import UserError
 
 
 class Tile(NamedTuple):
-    """Part of a GEMM that a block makes at once, the stages of its loads, and whether its weights stay."""
+    """Part of a GEMM that a block makes at once, the stages of its loads, and whether its weights stay.
+
+    Those of mma.sync have more: channels of K of a stage, warps down and across, blocks that a multiprocessor
+    holds, and whether a GEMM of few tiles may have `parts` of K summed by different blocks.
+    """
 
     m: int
     n: int
     stages: int
     stationary: bool = False
+    k: int = 128
+    warps: tuple[int, int] = (1, 1)
+    blocks: int = 1
+    splits: bool = False
+    parts: int = 1
 
     def __str__(self) -> str:
         return f"{self.m}_{self.n}" + ("_stationary" if self.stationary else "")
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that a block of mma.sync takes."""
+        return self.stages * (self.m + self.n) * self.k + (16 if self.splits else 0)
+
+
+class Target(NamedTuple):
+    """GPUs that kernels are compiled for, and what differs between them."""
+
+    name: str  # compute capability; of PTX, which the driver compiles where no other fits, with a suffix
+    code: str  # what NVRTC compiles for
+    tiles: tuple[Tile, ...]
+    shared: int  # bytes of shared memory that a block can have
+    wgmma: bool = False  # the GEMM of gemm.cu, else that of gemm_mma.cu
+    early: bool = False  # a kernel may start before the previous one ends
+    half_attention: bool = True  # PyTorch has FP16 attention of packed rows there
 
 
 TILES = Tile(128, 128, 5), Tile(64, 128, 8), Tile(64, 64, 12)
 STATIONARY = Tile(128, 128, 5, stationary=True)
 _MOST_STATIONARY = 1024  # channels of K: their weights and the stages fill the shared memory
+_KB = 1024
+
+
+_SMALL = (
+    Tile(64, 64, 3, warps=(2, 1), blocks=2, splits=True),
+    Tile(32, 64, 4, warps=(2, 1), blocks=2, splits=True),
+)
+# Measured on one H200; those of 100 KB are the best of what fits there
+_OF_164_KB = (
+    Tile(128, 128, 2, warps=(2, 2), blocks=2),
+    Tile(64, 128, 4, k=64, warps=(2, 2), blocks=3),
+    *(tile._replace(blocks=3) for tile in _SMALL),
+)
+_OF_100_KB = (
+    Tile(128, 256, 4, k=64, warps=(2, 4)),
+    Tile(128, 128, 3, k=64, warps=(2, 2), blocks=2),
+    Tile(64, 128, 4, k=64, warps=(2, 2), blocks=2),
+    *_SMALL,
+)
+_OF_TURING = (
+    Tile(128, 128, 2, k=64, warps=(4, 2)),
+    Tile(64, 64, 2, k=64, warps=(4, 1), blocks=2, splits=True),
+)
+TARGETS = (
+    Target("7.5", "sm_75", _OF_TURING, 64 * _KB, half_attention=False),
+    Target("8.0", "sm_80", _OF_164_KB, 163 * _KB),
+    Target("8.6", "sm_86", _OF_100_KB, 99 * _KB),
+    Target("8.9", "sm_89", _OF_100_KB, 99 * _KB),
+    Target("9.0", "sm_90a", TILES, 227 * _KB, wgmma=True, early=True),
+    Target("12.0", "sm_120", _OF_100_KB, 99 * _KB, early=True),
+    Target("8.0+PTX", "compute_80", _OF_100_KB, 99 * _KB),
+)
+NAMES = tuple(target.name for target in TARGETS)
+_REFUSED = {"10.3": "it has few INT8 units (0.15 POPS), so FP16 is faster there"}
 MOST_CODES = 3  # that a kernel of norm.cu writes
 NORM_PARTS = 3, 6, 8  # of 128 channels each
-CAPABILITY = "9.0"
 ATTENTION_SIZES = (32, 64)  # of heads in INT8
 LINEAR_STEP = 16  # channels of INT8 linears are a multiple of it
 
@@ -34,9 +95,10 @@ def gemm_name(operation: Linear, plan: Plan) -> str:
     return f"{operation.activation or 'none'}_{residual or 'none'}_{output}"
 
 
-def list_tiles(operation: Linear) -> tuple[Tile, ...]:
+def list_tiles(operation: Linear, target: Target) -> tuple[Tile, ...]:
     """Return the tiles that a GEMM has kernels for. With a residual, weights that stay save nothing."""
-    return TILES if operation.residual is not None else (*TILES, STATIONARY)
+    stays = target.wgmma and operation.residual is None
+    return (*target.tiles, STATIONARY) if stays else target.tiles
 
 
 def fits_stationary(k: int) -> bool:
@@ -69,16 +131,16 @@ def has_dense(operation: Head) -> bool:
     return operation.pooling != "tokens" and any(step.kind == "dense" for step in operation.steps)
 
 
-def list_kernels(plan: Plan) -> set[str]:
+def list_kernels(plan: Plan, target: Target) -> set[str]:
     """Return the names of all kernels that a plan may launch: GEMMs have one for each tile."""
-    named = (name for operation in plan.operations for name in _list_names(operation, plan))
+    named = (name for operation in plan.operations for name in _list_names(operation, plan, target))
     return set(named)
 
 
-def _list_names(operation: Operation, plan: Plan) -> list[str]:
+def _list_names(operation: Operation, plan: Plan, target: Target) -> list[str]:
     match operation:
         case Linear(weight="int8"):
-            return [f"gemm_{tile}_{gemm_name(operation, plan)}" for tile in list_tiles(operation)]
+            return [f"gemm_{tile}_{gemm_name(operation, plan)}" for tile in list_tiles(operation, target)]
         case Attention(probability_multiplier=float()):
             return [f"attention_{attention_name(operation, plan)}_{form}" for form in ("short", "long")]
         case Embed() | Norm():
@@ -89,6 +151,70 @@ def _list_names(operation: Operation, plan: Plan) -> list[str]:
     return ["quantize"] if codes else []
 
 
-def find_symbols(cubin: bytes) -> set[str]:
-    """Return the kernels of a cubin: an ELF file has a section for the code of each."""
-    return {name.decode() for name in re.findall(rb"\0\.text\.(\w+)(?=\0)", cubin)}
+def find_symbols(code: bytes) -> set[str]:
+    """Return the kernels of a cubin, whose ELF file has a section for the code of each, or of PTX."""
+    return {name.decode() for name in re.findall(rb"(?:\0\.text\.|\.entry )(\w+)(?=[\0(])", code)}
+
+
+def find_target(capability: str, built: Collection[str] = NAMES) -> Target | None:
+    """Return what a GPU takes of targets: the newest of its major version that it has, else PTX, or None."""
+    here = _parse(capability) if capability not in _REFUSED else (0, 0)
+    targets = [target for target in TARGETS if target.name in built and _parse(target.name) <= here]
+    own = [target for target in targets if not is_ptx(target) and _parse(target.name)[0] == here[0]]
+    return own[-1] if own else next(filter(is_ptx, targets), None)
+
+
+def explain_misfit(capability: str, built: Collection[str] = NAMES) -> str:
+    """Return why a GPU takes none of these targets, and what would do."""
+    if why := _REFUSED.get(capability):
+        return f"backend cuda does not run on compute capability {capability}: {why}; take tensorrt"
+    if find_target(capability) is None:
+        return f"backend cuda runs on compute capability {NAMES[0]} and newer, and this GPU has {capability}"
+    return (
+        f"the engine is for compute capability {', '.join(built)}, and this GPU has {capability}; build it "
+        f"with --target {capability}"
+    )
+
+
+def choose_targets(wanted: Sequence[str], here: str | None, plan: Plan) -> tuple[Target, ...]:
+    """Return what an engine is built for: what is wanted, else for the GPU that is here, else all.
+
+    Raises:
+        UserError: a target that there is not, or one that lacks what the plan needs.
+    """
+    halves = [
+        each.name
+        for each in plan.operations
+        if isinstance(each, Attention) and each.probability_multiplier is None
+    ]
+    own = [here] if here is not None and (find_target(here) or here in _REFUSED) else []
+    found = [_read_target(name) for name in wanted or own]
+    if halves and (lacking := [target.name for target in found if not target.half_attention]):
+        raise UserError(
+            f"PyTorch has no kernel for {halves[0]}, which is FP16 attention, on compute capability "
+            f"{', '.join(lacking)}; take a recipe with INT8 attention, or tensorrt"
+        )
+    return tuple(
+        target
+        for target in TARGETS
+        if target in found or (not found and (target.half_attention or not halves))
+    )
+
+
+def _read_target(name: str) -> Target:
+    known = next((target for target in TARGETS if target.name == name), None)
+    if known is not None:
+        return known
+    if not re.fullmatch(r"\d+\.\d", name):
+        raise UserError(f"backend cuda builds for compute capability {', '.join(NAMES)}, not {name[:20]!r}")
+    if (known := find_target(name)) is None:
+        raise UserError(explain_misfit(name))
+    return known
+
+
+def _parse(name: str) -> tuple[int, ...]:
+    return tuple(map(int, name.partition("+")[0].split(".")))
+
+
+def is_ptx(target: Target) -> bool:
+    return target.code.startswith("compute")

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qdqbench.quantize.engine.cuda.check import check_arrays, require_kernels
-from qdqbench.quantize.engine.cuda.names import CAPABILITY, find_symbols, list_kernels
+from qdqbench.quantize.engine.cuda.names import TARGETS, find_symbols, list_kernels
 from qdqbench.quantize.engine.cuda.plan import Head, Plan, parse
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import QdqError, UserError
 
-CUBIN = "cubin."  # before the name of a source file
+CODE = "code."  # before a target and the name of a source file
 _MOST_HEADER = 4 << 20  # bytes; BERT-large's has half a million, its plan included
 TYPES = {"I8": np.int8, "U8": np.uint8, "F16": np.float16, "F32": np.float32}
 
@@ -22,11 +22,11 @@ TYPES = {"I8": np.int8, "U8": np.uint8, "F16": np.float16, "F32": np.float32}
 class EngineFile(NamedTuple):
     plan: Plan
     arrays: dict[str, Array]  # views of the file
-    cubins: dict[str, bytes]  # by the name of their source file
+    codes: dict[str, dict[str, bytes]]  # cubins or PTX, by target and source file
 
 
 def parse_engine(data: bytes | mmap, name: object, version: str) -> EngineFile:
-    """Return the parts of an engine file; UserError where it is damaged, or of another version or GPU."""
+    """Return the parts of an engine file; UserError where it is damaged, or of another version."""
     again = "build it again, or take backend tensorrt_rtx or tensorrt"
     try:
         size = int.from_bytes(data[:8], "little")
@@ -34,29 +34,29 @@ def parse_engine(data: bytes | mmap, name: object, version: str) -> EngineFile:
             raise ValueError(f"a header of {size} bytes")
         header = _read_json(data[8 : 8 + size].decode())
         told = {**header.pop("__metadata__", {})}
-        needed = {"version": version, "capability": CAPABILITY}
-        other = next((key for key in needed if told.get(key) != needed[key]), None)
-        if other is None:
+        other = told.get("version") != version
+        if not other:
             arrays = _find_arrays(header, memoryview(data)[8 + size :])
             plan = parse(Plan, _read_json(told["plan"]))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, UserError) as error:
         why = _shown(error)[:100]
         raise UserError(f"{name} is no whole engine of backend cuda ({why}); {again}") from error
-    if other is not None:
-        found = _shown(told.get(other))[:40]
-        raise UserError(f"{name} has {other} {found}, and this one is {needed[other]}; {again}")
+    if other:
+        found = _shown(told.get("version"))[:40]
+        raise UserError(f"{name} has version {found}, and this one is {version}; {again}")
     if not plan.operations or not isinstance(plan.operations[-1], Head):
         raise UserError(f"{name} has a plan that ends without a head; {again}")
-    cubins = {
-        key.removeprefix(CUBIN): arrays.pop(key).tobytes() for key in [*arrays] if key.startswith(CUBIN)
-    }
+    codes: dict[str, dict[str, bytes]] = {}
+    for key in [key for key in arrays if key.startswith(CODE)]:
+        target, _, source = key.removeprefix(CODE).rpartition(".")
+        codes.setdefault(target, {})[source] = arrays.pop(key).tobytes()
     try:
         check_arrays(plan, arrays)
         require_kernels(plan)
-        check_symbols(plan, cubins)
+        check_symbols(plan, codes)
     except QdqError as error:
         raise type(error)(_shown(error)) from error
-    return EngineFile(plan, arrays, cubins)
+    return EngineFile(plan, arrays, codes)
 
 
 def _read_json(text: str) -> Any:
@@ -91,8 +91,14 @@ def _find_arrays(header: Mapping[str, Any], data: memoryview) -> dict[str, Array
     return arrays
 
 
-def check_symbols(plan: Plan, cubins: Mapping[str, bytes]) -> None:
-    """Raise QdqError where a kernel that the plan launches is in no cubin."""
-    there = {name for cubin in cubins.values() for name in find_symbols(cubin)}
-    if missing := list_kernels(plan) - there:
-        raise QdqError(f"no cubin holds the kernels {', '.join(sorted(missing))}; build the engine again")
+def check_symbols(plan: Plan, codes: Mapping[str, Mapping[str, bytes]]) -> None:
+    """Raise QdqError where a kernel that the plan launches is not in the code of a target."""
+    targets = {target.name: target for target in TARGETS}
+    if not codes or codes.keys() - targets:
+        raise QdqError(f"the engine is for {', '.join(sorted(codes)) or 'no GPU'}; build the engine again")
+    for name, sources in codes.items():
+        there = {symbol for code in sources.values() for symbol in find_symbols(code)}
+        if missing := list_kernels(plan, targets[name]) - there:
+            raise QdqError(
+                f"the code for {name} lacks the kernels {', '.join(sorted(missing))}; build the engine again"
+            )

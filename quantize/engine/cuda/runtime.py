@@ -1,11 +1,12 @@
-"""Run a plan on a Hopper GPU: token-packed buffers, and a CUDA graph for each bucket of tokens and rows."""
+"""Run a plan on a GPU: token-packed buffers, and a CUDA graph for each bucket of tokens and rows."""
 
 import ctypes as c
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,18 +18,18 @@ from qdqbench.quantize.engine.cuda.driver import (
     GemmArguments,
     Kernels,
     NormArguments,
+    SplitArguments,
     TableArguments,
     map_tiles,
 )
 from qdqbench.quantize.engine.cuda.names import (
-    CAPABILITY,
     NORM_PARTS,
-    STATIONARY,
-    TILES,
+    Target,
     Tile,
     attention_name,
     count_parts,
-    fits_stationary,
+    explain_misfit,
+    find_target,
     gemm_name,
     list_tiles,
     norm_name,
@@ -45,6 +46,15 @@ from qdqbench.quantize.engine.cuda.plan import (
     Quantized,
 )
 from qdqbench.quantize.engine.cuda.reader import EngineFile
+from qdqbench.quantize.engine.cuda.tiles import (
+    MOST_ITEMS,
+    TileFile,
+    choose_tile,
+    guess_form,
+    list_forms,
+    round_size,
+    time_launches,
+)
 from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_rows, pack_tokens, spread
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.capture import capture_graph
@@ -53,17 +63,12 @@ from qdqbench.quantize.utils.errors import MissingDevice, QdqError
 _DENSE_ROWS, _DENSE_CHANNELS = 256, 1024  # at most, of a dense step in head.cu; PyTorch takes all others
 _ACTIVATIONS = ["none", "tanh", "relu", "sigmoid", "gelu", "gelu_tanh"]  # as head.cu numbers them
 _ALIGN = 64  # tokens: an attention block's
-# us on one H200 of a block's first tile and of each further one, which the first hides in part: fixed, and
-# for each 128 of K
-_COSTS = dict(
-    zip(TILES, [(2.2, 0.33, -0.3, 0.42), (2.2, 0.155, 0.7, 0.28), (2.0, 0.106, 0.05, 0.16)], strict=True)
-)
-_LEAST_STATIONARY = 5  # tiles of a block; with fewer, loading the weights first costs more than it saves
 # Of a multiprocessor, as LEAST_BLOCKS in norm.cu. A block takes four tokens at a time.
 _NORM_BLOCKS = dict(zip(NORM_PARTS, (7, 4, 8), strict=True))
 _KEYS = 128  # of a step of an attention block
 _MOST_KEYS = 4 * _KEYS  # that it holds in shared memory
 _WINDOW = 64  # tokens of an attention block
+_TIMED = 8  # launches of a GEMM, each with other weights, and three times
 _MOST_GRAPHS = 1024  # more than a server prepares for batches of 128 rows of up to 512 tokens
 PACKED = "packed"  # the one input of what is bound
 _MARK = "plan: "  # before the name of an operation in a profile
@@ -98,31 +103,16 @@ def bound_reach(longest: int) -> int:
     return min(-(-(_WINDOW + 2 * (longest - 1)) // _KEYS) * _KEYS, _MOST_KEYS)
 
 
+def fit_attention(heads: int, reach: int, size: int) -> int:
+    """Return the bytes of shared memory that an attention block takes for its heads and keys."""
+    return (_WINDOW + 2 * reach + 4) * size * (2 if heads > 1 else 1)
+
+
 def choose_heads(tokens: int, heads: int, reach: int, longest: int, multiprocessors: int) -> int:
     """Return how many heads an attention block takes: several where loads, not sums, bound it."""
     most = 4 if reach == _KEYS else 2 if longest <= _WINDOW else 1
     blocks = -(-tokens // _WINDOW) * heads
     return max(1, min(most, blocks // (6 * multiprocessors)))
-
-
-def choose_tile(m: int, n: int, k: int, multiprocessors: int, tiles: Sequence[Tile]) -> Tile:
-    """Return the tile that is expected to be fastest, of those that a GEMM has.
-
-    Weights that stay save power, not cycles. Power bounds the clock of a GPU under load.
-    """
-
-    def count(tile: Tile) -> int:
-        return math.ceil(m / tile.m) * math.ceil(n / tile.n)
-
-    def cost(tile: Tile) -> float:
-        first, first_k, more, more_k = _COSTS[tile]
-        waves, steps = math.ceil(count(tile) / multiprocessors), k / 128
-        return first + first_k * steps + (waves - 1) * (more + more_k * steps)
-
-    fastest = min(TILES, key=cost)
-    stays = STATIONARY in tiles and fits_stationary(k)
-    enough = count(STATIONARY) >= _LEAST_STATIONARY * multiprocessors
-    return STATIONARY if fastest == TILES[0] and stays and enough else fastest
 
 
 def launch_gemm(  # noqa: PLR0913, PLR0917
@@ -141,6 +131,26 @@ def launch_gemm(  # noqa: PLR0913, PLR0917
     shared = 128 * (tile.stages * tile.m + weights * tile.n) + 16 * tile.stages + columns + 1024
     arguments = [map_tiles(source, tile.m), map_tiles(weight, tile.n), call]
     kernels.launch(f"gemm_{tile}_{instance}", (grid, 1), 384, arguments, shared)
+
+
+def launch_mma_gemm(  # noqa: PLR0913, PLR0917
+    kernels: Kernels,
+    instance: str,
+    tile: Tile,
+    multiprocessors: int,
+    source: Any,
+    weight: Any,
+    scratch: Any,
+    call: GemmArguments,
+) -> None:
+    """Launch an instance of gemm_mma.cu on INT8 [M, K] and [N, K], with room for sums of parts of K."""
+    count = -(-call.m // tile.m) * -(-call.n // tile.n)
+    grid = min(tile.blocks * multiprocessors, count * tile.parts)
+    done = scratch.data_ptr()
+    split = SplitArguments(done, done + 4 * MOST_ITEMS * multiprocessors, tile.parts)
+    arguments = [c.c_void_p(source.data_ptr()), c.c_void_p(weight.data_ptr()), split, call]
+    block = 32 * tile.warps[0] * tile.warps[1]
+    kernels.launch(f"gemm_{tile}_{instance}", (grid, 1), block, arguments, tile.shared)
 
 
 def permute_rows(n: int, run: int) -> Array:
@@ -165,29 +175,32 @@ class _Rows:
     bounds: Any
     longest: int
     reach: int
+    scratch: Any  # int32, 0: of GEMMs of few tiles
     given: dict[str, Any] = field(default_factory=dict)  # FP16 [T, H] each
 
 
 Loaded = TypeVar("Loaded", bound="CudaEngine")
 
 
-def load_engine(file: EngineFile, kind: type[Loaded]) -> Loaded:
-    """Return an engine on the current GPU; MissingDevice without one that it is for, or an old driver."""
+def load_engine(file: EngineFile, kind: type[Loaded], tiles: Path | None = None) -> Loaded:
+    """Return an engine on the current GPU; MissingDevice without one that it is for, or an old driver.
+
+    Args:
+        tiles: a file that keeps the tiles that were fastest; it only saves time.
+    """
     import torch
 
     if not torch.cuda.is_available():
         raise MissingDevice(
-            f"backend cuda runs on a GPU of compute capability {CAPABILITY}, and torch shows no GPU; install "
-            "torch for CUDA where there is one"
+            f"backend cuda runs on a GPU of compute capability {', '.join(file.codes)}, and torch shows no "
+            "GPU; install torch for CUDA where there is one"
         )
     capability = ".".join(map(str, torch.cuda.get_device_capability()))
-    if capability != CAPABILITY:
-        raise MissingDevice(
-            f"backend cuda runs on compute capability {CAPABILITY}, and this GPU has {capability}; take "
-            "tensorrt_rtx or tensorrt"
-        )
+    target = find_target(capability, file.codes)
+    if target is None:
+        raise MissingDevice(explain_misfit(capability, file.codes))
     try:
-        return kind(*file)
+        return kind(file.plan, file.arrays, file.codes[target.name], target, tiles)
     except QdqError as error:
         raise MissingDevice(f"the kernels cannot be loaded here ({error}); update the driver") from error
 
@@ -229,22 +242,39 @@ class CudaEngine:
 
     device = "cuda"
 
-    def __init__(self, plan: Plan, arrays: Mapping[str, Array], cubins: Mapping[str, bytes]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        arrays: Mapping[str, Array],
+        codes: Mapping[str, bytes],
+        target: Target,
+        tiles: Path | None = None,
+    ) -> None:
         import torch
 
-        self.plan, self.arrays = plan, arrays
-        self._load(cubins)
+        self.plan, self.arrays, self.target = plan, arrays, target
+        self._load(codes)
+        self._tiles = TileFile(tiles, codes, target)
         self._arrays = {name: torch.from_numpy(array).to(self.device) for name, array in self._prepared()}
+        self._scratch = self._make_scratch()
         self._last = {name: number for number, each in enumerate(plan.operations) for name in each.reads}
         self._graphs: OrderedDict[tuple[int, int, int, int], tuple[Any, Any, dict[str, Any]]] = OrderedDict()
         self.ran: Tokens | None = None
 
-    def _load(self, cubins: Mapping[str, bytes]) -> None:
+    def _load(self, codes: Mapping[str, bytes]) -> None:
         import torch
 
-        self._kernels = Kernels([*cubins.values()])
+        self._kernels = Kernels([*codes.values()], self.target.early)
         self._multiprocessors = torch.cuda.get_device_properties().multi_processor_count
         self._pool = torch.cuda.graph_pool_handle()
+
+    def _make_scratch(self) -> Any:
+        """Return room for the sums of parts of GEMMs that run one after the other, and their counts."""
+        import torch
+
+        items = 0 if self.target.wgmma else MOST_ITEMS * self._multiprocessors
+        most = max((each.m * each.n for each in self.target.tiles if each.splits), default=0)
+        return torch.zeros(items * (1 + most), dtype=torch.int32, device=self.device)
 
     def _prepared(self) -> Iterator[tuple[str, Array]]:
         """Yield arrays as the kernels read them: rows of INT8 weights permuted, channels in groups of 64."""
@@ -344,7 +374,7 @@ class CudaEngine:
         else:
             while len(self._graphs) >= _MOST_GRAPHS:
                 self._graphs.popitem(last=False)
-            self._graphs[key] = self._capture(*key, self._pool)
+            self._graphs[key] = self._capture(*key, self._pool, self._scratch)
         return self._graphs[key]
 
     def unpack(self, tokens: Tokens, answers: Mapping[str, Any]) -> dict[str, Array]:
@@ -358,7 +388,8 @@ class CudaEngine:
         import torch
 
         pool = torch.cuda.graph_pool_handle()  # graphs of one pool must not run at once
-        graph, (_, _, device), answers = self._capture(tokens, rows, longest, reach, pool)
+        scratch = self._make_scratch()
+        graph, (_, _, device), answers = self._capture(tokens, rows, longest, reach, pool, scratch)
         torch.cuda.synchronize()
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         return BoundTokens({PACKED: device}, answers, stream, graph)
@@ -375,17 +406,20 @@ class CudaEngine:
             padded = np.zeros((bucket, state.shape[1]), np.float16)
             padded[: len(state)] = state
             given[name] = torch.from_numpy(padded).to(self.device)
-        return _split(torch.from_numpy(host).to(self.device), bucket, longest, reach, given)
+        device = torch.from_numpy(host).to(self.device)
+        return _split(device, bucket, longest, reach, self._scratch, given)
 
-    def _capture(
-        self, tokens: int, rows: int, longest: int, reach: int, pool: Any
+    def _capture(  # noqa: PLR0913, PLR0917
+        self, tokens: int, rows: int, longest: int, reach: int, pool: Any, scratch: Any
     ) -> tuple[Any, Any, dict[str, Any]]:
         import torch
 
+        if not self.target.wgmma:
+            self._time_tiles(tokens)
         host = torch.zeros(5 * tokens + rows + 1, dtype=torch.int32).pin_memory()
         fill(host.numpy(), None, tokens, rows)
         device = host.cuda()
-        inputs = _split(device, tokens, longest, reach)
+        inputs = _split(device, tokens, longest, reach, scratch)
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -421,7 +455,7 @@ class CudaEngine:
             case Quantize():
                 self._quantize(operation, values)
             case Linear():
-                self._linear(operation, values)
+                self._linear(operation, values, rows)
             case Attention():
                 self._attention(operation, values, rows)
             case Head():
@@ -477,27 +511,70 @@ class CudaEngine:
         self._kernels.launch("quantize", (-(-source.numel() // 1024), 1), 256, arguments)
         return made
 
-    def _linear(self, operation: Linear, values: dict[str, Any]) -> None:
+    def _gemm(  # noqa: PLR0913, PLR0917
+        self, operation: Linear, source: Any, residual: Any, made: Any, scratch: Any, form: Tile | None = None
+    ) -> None:
+        """Launch the GEMM of a linear operation, by a tile or by the one that is expected to be fastest."""
+        name, weight = operation.name, self._arrays[f"{operation.name}.weight"]
+        sizes = m, n, k = len(source), made.shape[1], weight.shape[1]
+        factor = f"{operation.output}.multiplier" if operation.residual is None else f"{name}.residual"
+        call = GemmArguments(
+            self._at(f"{name}.scale"),
+            self._at(f"{name}.bias"),
+            self._at(factor) if factor in self._arrays else None,
+            None if residual is None else residual.data_ptr(),
+            made.data_ptr(),
+        )
+        call.m, call.n, call.k, call.center = m, n, k, operation.center
+        tiles, count = list_tiles(operation, self.target), self._multiprocessors
+        launch = self._kernels, gemm_name(operation, self.plan)
+        if self.target.wgmma:
+            tile = choose_tile(*sizes, count, tiles)
+            launch_gemm(*launch, tile, count, source, weight, call)
+        else:
+            tile = form or self._tiles.get(launch[1], *sizes, count) or guess_form(*sizes, count, tiles)
+            launch_mma_gemm(*launch, tile, count, source, weight, scratch, call)
+
+    def _time_tiles(self, tokens: int) -> None:
+        """Find the fastest tile of each GEMM that was not timed at this size. All make the same bits."""
+        import torch
+
+        tokens = round_size(tokens)
+        groups: dict[tuple[str, int, int, int], list[Linear]] = {}
+        for each in self.plan.operations:
+            if isinstance(each, Linear) and each.weight == "int8":
+                weight = self._arrays[f"{each.name}.weight"]
+                sizes = tokens, self.plan.tensors[each.output].width, weight.shape[1]
+                groups.setdefault((gemm_name(each, self.plan), *sizes), []).append(each)
+        new = {
+            key: alike[:_TIMED]
+            for key, alike in groups.items()
+            if self._tiles.get(*key, self._multiprocessors) is None
+        }
+        for (instance, m, n, k), alike in new.items():
+            source = torch.randint(-127, 128, (m, k), dtype=torch.int8, device=self.device)
+            residual = None if alike[0].residual is None else self._make(alike[0].residual, m).zero_()
+            made, scratch = self._make(alike[0].output, m), self._make_scratch()
+            times: dict[Tile, float] = {}
+            for tile in list_forms(m, n, k, self._multiprocessors, self.target.tiles):
+
+                def launch(tile: Tile = tile) -> None:
+                    for operation in alike:  # noqa: B023  it runs here
+                        self._gemm(operation, source, residual, made, scratch, tile)  # noqa: B023
+
+                times[tile] = time_launches(launch)
+            self._tiles.add(min(times, key=times.__getitem__), instance, m, n, k)
+        if new:
+            self._tiles.keep()
+
+    def _linear(self, operation: Linear, values: dict[str, Any], rows: _Rows) -> None:
         from torch.nn import functional
 
         name, source = operation.name, values[operation.input]
         residual = None if operation.residual is None else values[operation.residual]
         if operation.weight == "int8":
             made = values[operation.output] = self._make(operation.output, len(source))
-            weight = self._arrays[f"{name}.weight"]
-            m, n, k = len(source), made.shape[1], weight.shape[1]
-            factor = f"{operation.output}.multiplier" if operation.residual is None else f"{name}.residual"
-            call = GemmArguments(
-                self._at(f"{name}.scale"),
-                self._at(f"{name}.bias"),
-                self._at(factor) if factor in self._arrays else None,
-                None if residual is None else residual.data_ptr(),
-                made.data_ptr(),
-            )
-            call.m, call.n, call.k, call.center = m, n, k, operation.center
-            tile = choose_tile(m, n, k, self._multiprocessors, list_tiles(operation))
-            instance = gemm_name(operation, self.plan)
-            launch_gemm(self._kernels, instance, tile, self._multiprocessors, source, weight, call)
+            self._gemm(operation, source, residual, made, rows.scratch)
             return
         x: Any = functional.linear(source, self._arrays[f"{name}.weight"], self._arrays[f"{name}.bias"])
         if operation.activation is not None:
@@ -539,15 +616,18 @@ class CudaEngine:
             self._at(f"{operation.name}.scale"),
             made.data_ptr(),
         )
-        call.most, call.scale = rows.reach, operation.score_scale * math.log2(math.e)
-        call.heads = choose_heads(tokens, heads, rows.reach, rows.longest, self._multiprocessors)
+        reach = rows.reach
+        while fit_attention(1, reach, size) > self.target.shared:
+            reach -= _KEYS
+        call.most, call.scale = reach, operation.score_scale * math.log2(math.e)
+        call.heads = choose_heads(tokens, heads, reach, rows.longest, self._multiprocessors)
+        if fit_attention(call.heads, reach, size) > self.target.shared:
+            call.heads = 1
         call.unit = operation.probability_multiplier
         call.tokens, call.hidden, call.pitch = tokens, hidden, sources[0].stride(0)
         grid = -(-tokens // _WINDOW), -(-heads // call.heads)
-        shared = (_WINDOW + 2 * rows.reach + 4) * size * (2 if call.heads > 1 else 1)
-        kernel = (
-            f"attention_{attention_name(operation, self.plan)}_{'short' if rows.reach == _KEYS else 'long'}"
-        )
+        shared = fit_attention(call.heads, reach, size)
+        kernel = f"attention_{attention_name(operation, self.plan)}_{'short' if reach == _KEYS else 'long'}"
         self._kernels.launch(kernel, grid, 128, [call], shared)
 
     def _head(self, operation: Head, values: dict[str, Any], rows: _Rows) -> dict[str, Any]:
@@ -619,10 +699,13 @@ class CudaEngine:
         return int(self._arrays[name].data_ptr())
 
 
-def _split(device: Any, bucket: int, longest: int, reach: int, given: dict[str, Any] | None = None) -> _Rows:
+def _split(  # noqa: PLR0913, PLR0917
+    device: Any, bucket: int, longest: int, reach: int, scratch: Any, given: dict[str, Any] | None = None
+) -> _Rows:
     """Return the parts of a buffer that `fill` filled."""
     ids, positions, types, start, end = device[: 5 * bucket].view(5, bucket)
-    return _Rows(ids, positions, types, start, end, device[5 * bucket :], longest, reach, given or {})
+    bounds = device[5 * bucket :]
+    return _Rows(ids, positions, types, start, end, bounds, longest, reach, scratch, given or {})
 
 
 def fill(staging: Array, tokens: Tokens | None, bucket: int, rows: int) -> None:

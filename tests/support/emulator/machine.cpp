@@ -69,6 +69,10 @@ void copy16(u32 to, const void* from) {
   groups.back().push_back({to, from});
   if (early) std::memcpy(shared_bytes(to, 16), from, 16);
 }
+void copy16_or_zeros(u32 to, const void* from, bool there) {
+  static const u8 zeros[16] = {};
+  copy16(to, there ? from : zeros);
+}
 void copies_commit() { fibers[threadIdx.x].copies.emplace_back(); }
 void copies_done(int but) {
   auto& groups = fibers[threadIdx.x].copies;

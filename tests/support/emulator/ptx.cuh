@@ -4,6 +4,10 @@
 // Threads take turns forwards in some blocks and backwards in others.
 // Tiles of TMA and sums of wgmma are done at once.
 #pragma once
+#ifndef AMPERE
+#define AMPERE 1  // else Turing's way
+#endif
+#define EARLY 1
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -39,6 +43,7 @@ u32 shared_address(const void* p);
 void join(int name, int count);    // a barrier: 0 to 15 of the block, 16 and more of a warp
 void arrive(int name, int count);  // the same without waiting
 void copy16(u32 to, const void* from);
+void copy16_or_zeros(u32 to, const void* from, bool there);
 void copies_commit();
 void copies_done(int but);
 void barrier_init(u32 bar, int count);
@@ -104,6 +109,9 @@ inline u32 codes_of(float a, float b, float c, float d) {
   return r;
 }
 
+inline void put16(u32 to, uint4 v) { std::memcpy(shared_bytes(to, 16), &v, 16); }
+inline void __threadfence() {}
+inline u32 atomicAdd(u32* to, u32 by) { return std::exchange(*to, *to + by); }
 inline void load_tile(u32 to, const TensorMap* map, int x, int y, u32 bar) {
   for (int r = 0; r < map->box; r++)
     for (int chunk = 0; chunk < 8; chunk++) {

@@ -68,14 +68,9 @@ def test_a_library_that_hangs_is_told(tmp_path, monkeypatch):
         ("tensorrt_rtx", Library(version="1.6.1"), CUDA, H100, (True, True, None)),
         ("cuda", ABSENT, CUDA, H100, (False, False, install_command("hopper"))),
         ("cuda", Library(version="0.1.0"), CPU_ONLY, None, (False, True, "ahead of time")),
-        (
-            "cuda",
-            Library(version="0.1.0"),
-            CUDA,
-            L4,
-            (False, True, "L4 has 8.9; take tensorrt_rtx"),
-        ),
-        ("cuda", ABSENT, CUDA, L4, (False, False, "L4 has 8.9; take tensorrt_rtx")),
+        ("cuda", Library(version="0.1.0"), CUDA, L4, (True, True, None)),
+        ("cuda", Library(version="0.1.0"), CUDA, Gpu("B300", "10.3", None), (False, True, "few INT8 units")),
+        ("cuda", ABSENT, CUDA, Gpu("B300", "10.3", None), (False, False, "few INT8 units")),
         ("cuda", Library(version="0.1.0"), CUDA, H100, (True, True, None)),
     ],
 )

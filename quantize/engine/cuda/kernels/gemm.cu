@@ -8,37 +8,17 @@
 // factor[n]; then FP16, or codes round(x), behind an activation round((x - center) * factor[n]). What it reads of
 // columns is in shared memory before a group's turn begins.
 #include "ptx.cuh"
-
-enum Activation { NONE, GELU_TANH, GELU };
-enum Residual { NO_RESIDUAL, HALVES, RESIDUAL_CODES };
-
-struct GemmArguments {
-  const float *scale, *bias, *factor;
-  const void* residual;
-  void* out;
-  int m, n, k;
-  float center;
-};
+#include "epilogue.cuh"
 
 // Of a tile with rows of 128 bytes, swizzled by 128 bytes: 8 rows lie 1,024 bytes apart.
 __device__ inline u64 descriptor(u32 address) { return u64(address >> 4 & 0x3FFF) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
-
-// GELU by tanh takes UNIT * x and gives 2 * UNIT * gelu(x), so that tanh's x * (0.7978845608 + 0.0356774081 * x^2) is
-// two instructions.
-constexpr float UNIT = 0.3292034910f;
-
-template <Activation ACTIVATION> __device__ inline float activate(float x) {
-  if constexpr (ACTIVATION == GELU_TANH) return fmaf(x, tanh_of(x * fmaf(x, x, 2.4236819551f)), x);
-  if constexpr (ACTIVATION == GELU) return 0.5f * x * (1.0f + erff(x * 0.7071067812f));
-  return x;
-}
 
 template <int MI, int TN, int STAGES, bool STATIONARY, Activation ACTIVATION, Residual RESIDUAL, bool CODED>
 __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map, const GemmArguments& call) {
   constexpr int TM = 64 * MI, TK = 128;
   constexpr int A_BYTES = TM * TK, B_BYTES = TN * TK, STAGE = A_BYTES + (STATIONARY ? 0 : B_BYTES);
   constexpr bool SCALED = CODED && ACTIVATION != NONE, FACTOR = SCALED || RESIDUAL == RESIDUAL_CODES;
-  constexpr int RUN = CODED ? 16 : 8, GROUP = 4 * RUN;  // consecutive columns of a thread, of its four
+  constexpr int RUN = RUN_OF<CODED>, GROUP = 4 * RUN;
   extern __shared__ u8 memory[];
   u32 base = (shared_address(memory) + 1023) & ~1023u;
   int n_tiles = (call.n + TN - 1) / TN, m_tiles = (call.m + TM - 1) / TM;
@@ -102,10 +82,9 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
       if constexpr (FACTOR) loaded[2] = call.factor[column];
     };
     auto store = [&](float* to) {
-      constexpr float IN = ACTIVATION == GELU_TANH ? UNIT : 1.0f, OUT = ACTIVATION == GELU_TANH && SCALED ? 0.5f / UNIT : 1.0f;
       if (slot >= TN) return;
-      to[slot] = loaded[0] * IN, to[TN + slot] = loaded[1] * IN;
-      if constexpr (FACTOR) to[2 * TN + slot] = loaded[2] * OUT;
+      to[slot] = loaded[0] * IN<ACTIVATION>, to[TN + slot] = loaded[1] * IN<ACTIVATION>;
+      if constexpr (FACTOR) to[2 * TN + slot] = loaded[2] * OUT<ACTIVATION, CODED>;
     };
     if (mine == 1) turn_give(1);  // the first turn is the first group's
     load(first + mine * step);
@@ -125,14 +104,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
             for (int h = 0; h < 2; h++) {
               size_t r = row + 64 * mi + 8 * h, at = r * call.n + column + g * GROUP;
               if (r >= call.m || column + g * GROUP >= call.n) continue;
-              u32(&w)[4] = words[g][mi][h];
-              if constexpr (RESIDUAL == HALVES) {
-                uint4 v = *(const uint4*)((const char*)call.residual + at * 2);
-                w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-              } else {
-                uint2 v = *(const uint2*)((const char*)call.residual + at);
-                w[0] = v.x, w[2] = v.y;
-              }
+              read_residual<RESIDUAL>(words[g][mi][h], call.residual, at);
             }
       }
       int sums[MI][TN / 2];
@@ -184,8 +156,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
 #pragma unroll
         for (int four = 0; four < RUN / 4; four++) {
           float4 scale = next[0], bias = next[1], factor = next[2];
-          float minus = -call.center * (ACTIVATION == GELU_TANH ? 2 * UNIT : 1.0f);
-          float4 shift = {factor.x * minus, factor.y * minus, factor.z * minus, factor.w * minus};
+          float4 shift = shift_of<ACTIVATION>(factor, call.center);
           if (four < RUN / 4 - 1) read(g * GROUP + 4 * (four + 1));
           else if (g < TN / GROUP - 1) read((g + 1) * GROUP);
 #pragma unroll
@@ -201,20 +172,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
                 x0 = fmaf(x0, factor.x, shift.x), x1 = fmaf(x1, factor.y, shift.y);
                 x2 = fmaf(x2, factor.z, shift.z), x3 = fmaf(x3, factor.w, shift.w);
               } else if constexpr (ACTIVATION == GELU_TANH) x0 *= 0.5f / UNIT, x1 *= 0.5f / UNIT, x2 *= 0.5f / UNIT, x3 *= 0.5f / UNIT;
-              if constexpr (CODED) {
-                words[g][mi][h][four] = codes_of(x0, x1, x2, x3);
-              } else {
-                u32 &w0 = words[g][mi][h][2 * four], &w1 = words[g][mi][h][2 * four + 1];
-                if constexpr (RESIDUAL == HALVES) {
-                  float2 r0 = floats_of(w0), r1 = floats_of(w1);
-                  x0 += r0.x, x1 += r0.y, x2 += r1.x, x3 += r1.y;
-                }
-                if constexpr (RESIDUAL == RESIDUAL_CODES) {
-                  x0 = fmaf(float(i8(w0)), factor.x, x0), x1 = fmaf(float(i8(w0 >> 8)), factor.y, x1);
-                  x2 = fmaf(float(i8(w0 >> 16)), factor.z, x2), x3 = fmaf(float(i8(w0 >> 24)), factor.w, x3);
-                }
-                w0 = half2_of(x0, x1), w1 = half2_of(x2, x3);
-              }
+              finish<RESIDUAL, CODED>(x0, x1, x2, x3, factor, words[g][mi][h], four);
             }
         }
 #pragma unroll

@@ -1,5 +1,7 @@
-// The PTX instructions of Hopper that the kernels share.
+// The PTX instructions that the kernels share, for compute capability 7.5 and newer; what only Hopper has is gemm.cu's.
 #pragma once
+#define AMPERE (__CUDA_ARCH__ >= 800)  // asynchronous copies, and products of 16 rows
+#define EARLY (__CUDA_ARCH__ >= 900)   // kernels may start before the previous one is over, and wait for it
 using u8 = unsigned char;
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -33,11 +35,25 @@ __device__ inline void prefetch_map(const TensorMap* map) { asm volatile("prefet
 __device__ inline void turn_wait(int name) { asm volatile("bar.sync %0, 256;" ::"r"(name) : "memory"); }
 __device__ inline void turn_give(int name) { asm volatile("bar.arrive %0, 256;" ::"r"(name) : "memory"); }
 // Programmatic dependent launch: the next kernel's blocks may start; wait for what the previous kernels wrote.
-__device__ inline void launch_next() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-__device__ inline void wait_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ inline void launch_next() {
+#if EARLY
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+__device__ inline void wait_previous() {
+#if EARLY
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 __device__ inline u32 half2_of(float low, float high) {
-  u32 r; asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r;
+  u32 r;
+#if AMPERE
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+#else
+  asm("{ .reg .f16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h}; }" : "=r"(r) : "f"(low), "f"(high));
+#endif
+  return r;
 }
 __device__ inline float2 floats_of(u32 h) {
   float2 f;
@@ -95,22 +111,41 @@ __device__ inline void pin(int& sum) { asm volatile("" : "+r"(sum)::"memory"); }
 template <int N> __device__ inline void fewer_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
 template <int N> __device__ inline void more_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N)); }
 
-// Sums of a warp, [16, 8] += [16, 32] . [32, 8]; the first start at MAGIC.
+// Sums of a warp, [16, 8] += [16, 32] . [32, 8]; the first start at MAGIC. Turing takes four of its [8, 16] . [16, 8]:
+// the operands lie in the same registers.
 constexpr u32 MAGIC = 0x4B400000;
+__device__ inline void mma_turing(int& d0, int& d1, u32 a, u32 b) {
+  asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};" : "+r"(d0), "+r"(d1) : "r"(a), "r"(b));
+}
 template <bool FIRST>
 __device__ inline void mma(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if AMPERE
   if constexpr (FIRST)
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
         : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(MAGIC));
   else
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#else
+  if constexpr (FIRST) d[0] = d[1] = d[2] = d[3] = MAGIC;
+  mma_turing(d[0], d[1], a0, b0);
+  mma_turing(d[2], d[3], a1, b0);
+  mma_turing(d[0], d[1], a2, b1);
+  mma_turing(d[2], d[3], a3, b1);
+#endif
 }
 // The same of halves, [16, 8] += [16, 16] . [16, 8]. Any order of channels will do that a and b share.
 __device__ inline void mma(float4& sums, u32 a, u32 below, u32 next, u32 below_next, u32 b, u32 b_next) {
+#if AMPERE
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                : "+f"(sums.x), "+f"(sums.y), "+f"(sums.z), "+f"(sums.w)
                : "r"(a), "r"(below), "r"(next), "r"(below_next), "r"(b), "r"(b_next));
+#else
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+               : "+f"(sums.x), "+f"(sums.y), "+f"(sums.z), "+f"(sums.w) : "r"(a), "r"(below), "r"(b));
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+               : "+f"(sums.x), "+f"(sums.y), "+f"(sums.z), "+f"(sums.w) : "r"(next), "r"(below_next), "r"(b_next));
+#endif
 }
 // Four matrices of 8 rows of 16 bytes: a thread gives the address of a row, and has 4 bytes of each matrix.
 __device__ inline void load_matrices(u32 (&r)[4], u32 from) {
@@ -121,8 +156,23 @@ __device__ inline void load_transposed(u32 (&r)[4], u32 from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from));
 }
+__device__ inline void put16(u32 to, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+#if AMPERE
 __device__ inline void copy16(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
+__device__ inline void copy16_or_zeros(u32 to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
 __device__ inline void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N> __device__ inline void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+#else  // copies are done when they are asked for
+__device__ inline void copy16(u32 to, const void* from) { put16(to, *(const uint4*)from); }
+__device__ inline void copy16_or_zeros(u32 to, const void* from, bool there) {
+  put16(to, there ? *(const uint4*)from : uint4{0, 0, 0, 0});
+}
+__device__ inline void copies_commit() {}
+template <int N> __device__ inline void copies_wait() {}
+#endif

@@ -41,6 +41,7 @@ PLACES = (  # that an array does not have
         for place in ([0, 1], [-1, 3], [0, 1 << 70], [0], None, ["a", "b"], [None, None])
     ),
 )
+HOPPER = names.find_target("9.0")
 PROFILE = Profile((1, 1), (2, 16), (4, 128))
 
 
@@ -59,9 +60,12 @@ def graph_of(made_once):
 def without_nvrtc(monkeypatch):
     """Cubins that hold the names of kernels alone."""
 
-    def compile_kernels(plan):
-        symbols = "".join(f"\0.text.{name}\0" for name in sorted(names.list_kernels(plan)))
-        return {"gemm": b"\x7fELF" + symbols.encode()}
+    def compile_kernels(plan, targets):
+        made = {}
+        for target in targets:
+            symbols = "".join(f"\0.text.{name}\0" for name in sorted(names.list_kernels(plan, target)))
+            made[target.name] = {"gemm": b"\x7fELF" + symbols.encode()}
+        return made
 
     monkeypatch.setattr(files, "compile_kernels", compile_kernels)
     monkeypatch.setattr(files, "find_products", lambda _: {})
@@ -92,30 +96,33 @@ def test_kernels_of_shipped_recipes_compile_and_are_found(made_once):
                 for each in plan.operations
             ]
             plan = replace(plan, operations=tuple(operations))
-            expected |= names.list_kernels(plan)
-            for source, line in (pair for each in operations for pair in kernels.list_instances(each, plan)):
+            expected |= names.list_kernels(plan, HOPPER)
+            pairs = (pair for each in operations for pair in kernels.list_instances(each, plan, HOPPER))
+            for source, line in pairs:
                 lines.setdefault(source, set()).add(line)
     assert {*lines} == {"attention", "gemm", "head", "norm"}
-    cubins = [kernels.compile_source(source, sorted(made)) for source, made in lines.items()]
+    cubins = [kernels.compile_source(source, sorted(made), HOPPER) for source, made in lines.items()]
     there = [names.find_symbols(cubin) for cubin in cubins]
     assert expected <= set().union(*there)
     assert sum(map(len, there)) == len(set().union(*there)) > 20
 
 
-def test_int8_products_are_in_the_machine_code(graph_of, monkeypatch):
+@pytest.mark.parametrize("name", ["8.6", "9.0"])
+def test_int8_products_are_in_the_machine_code(name, graph_of):
     try:
         kernels.load_nvrtc()
     except MissingDevice as error:
         pytest.skip(str(error))
     plan, _ = pack(match_graph(onnx.load(graph_of("bert-int8-attention"))))
-    found = [kernels.find_products(cubin) for cubin in kernels.compile_kernels(plan).values()]
+    target = names.find_target(name)
+    found = [kernels.find_products(code) for code in kernels.compile_kernels(plan, [target])[name].values()]
     if not any(found):
         pytest.skip("needs nvdisasm: pip install 'qdqbench[hopper]'")
     made = {name: products for each in found for name, products in each.items()}
-    assert made.keys() >= names.list_kernels(plan)
-    for name, products in made.items():
-        wanted = {"gemm": {"IGMMA"}, "attention": {"IMMA"}, "head": {"HMMA"}}
-        assert products == wanted.get(name.partition("_")[0], set())
+    assert made.keys() >= names.list_kernels(plan, target)
+    for kernel, products in made.items():
+        wanted = {"gemm": {"IGMMA" if target.wgmma else "IMMA"}, "attention": {"IMMA"}, "head": {"HMMA"}}
+        assert products == wanted.get(kernel.partition("_")[0], set())
 
 
 def test_a_kernel_that_multiplies_in_fp16_is_no_int8_kernel(graph_of, without_nvrtc, monkeypatch):
@@ -148,7 +155,7 @@ def test_a_build_proves_what_the_recipe_wants(recipe, graph_of, without_nvrtc, t
     assert (result.int8_gemms, result.not_int8) == (len(expected), [])
     assert result.attention_int8 == attention == (2 if "linears" not in recipe and "ffn" not in recipe else 0)
     assert result.int8_residuals == (4 if "residual" in recipe else 0)
-    assert (result.compute_capability, result.ahead_of_time) == ([names.CAPABILITY], True)
+    assert (result.compute_capability, result.ahead_of_time) == ([*names.NAMES[not attention :]], True)
     covered = [name for row in result.layers for name in row.onnx]
     assert {*covered} == {node.name for node in nodes} >= {*list_gemms(path)}
     assert {norm_precision(row) for row in filter(is_norm, result.layers)} == {"FP32"}
@@ -175,6 +182,7 @@ def test_a_damaged_file_or_one_of_another_version_is_refused(engine, tmp_path):
     data, stored = engine.read_bytes(), load(engine.read_bytes())
     told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     first = next(name for name in stored if name.endswith(".weight"))
+    without_code = {name: array for name, array in stored.items() if not name.startswith("code.")}
     plan = json.loads(told["plan"])
 
     def written(change=None, arrays=stored):
@@ -207,7 +215,6 @@ def test_a_damaged_file_or_one_of_another_version_is_refused(engine, tmp_path):
         (data + b"\0", "is no whole engine"),
         (save(stored), "has version None"),
         (written({"version": "0.0.1-abc"}), "has version 0.0.1-abc, and this one is"),
-        (written({"capability": "8.9"}), "has capability 8.9, and this one is 9.0"),
         (written({"plan": "{"}), "is no whole engine"),
         (written({"plan": " " * (4 << 20)}), r"\(a header of \d{7} bytes\)"),
         (written({"plan": "[" * 100_000}), "is no whole engine"),
@@ -234,7 +241,12 @@ def test_a_damaged_file_or_one_of_another_version_is_refused(engine, tmp_path):
         (written(arrays={name: a for name, a in stored.items() if name != first}), "its kernel reads"),
         (written(arrays=stored | {first: stored[first].astype(np.uint8)}), "its kernel reads"),
         (written(arrays=stored | {"more": stored[first]}), "no kernel reads more"),
-        (written(arrays=stored | {"cubin.gemm": stored["cubin.gemm"][:-9]}), "no cubin holds the kernels"),
+        (written(arrays=stored | {"code.8.0.gemm": stored["code.8.0.gemm"][:-9]}), "code for 8.0 lacks the"),
+        (
+            written(arrays=stored | {"code.8.1.gemm": stored["code.8.0.gemm"]}),
+            "is for 12.0, 7.5, 8.0, 8.0.PTX,",
+        ),
+        (written(arrays=without_code), "is for no GPU; build"),
     ):
         path = tmp_path / "broken.engine"
         path.write_bytes(broken)
@@ -279,7 +291,7 @@ def test_sizes_that_no_kernel_takes_are_refused(made_once, tmp_path):
     with pytest.raises(
         UserError, match=r"heads of INT8 attention have size 32 or 64, not 16; take tensorrt_rtx"
     ):
-        kernels.compile_kernels(plan)
+        kernels.compile_kernels(plan, [HOPPER])
     operations = (
         replace(each, head_size=4, heads=8, probability_multiplier=None)
         if isinstance(each, Attention)
@@ -287,9 +299,9 @@ def test_sizes_that_no_kernel_takes_are_refused(made_once, tmp_path):
         for each in plan.operations
     )
     with pytest.raises(UserError, match="FP16 attention have a multiple of 8 channels up to 256, not 4;"):
-        kernels.compile_kernels(replace(plan, operations=tuple(operations)))
+        kernels.compile_kernels(replace(plan, operations=tuple(operations)), [HOPPER])
     _, arrays = pack(match_graph(onnx.load(narrow / "model.onnx")))
-    told = {"version": kernels.get_version(), "capability": names.CAPABILITY}
+    told = {"version": kernels.get_version()}
     path = tmp_path / "model.engine"
     path.write_bytes(save(arrays, told | {"plan": json.dumps(asdict(plan))}))
     with pytest.raises(UserError, match="heads of INT8 attention have size 32 or 64, not 16"):
@@ -304,7 +316,7 @@ def test_sizes_that_no_kernel_takes_are_refused(made_once, tmp_path):
     ):
         tensors = plan.tensors | {"odd": Tensor(kind="int8", width=66)}
         with pytest.raises(UserError, match=message):
-            kernels.compile_kernels(replace(plan, operations=(changed,), tensors=tensors))
+            kernels.compile_kernels(replace(plan, operations=(changed,), tensors=tensors), [HOPPER])
     for kind, width, message in (
         ("linear", 40, "multiples of 16 channels"),
         ("norm", 2048, "up to 1024 channels"),
@@ -315,14 +327,23 @@ def test_sizes_that_no_kernel_takes_are_refused(made_once, tmp_path):
         tensors |= {read: replace(plan.tensors[read], width=width) for read in operation.reads}
         wide = replace(plan, operations=(operation,), tensors=tensors)
         with pytest.raises(UserError, match=message):
-            kernels.compile_kernels(wide)
+            kernels.compile_kernels(wide, [HOPPER])
 
 
 def test_a_build_without_nvrtc_or_for_another_gpu_is_refused(graph_of, tmp_path, monkeypatch):
     given = {"profiles": [PROFILE], "expected_gemms": [], "expected_attention": 0, "backend": "cuda"}
     path = graph_of("bert-int8-linears")
-    with pytest.raises(UserError, match=r"builds for compute capability 9\.0, not 8\.9; take tensorrt_rtx"):
-        build(path, tmp_path / "e", compute_capability="8.9", **given)
+    for wanted, message in (
+        (["8.0", "7.0"], r"runs on compute capability 7\.5 and newer, and this GPU has 7\.0"),
+        ("ampere", r"builds for compute capability 7\.5, .*PTX, not 'ampere'"),
+        ("10.3", r"does not run on compute capability 10\.3: it has few INT8 units"),
+        (
+            "7.5",
+            r"no kernel for .*FP16 attention, on compute capability 7\.5; take a recipe with INT8 attention",
+        ),
+    ):
+        with pytest.raises(UserError, match=message):
+            build(path, tmp_path / "e", compute_capability=wanted, **given)
 
     with pytest.raises(UserError, match=r"65536 tokens at once, and engine\.shapes .*129.* has more"):
         build(path, tmp_path / "e", **given | {"profiles": [Profile((1, 1), (8, 64), (129, 512))]})
@@ -340,14 +361,17 @@ def test_a_build_without_nvrtc_or_for_another_gpu_is_refused(graph_of, tmp_path,
 
 def test_an_engine_says_which_gpu_it_needs(graph_of, without_nvrtc, tmp_path, monkeypatch):
     path, out = graph_of("bert-int8-linears"), tmp_path / "model.engine"
-    build(path, out, backend="cuda", profiles=[PROFILE], expected_gemms=[], expected_attention=0)
+    given = {"profiles": [PROFILE], "expected_gemms": [], "expected_attention": 0}
+    built = build(path, out, backend="cuda", **given)
+    assert built.compute_capability == [*names.NAMES[1:]]  # Turing has no FP16 attention
     if find_gpu() is None:
         with pytest.raises(MissingDevice, match="and torch shows no GPU; install"):
             CompiledEngine(out, path)
+    build(path, out, backend="cuda", compute_capability=["9.0", "8.9"], **given)
+    assert check_sidecar(out, path).compute_capability == ["8.9", "9.0"]
+    build(path, out, backend="cuda", compute_capability="9.0", **given)
     monkeypatch.setattr("qdqbench.quantize.engine.sidecar.find_gpu", lambda: Gpu("L4", "8.9", None))
-    with pytest.raises(
-        UserError, match=r"is for compute capability 9\.0 and the L4.*with backend tensorrt_rtx"
-    ):
+    with pytest.raises(UserError, match=r"is for compute capability 9\.0 and the L4.*with --target for it"):
         check_sidecar(out, path)
 
 

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from qdqbench.quantize.engine.cuda import runtime
 from qdqbench.quantize.engine.cuda.driver import AttentionArguments
 from qdqbench.quantize.engine.cuda.match import match_graph
-from qdqbench.quantize.engine.cuda.names import NORM_PARTS, STATIONARY, TILES, list_kernels
+from qdqbench.quantize.engine.cuda.names import NORM_PARTS, STATIONARY, TARGETS, TILES, list_kernels
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Norm, Plan, Tensor
+from qdqbench.quantize.engine.cuda.tiles import MOST_ITEMS
 from qdqbench.quantize.engine.cuda.tokens import pack_tokens
 
 from ....support.cuda_graphs import batch_for, write_wide
@@ -28,12 +29,19 @@ from ....support.cuda_kernels import (
     give_states,
     make_gemm,
 )
-from ....support.emulate import COMPILER, EmulatedEngine, Emulator, compile_kernels, map_tiles
+from ....support.emulate import COMPILER, HOPPER, EmulatedEngine, Emulator, compile_kernels, map_tiles
 from ....support.long import mark_long
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="g++ is not installed")
 RECIPES = ["bert-int8-attention", "bert-int8-residual", "bert-int8-residual-fused"]
 CASES = [*product(RECIPES, (32, 64)), ("bert-int8-linears", 32)]
+OTHERS = {target.name: target for target in TARGETS if target.name in ("7.5", "8.6")}  # two ways of mma.sync
+FORMS = [
+    (name, tile._replace(parts=parts))
+    for name, target in OTHERS.items()
+    for tile in target.tiles
+    for parts in ((1, 3) if tile.splits else (1,))
+]
 SHORT = [CASES[0], CASES[5], CASES[6]]  # these have every kernel of the others
 
 
@@ -63,6 +71,17 @@ def emulator(packed, made_once):
     return Emulator(made_once("emulated", lambda folder: compile_kernels(plans, folder)))
 
 
+@pytest.fixture(scope="module")
+def portable(emulator, made_once):
+    """Emulators of GEMMs by mma.sync, beside the other kernels."""
+
+    def compile_for(target):
+        plans = [make_gemm(64, 64, *each)[0] for each in EPILOGUES]
+        return made_once(f"emulated-{target.name}", lambda folder: compile_kernels(plans, folder, target))
+
+    return {name: Emulator(compile_for(target), emulator.folder) for name, target in OTHERS.items()}
+
+
 def make_norm(width, codes):
     """A LayerNorm of random states that writes FP16, and codes of so many quantizers."""
     random, names = np.random.default_rng(0), [f"c{number}" for number in range(codes)]
@@ -87,7 +106,8 @@ def test_every_kernel_makes_what_the_interpreter_makes(case, lengths, packed, em
 @pytest.mark.long
 def test_short_cases_have_every_kernel(packed):
     first, all_of_them = (
-        {name for case in cases for name in list_kernels(packed(*case)[1])} for cases in (SHORT, CASES)
+        {name for case in cases for name in list_kernels(packed(*case)[1], HOPPER)}
+        for cases in (SHORT, CASES)
     )
     assert first == all_of_them
 
@@ -103,13 +123,23 @@ def test_kernels_take_any_lengths_of_rows(packed, emulator, lengths, case, heads
         compare_kernels(EmulatedEngine(plan, arrays, emulator), tokens)
 
 
-def compare_gemm(emulator, epilogue, tile, sizes, blocks):
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_kernel_by_mma_sync_makes_what_the_interpreter_makes(name, packed, portable):
+    graph, plan, arrays = packed(*SHORT[1])
+    engine = EmulatedEngine(plan, arrays, portable[name], target=OTHERS[name])
+    compare_kernels(engine, pack_tokens(plan, arrays, batch_for(graph, (150, 30))))
+
+
+def compare_gemm(emulator, epilogue, tile, sizes, blocks, *, target=HOPPER):
     m, n, k = sizes[0], 16 * sizes[1], 16 * sizes[2]
     plan, arrays = make_gemm(k, n, *epilogue)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "choose_tile", lambda *_: tile)
+        patch.setattr(runtime, "guess_form", lambda *_: tile)
         tokens = give_states([m], {"x": k, "r": n})
-        compare_kernels(EmulatedEngine(plan, arrays, emulator, blocks), tokens)
+        engine = EmulatedEngine(plan, arrays, emulator, blocks, target)
+        compare_kernels(engine, tokens)
+        assert not engine._scratch[: MOST_ITEMS * blocks].any()  # for the next launch
 
 
 @given(sizes=st.tuples(st.integers(1, 150), st.integers(1, 20), st.integers(1, 20)), blocks=st.integers(1, 4))
@@ -118,6 +148,17 @@ def compare_gemm(emulator, epilogue, tile, sizes, blocks):
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
 def test_gemms_of_any_size(emulator, epilogue, tile, sizes, blocks):
     compare_gemm(emulator, epilogue, tile, sizes, blocks)
+
+
+@given(sizes=st.tuples(st.integers(1, 64), st.integers(1, 9), st.integers(1, 40)), blocks=st.integers(1, 3))
+@settings(max_examples=2)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form[0]}_{form[1]}_{form[1].parts}")
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
+def test_gemms_of_any_size_by_mma_sync(portable, epilogue, form, sizes, blocks):
+    name, tile = form
+    if tile.parts > 1:  # there is room for their sums, and a block of K for each
+        sizes, blocks = (*sizes[:2], sizes[2] + 32), blocks + 4
+    compare_gemm(portable[name], epilogue, tile, sizes, blocks, target=OTHERS[name])
 
 
 @given(

@@ -13,7 +13,7 @@ from qdqbench.quantize.engine.cuda.check import list_arrays
 from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.cuda.file import write_safetensors
 from qdqbench.quantize.engine.cuda.interpret import interpret
-from qdqbench.quantize.engine.cuda.names import CAPABILITY, list_kernels
+from qdqbench.quantize.engine.cuda.names import find_target, list_kernels
 from qdqbench.quantize.engine.cuda.plan import Attention, Plan, parse
 from qdqbench.quantize.engine.cuda.reader import parse_engine
 from qdqbench.quantize.engine.cuda.tokens import pack_tokens
@@ -21,6 +21,7 @@ from qdqbench.quantize.utils.errors import QdqError, UserError
 
 from ....support.recorded import RecordedEngine, record_launches
 
+HOPPER, AMPERE = find_target("9.0"), find_target("8.0")
 WIDTH = 64
 KINDS = {"h": ("fp16", 1), "c": ("int8", 1), "qkv": ("int8", 3), "ctx": ("int8", 1)}
 KINDS |= {"s": ("fp16", 1), "n": ("fp16", 1), "d": ("int8", 1), "f": ("int8", 2), "g": ("fp16", 1)}
@@ -123,12 +124,19 @@ def file_of(plan: dict) -> bytes:
             for name, kind, shape in list_arrays(operation, made, arrays):
                 sizes = [64 if size is None else size for size in shape]
                 arrays[name] = np.full(sizes, 2.0**-8 if kind != "int8" else 1, kind)
-        names = "".join(f"\0.text.{name}\0" for name in sorted(list_kernels(made)))
+        codes = {
+            f"code.{target.name}.x": "".join(
+                f"\0.text.{name}\0" for name in sorted(list_kernels(made, target))
+            )
+            for target in (HOPPER, AMPERE)
+        }
     except (KeyError, IndexError, ValueError):  # tensors that are none
         raise UserError("no file") from None
     arrays = {name: array for name, array in arrays.items() if array.size}
-    told = {"version": get_version(), "capability": CAPABILITY, "plan": json.dumps(plan)}
-    return write_safetensors(arrays | {"cubin.x": np.frombuffer(names.encode(), np.uint8)}, told)
+    told = {"version": get_version(), "plan": json.dumps(plan)}
+    return write_safetensors(
+        arrays | {key: np.frombuffer(each.encode(), np.uint8) for key, each in codes.items()}, told
+    )
 
 
 def faults_of(plan: dict, monkeypatch) -> list[str] | None:
@@ -148,7 +156,8 @@ def faults_of(plan: dict, monkeypatch) -> list[str] | None:
         isinstance(each, Attention) and each.probability_multiplier is None for each in found.plan.operations
     ):
         return []  # PyTorch's attention, which needs a GPU
-    return record_launches(RecordedEngine(*found), tokens)
+    engines = (RecordedEngine(found.plan, found.arrays, {}, target) for target in (HOPPER, AMPERE))
+    return [fault for engine in engines for fault in record_launches(engine, tokens)]
 
 
 def test_launches_of_a_right_plan_have_no_fault(monkeypatch):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.quantize.engine.cuda.interpret import compute
-from qdqbench.quantize.engine.cuda.names import STATIONARY, TILES
+from qdqbench.quantize.engine.cuda.names import STATIONARY, TILES, find_target
 from qdqbench.quantize.engine.cuda.plan import Answer, Embed, Head, Plan, Step, Tensor
 from qdqbench.quantize.engine.cuda.runtime import (
     PACKED,
@@ -154,6 +154,7 @@ def test_bound_launches_share_no_buffer_stream_or_pool(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", Device)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     engine = CudaEngine.__new__(CudaEngine)
+    engine.target, engine.device = find_target("9.0"), "cpu"
     engine.forward = lambda rows: fed.append(rows) or {"y": rows.ids * 2}
     one, other = (engine.bind(128, 5, 30, 256) for _ in range(2))
     assert len(fed) == 4  # warm, then captured

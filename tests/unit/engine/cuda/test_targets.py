@@ -1,0 +1,194 @@
+"""What kernels of backend cuda are compiled for: the target of each GPU, and what compilers make of them."""
+
+import hashlib
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qdqbench.quantize.engine.cuda import compile as kernels
+from qdqbench.quantize.engine.cuda import tiles as tile_files
+from qdqbench.quantize.engine.cuda.names import (
+    NAMES,
+    TARGETS,
+    choose_targets,
+    explain_misfit,
+    find_target,
+    list_kernels,
+)
+from qdqbench.quantize.engine.cuda.runtime import choose_heads, fit_attention
+from qdqbench.quantize.engine.cuda.tiles import MOST_ITEMS, TileFile, guess_form, list_forms, may_split
+from qdqbench.quantize.utils.errors import MissingDevice, UserError
+
+from ....support.cubins import read_resources
+from ....support.cuda_kernels import EPILOGUES, make_gemm
+from ....support.long import mark_long
+
+HOPPER, AMPERE = find_target("9.0"), find_target("8.0")
+SHARED_KB = {"7.5": 64, "8.0": 164, "8.6": 100, "8.9": 100, "9.0": 228, "12.0": 100}  # of a multiprocessor
+# of Hopper's kernels, by NVRTC 13.0: what was measured is what is shipped
+KNOWN = {
+    "attention": ("ATTENTION(64_int8, 64, true, false)", "384921cfb5be3382"),
+    "gemm": ("GEMM(gelu_tanh_none_int8, GELU_TANH, NO_RESIDUAL, true)", "c3a5007f8004c128"),
+    "head": ("", "aa05322300018823"),
+    "norm": ("NORM(6, 1)", "eb2a63bb8b9ebe12"),
+}
+BY_MMA = [target.name for target in TARGETS if not target.wgmma and target.name in SHARED_KB]
+
+
+@pytest.fixture
+def nvrtc():
+    try:
+        return kernels.load_nvrtc()
+    except MissingDevice as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "name"),
+    [
+        *((name, NAMES, name) for name in SHARED_KB),
+        ("8.7", NAMES, "8.6"),
+        ("12.1", NAMES, "12.0"),
+        ("10.0", NAMES, "8.0+PTX"),  # mma.sync
+        ("11.0", NAMES, "8.0+PTX"),
+        ("8.9", ["8.0", "9.0"], "8.0"),
+        ("9.0", ["8.0+PTX", "8.9"], "8.0+PTX"),
+        ("8.0", ["8.6", "8.0+PTX"], "8.0+PTX"),
+    ],
+)
+def test_a_gpu_takes_its_own_target_or_the_nearest_older_one(capability, built, name):
+    assert find_target(capability, built).name == name
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "why"),
+    [
+        ("10.3", NAMES, "does not run on compute capability 10.3: it has few INT8 units"),
+        ("7.0", NAMES, "runs on compute capability 7.5 and newer, and this GPU has 7.0"),
+        (
+            "8.0",
+            ["8.6", "9.0"],
+            "is for compute capability 8.6, 9.0, and this GPU has 8.0; build it with --target",
+        ),
+        (
+            "12.0",
+            ["9.0"],
+            "is for compute capability 9.0, and this GPU has 12.0; build it with --target 12.0",
+        ),
+        (
+            "7.5",
+            ["8.0+PTX"],
+            "is for compute capability 8.0.PTX, and this GPU has 7.5; build it with --target",
+        ),
+    ],
+)
+def test_a_gpu_that_takes_none_is_told_why(capability, built, why):
+    assert find_target(capability, built) is None
+    assert why.replace(".PTX", "+PTX") in explain_misfit(capability, built)
+
+
+def test_an_engine_is_built_for_the_gpu_here_or_for_all():
+    plan, _ = make_gemm(64, 64, None, None, "int8")
+    assert choose_targets([], None, plan) == TARGETS
+    assert choose_targets([], "6.1", plan) == TARGETS
+    assert [each.name for each in choose_targets([], "8.7", plan)] == ["8.6"]
+    assert [each.name for each in choose_targets(["9.0", "10.0", "8.9"], "8.0", plan)] == [
+        "8.9",
+        "9.0",
+        "8.0+PTX",
+    ]
+    with pytest.raises(UserError, match="few INT8 units"):
+        choose_targets([], "10.3", plan)
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_blocks_fit_into_the_shared_memory_of_their_gpus(target):
+    room = SHARED_KB.get(target.name, min(SHARED_KB["8.6"], SHARED_KB["8.0"])) * 1024
+    for tile in target.tiles if not target.wgmma else ():
+        assert tile.shared <= target.shared
+        assert tile.blocks * (tile.shared + 1024 * (target.name != "7.5")) <= room
+        threads = 32 * tile.warps[0] * tile.warps[1]
+        assert tile.blocks * threads <= 1024
+    assert fit_attention(1, 128, 64) <= target.shared
+    most = choose_heads(1 << 16, 12, 128, 64, 1)
+    assert fit_attention(most, 128, 64) <= target.shared
+
+
+def test_kernels_of_hopper_are_those_that_were_measured(nvrtc):
+    parts = kernels.c.c_int(), kernels.c.c_int()
+    nvrtc.nvrtcVersion(*map(kernels.c.byref, parts))
+    if (version := tuple(part.value for part in parts)) != (13, 0):
+        pytest.skip(f"digests are of NVRTC 13.0, not {version}")
+    made = {name: kernels.compile_source(name, [line], HOPPER) for name, (line, _) in KNOWN.items()}
+    assert {name: hashlib.sha256(code).hexdigest()[:16] for name, code in made.items()} == {
+        name: digest for name, (_, digest) in KNOWN.items()
+    }
+
+
+@pytest.mark.parametrize("name", BY_MMA)
+@pytest.mark.parametrize("epilogue", mark_long(EPILOGUES, {*EPILOGUES} - {EPILOGUES[2]}), ids=str)
+def test_gemms_by_mma_sync_keep_their_sums_in_registers(name, epilogue, nvrtc):
+    target, (plan, _) = find_target(name), make_gemm(64, 64, *epilogue)
+    ((source, lines),) = [each for each in kernels.list_lines([plan], target).items() if each[0] != "norm"]
+    found = read_resources(kernels.compile_source(source, lines, target))
+    assert found.keys() == {each for each in list_kernels(plan, target) if each.startswith("gemm")}
+    for tile in target.tiles:
+        registers, stack = next(each for kernel, each in found.items() if kernel.startswith(f"gemm_{tile}_"))
+        assert stack <= 16 * (epilogue[0] == "gelu")  # erf, outside of the loop
+        assert registers * 32 * tile.warps[0] * tile.warps[1] * tile.blocks <= 1 << 16
+
+
+def test_an_old_nvrtc_names_what_it_does_not_compile_for(nvrtc, monkeypatch):
+    monkeypatch.setattr(kernels, "_number", lambda target: 133)
+    plan, _ = make_gemm(64, 64, None, None, "int8")
+    message = r"NVRTC 13\.\d+ does not compile for compute capability 8\.0; pip install .*--target"
+    with pytest.raises(UserError, match=message):
+        kernels.compile_kernels(plan, [AMPERE])
+
+
+SIZES = (
+    st.integers(1, 1 << 16),
+    st.integers(1, 512).map(lambda n: 16 * n),
+    st.integers(1, 512).map(lambda k: 16 * k),
+)
+
+
+@given(*SIZES, st.integers(1, 200), st.sampled_from(BY_MMA).map(find_target))
+def test_every_form_has_room_for_its_sums(m, n, k, multiprocessors, target):
+    forms = list_forms(m, n, k, multiprocessors, target.tiles)
+    assert guess_form(m, n, k, multiprocessors, target.tiles) in forms
+    for form in forms:
+        assert may_split(form, m, n, k, multiprocessors)
+        items = -(-m // form.m) * -(-n // form.n) * form.parts
+        assert form.parts == 1 or (items <= MOST_ITEMS * multiprocessors and form.parts <= -(-k // form.k))
+
+
+def test_the_fastest_tiles_are_kept_and_hostile_files_are_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA A100")
+    path, codes, form = tmp_path / "x.tiles.json", {"gemm": b"code"}, AMPERE.tiles[-1]._replace(parts=4)
+    first = TileFile(path, codes, AMPERE)
+    assert first.get("none_none_int8", 128, 768, 3072, 108) is None
+    first.add(form, "none_none_int8", 128, 768, 3072)
+    first.keep()
+    assert [*tmp_path.iterdir()] == [path]
+    again = TileFile(path, codes, AMPERE)
+    assert again.get("none_none_int8", 127, 768, 3072, 108) == form
+    assert again.get("none_none_int8", 128, 768, 3072, 4) is None  # no room for its sums
+    assert TileFile(path, {"gemm": b"other"}, AMPERE).get("none_none_int8", 128, 768, 3072, 108) is None
+    (place,) = json.loads(path.read_text())
+    for text in (
+        "",
+        "[]",
+        "{",
+        '{"x": 1}',
+        json.dumps({place: [1]}),
+        json.dumps({place: {"a": [9e9, None]}}),
+        "[" * 9999,
+    ):
+        path.write_text(text)
+        TileFile(path, codes, AMPERE).keep()
+    monkeypatch.setattr(tile_files, "_MOST_CACHE", 1)
+    assert TileFile(path, codes, AMPERE).get("a", 1, 16, 16, 1) is None
+    TileFile(tmp_path / "none" / "x", codes, AMPERE).keep()  # nothing can be written there
