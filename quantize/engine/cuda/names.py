@@ -11,8 +11,8 @@ from qdqbench.quantize.utils.errors import UserError
 class Tile(NamedTuple):
     """Part of a GEMM that a block makes at once, the stages of its loads, and whether its weights stay.
 
-    Those of mma.sync have more: channels of K of a stage, warps down and across, blocks that a multiprocessor
-    holds, and whether a GEMM of few tiles may have `parts` of K summed by different blocks.
+    Those of mma.sync have more: channels of K of a stage, warps down and across, and the blocks of a
+    multiprocessor. If a tile `splits`, different blocks may sum `parts` of K.
     """
 
     m: int
