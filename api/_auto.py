@@ -59,7 +59,7 @@ def start_auto(options: AutoOptions) -> tuple[Auto, Path]:
     identity, ready = identity_of("auto", session), session.require_inputs
     with owned_folder(folder, identity, overwrite=options.overwrite, ready=ready):
         if config.model is None:
-            reporter().begin("training the embedded default")
+            reporter().begin("training the built-in BERT")
             embedded = write_embedded(folder / "embedded", seed=options.seed)
             written = {"model": str(embedded.model_dir), "data": str(embedded.data_dir)}
             config = config.model_copy(update=written)

@@ -59,7 +59,7 @@ class PoolingOptions(Options):
 class TaskOptions(Options):
     """The model, and the task with its data."""
 
-    model: str | None = field("Model folder or hub id (default: the embedded default).", default=None)
+    model: str | None = field("Model folder or hub id (default: the built-in BERT).", default=None)
     task: str | None = field(
         "GLUE task, embed, multi-label, tokens, qa, squad, or any name (default: that of your own --data).",
         default=None,
@@ -92,7 +92,7 @@ class TaskOptions(Options):
         return value
 
     def find_task(self) -> "Task":
-        """Return the task, without model and task the embedded default's; errors as `tasks.task.get_task`."""
+        """Return the task, without model and task the built-in BERT's; errors as `tasks.task.get_task`."""
         from qdqbench.quantize.tasks.data.load import count_classes, has_label_lists
         from qdqbench.quantize.tasks.task import DEFAULT_TEXT, EMBEDDED, KNOWN, find_nearest, get_task
         from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL
@@ -108,7 +108,7 @@ class TaskOptions(Options):
         if (self.model is None) != (name is None):
             raise UserError(
                 "--model and --task belong together; give both, or --model and --data of your own, or none "
-                "for the embedded default"
+                "for the built-in BERT"
             )
         if name is None:
             return EMBEDDED
@@ -188,7 +188,7 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
         default=None,
     )
     batch_size: int = field("Batch size of evaluations.", default=32, ge=1)
-    seed: int = field("Seed of everything random: samples, bootstrap, embedded default.", default=0, ge=0)
+    seed: int = field("Seed of everything random: samples, bootstrap, built-in BERT.", default=0, ge=0)
 
     def find_recipe(self, name: str | None) -> "Recipe":
         """Return the recipe for the model; errors are those of `recipe.schema.find_recipe` and `adapt`.

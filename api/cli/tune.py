@@ -60,7 +60,7 @@ def search(recipe: str | None, options: SearchCommandOptions) -> Answer:
     ):
         session.folder.mkdir(exist_ok=True)
         if config.model is None and not (session.folder / EMBEDDED_MODEL).is_file():
-            reporter().begin("training the embedded default")
+            reporter().begin("training the built-in BERT")
             stages.embedded(session)
         reporter().begin("preparing")
         worker = open_worker(session, options, stack)
@@ -105,7 +105,7 @@ def _measure(
     ready = partial(session.require_inputs, evaluates=kind == "methods")
     with owned_folder(folder, identity, overwrite=options.overwrite, ready=ready):
         if config.model is None:
-            reporter().begin("training the embedded default")
+            reporter().begin("training the built-in BERT")
             stages.embedded(session)
         measurement = measured(session, options.samples)
         if measurement.trials.store.resume_note:

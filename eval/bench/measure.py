@@ -511,7 +511,7 @@ def measure_speedup(engine: OpenEngine, baseline: OpenEngine, shape: Shape) -> S
     compute = target.baseline
     ours = ReadySystem("int8", "int8", [engine.lane(shape)], timer)
     theirs = ReadySystem(compute, compute, [baseline.lane(shape)], timer)
-    config = f"b{shape[0]} s{shape[1]}"
+    config = f"{shape[0]} x {shape[1]}"
     for system, what in ((theirs, f"the {compute.upper()} engine"), (ours, "the engine")):
         if error := read_outputs(system)[1]:
             raise CheckFailed(f"{what} gives {error} at {config}")

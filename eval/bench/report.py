@@ -390,7 +390,7 @@ def speed_table(speed: Sequence[Speedup], title: str = "") -> doc.Table:
     """Return every shape that was timed, the slowest first, with CPU time and conditions."""
     return doc.table_of(
         sorted(speed, key=lambda row: row.leading.value),
-        ("shape", lambda row: row.config),
+        ("batch x tokens", lambda row: row.config),
         ("times as fast", figures.speed),
         *([("by CPU time", figures.cpu_speed)] if any(map(figures.cpu_speed, speed)) else []),
         ("INT8, ms", lambda row: doc.Cell(figures.latency(row), note=row.system)),
@@ -466,7 +466,7 @@ def _details(bench: Bench) -> doc.Table:
         return "reference" if measured.system == config.reference else known(measured.rel_error, ".2g")
 
     columns: list[doc.Column[Measurement]] = [
-        ("shape", lambda each: config_label(each[0], task)),
+        ("batch x tokens", lambda each: config_label(each[0], task)),
         ("system", lambda each: labels[each[1].system]),
         ("p50 ms", lambda each: figures.latency(each[1].p50_ms)),
         ("p90 ms", lambda each: figures.latency(each[1].p90_ms)),

@@ -370,8 +370,8 @@ def over_fastest(systems: Sequence[BenchSystem], config: BenchConfig, name: str)
 
 def config_label(config: BenchConfig, task: str | None) -> str:
     if config.kind == "fixed":
-        return f"b{config.batch} s{config.length}"
-    return f"b{config.batch} {task} lengths"
+        return f"{config.batch} x {config.length}"
+    return f"{config.batch} x {task} lengths"
 
 
 def list_speed(bench: Bench) -> Iterator[Speedup]:

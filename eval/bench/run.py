@@ -215,7 +215,7 @@ def run_bench(  # noqa: PLR0913
         configs = () if options.build_only else configs_of(options)
         for number, config in enumerate(configs, start=1):
             here = Preparation[Any](target, options, config, work, ExitStack())
-            label = f"b{config.batch} {'data set' if config.split else f's{config.length}'}"
+            label = f"{config.batch} x {'data set' if config.split else config.length}"
             reporter().begin(label, number - 1, len(configs))
             _measure_config(result, here, monitor, label)
             if result.cpu:

@@ -112,7 +112,7 @@ def cpu_speed(ratio: Speedup) -> str:
 
 
 def speed_place(ratio: Speedup) -> str:
-    """Return a speed-up and where it was measured: 1.40x [1.38, 1.42] over FP16 engine at b32 s128."""
+    """Return a speed-up and where it was measured: 1.40x [1.38, 1.42] over FP16 engine at 32 x 128."""
     by = " by CPU time" if ratio.by_cpu_time else ""
     return f"{_bare(ratio.leading)}{by} over {ratio.baseline} at {ratio.config}"
 

@@ -1,7 +1,10 @@
 """Records of an evaluation: a stage, its comparison with FP32, parity with fake quantization, the gate."""
 
 import math
+import re
 from typing import Literal
+
+from pydantic import field_validator
 
 from qdqbench.quantize.utils.schema import Strict, field
 
@@ -299,13 +302,19 @@ class Speedup(Ratio):
 
     system: str = field("Name of the system.")
     baseline: str = field("Name of the baseline.")
-    config: str = field("Config that both ran, such as `b32 s128`.")
+    config: str = field("Config that both ran, such as `32 x 128`.")
     cpu: Ratio | None = field("Ratio of the CPU times of all threads; null on a GPU.", default=None)
     other_cores: float | None = field(
         "Cores that other processes took meanwhile, in the mean; null on a GPU or if not known.", default=None
     )
     quick: bool = field("True in results of a run for the bench that ends it.", default=False)
     conditions: Conditions | None = field("Conditions, in results of a run.", default=None)
+
+    @field_validator("config")
+    @classmethod
+    def _spell(cls, config: str) -> str:
+        """Return `32 x 128` of what benches called b32 s128 until 0.1.0."""
+        return re.sub(r"^b(\d+) (s(?=\d+$))?", r"\1 x ", config)
 
     @property
     def leading(self) -> Ratio:
@@ -389,7 +398,7 @@ class GateIssue(Strict):
         "Number of samples that would be conclusive; null where more do not help.", default=None
     )
     config: str | None = field(
-        "Config of the bench, such as `b32 s128`; null for other codes than `min_speedup`.", default=None
+        "Config of the bench, such as `32 x 128`; null for other codes than `min_speedup`.", default=None
     )
     baseline: str | None = field(
         "Label of the system that INT8 is compared with; null for other codes than `min_speedup`.",

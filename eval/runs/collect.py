@@ -244,7 +244,7 @@ def _warnings(session: Session, results: Results, record: CalibrationRecord | No
     yield from session.warnings
     if config.model is None:
         yield (
-            "embedded default: a small BERT, trained on generated sentences to try the path; its accuracy "
+            "built-in BERT: a small BERT, trained on generated sentences to try the path; its accuracy "
             "and speed say nothing about your model"
         )
     if truncated := sum(encoded.truncated for _, encoded in session.eval_splits.values()):

@@ -39,6 +39,7 @@ from qdqbench.quantize.tasks.task import merge_splits
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName, has_profiles
+from qdqbench.quantize.utils.names import count_of
 from qdqbench.quantize.utils.progress import report_phase, track
 from qdqbench.quantize.utils.system.cpu import find_cpu
 from qdqbench.quantize.utils.system.gpu import find_gpu
@@ -149,7 +150,10 @@ def engine_stage(session: Session) -> list[Path]:
 def _run_engine(session: Session) -> list[Path]:
     folder, gpu, built = session.folder / "engine", find_gpu(), outcomes.read_built(session.folder)
     assert isinstance(built, EngineResult)  # `cannot_run` looked
-    device = str(find_cpu()) if built.backend in CPU_BACKENDS else gpu.name if gpu else "an unknown GPU"
+    cpu = find_cpu()  # its instruction sets are in engine.json
+    device = gpu.name if gpu else "an unknown GPU"
+    if built.on_cpu:
+        device = f"{cpu.name}, {count_of(cpu.cores, 'core')}"
     detail = f"{built.backend} {built.version} on {device}"
     cache = folder / "runtime.cache"  # no output of the stage: it changes and may go
     graph, outputs = graphs.graph_path(session), session.config.task.kind.outputs

@@ -246,7 +246,7 @@ def _collect(
     model_json = _describe_model(session, graph, runtimes) | {"failed": verdict.failed}
     pooling = _read_pooling(session)
     config = hub.describe_config(session, results, model_json["labels"])
-    name = _base_name(session.model_name) if session.config.model else "embedded default"
+    name = _base_name(session.model_name) if session.config.model else "built-in BERT"
 
     def deployed(source: Path) -> Path:
         """Return the graph that is deployed for one of the run."""

@@ -51,7 +51,7 @@ class RunIdentity(Strict):
     schema_version: Literal[1] = 1
     kind: str  # of `CONTENTS`
     recipe: str | None = None  # its name; None: there are several, or none
-    model: str | None = None  # absolute path, or hub id with @REVISION; None: the embedded default
+    model: str | None = None  # absolute path, or hub id with @REVISION; None: the built-in BERT
     model_sha256: str | None = None
     task: str | None = None
 
@@ -70,7 +70,7 @@ class RunIdentity(Strict):
         if self.recipe and (other is None or self.recipe != other.recipe):
             parts.append(f"recipe {self.recipe}")
         if other is None or not self._same_model(other):
-            parts.append(f"model {self.model}" if self.model else "the embedded default")
+            parts.append(f"model {self.model}" if self.model else "the built-in BERT")
         if self.task and self.task != "embedded" and (other is None or self.task != other.task):
             parts.append(f"task {self.task}")
         return ", ".join(parts)

@@ -50,7 +50,7 @@ class RunConfig(Strict):
 
     schema_version: Literal[1] = 1
     recipe: Recipe
-    model: str | None  # folder or hub id; None: the embedded default
+    model: str | None  # folder or hub id; None: the built-in BERT
     task: Task
     revision: str | None = None  # of a hub model: branch, tag or commit; None: its default branch
     pooling: Pooling | None = None  # of a plain encoder that is measured as an embedding model

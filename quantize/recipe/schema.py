@@ -168,7 +168,7 @@ def load_recipe(name_or_path: str, family: Callable[[], Family] | None = None) -
 
 
 def find_recipe(name: str, model: str | None, revision: str | None = None) -> Recipe:
-    """Load a recipe as `load_recipe`, for the family of a model; None: the embedded default."""
+    """Load a recipe as `load_recipe`, for the family of a model; None: the built-in BERT."""
     return load_recipe(name, lambda: BERT if model is None else family_of(load_config(model, revision)))
 
 

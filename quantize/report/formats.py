@@ -54,9 +54,13 @@ def label(name: str) -> str:
     return LABELS.get(name, name.replace("_", " "))
 
 
+def task_label(name: str) -> str:
+    return "built-in task" if name == "embedded" else label(name)
+
+
 def model_label(name: str) -> str:
     path = Path(name)
-    return "embedded default" if path.parts[-2:] == ("embedded", "model") else path.name or name
+    return "built-in BERT" if path.parts[-2:] == ("embedded", "model") else path.name or name
 
 
 def points(fraction: float) -> str:

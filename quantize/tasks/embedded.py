@@ -140,7 +140,7 @@ def write_embedded(folder: Path, *, seed: int = 0, size: Size | None = None) -> 
         if files.read_json(marker) == settings:
             return run
     elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} holds something else than the embedded default; give another folder")
+        raise UserError(f"{folder} holds something else than the built-in BERT; give another folder")
     with files.atomic_folder(folder) as temporary:
         _write_data(temporary / "data" / EMBEDDED.name, seed, size)
         with quiet("transformers"):

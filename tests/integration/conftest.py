@@ -83,7 +83,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(autouse=True)
 def _trained_once(monkeypatch, made_once) -> None:
-    """The embedded default is trained by the first test that wants it; all get copies."""
+    """The built-in BERT is trained by the first test that wants it; all get copies."""
     from qdqbench.quantize.tasks import embedded
 
     real = embedded.write_embedded

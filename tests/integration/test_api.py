@@ -35,7 +35,7 @@ def test_the_readme_and_the_notebook_run_as_they_stand(tmp_path, monkeypatch, ca
     results = execute([block], "README.md")["results"]
     assert capsys.readouterr() == ("", "")  # the API never prints
     assert isinstance(results, qdqbench.Results)
-    assert results.stages["fp32"].metrics["accuracy"] > 0.9  # of the embedded default
+    assert results.stages["fp32"].metrics["accuracy"] > 0.9  # of the built-in BERT
     assert results.stages["fp32"].n >= 1000
     assert results.engine.int8_gemms == len(results.quantized_layers) > 0
     assert (results.parity.passed, results.gate.passed, results.model["embedded"]) == (True, True, True)

@@ -236,11 +236,11 @@ def test_a_failed_run_is_marked_and_each_use_warns(a_run, blocked):
     page = (a_run / "deploy" / "README.md").read_text()
     assert "No engine was built, so nothing is proven." in page
     assert "run_tensorrt_rtx.py" not in {*listing(a_run / "deploy")}
-    speed = speedup(1.5, 1.25, 1.75, baseline="FP32", config="b1 s16")
+    speed = speedup(1.5, 1.25, 1.75, baseline="FP32", config="1 x 16")
     assert hand_off(Session(read_config(a_run), a_run), found.model_copy(update={"speed": [speed]})) == []
     page = (a_run / "deploy" / "README.md").read_text()
     assert "NOT FOR USE" not in page
-    assert "| b1 s16 | 1 | FP32 | 1.50 [1.25, 1.75] |" in page
+    assert "| 1 x 16 | 1 | FP32 | 1.50 [1.25, 1.75] |" in page
 
 
 def test_a_run_without_results_has_nothing_to_hand_over(sst2, tmp_path, qdqbench):

@@ -361,6 +361,6 @@ def test_embedded_default(second, tmp_path, qdqbench):
     assert found.parity.passed
     assert found.gate.passed
     assert found.model["embedded"]
-    assert any("embedded default" in warning for warning in found.warnings)
+    assert any("built-in BERT" in warning for warning in found.warnings)
     again = fine(qdqbench("run", as_edited(tmp_path, second), "--out", out, "--until", "baseline", "--json"))
     assert json.loads(again.out)["timings"]["embedded"]["reused"]  # the trained model

@@ -96,7 +96,7 @@ def speedup(
     *,
     system: str = "INT8 engine",
     baseline: str = "FP16 engine",
-    config: str = "b32 s128",
+    config: str = "32 x 128",
     ms: float = 1.0,
 ) -> Speedup:
     """A speed-up of a system that takes so many milliseconds."""

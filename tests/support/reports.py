@@ -57,7 +57,7 @@ def measured_study() -> Study:
 
 def timed_run() -> Results:
     """A run of two layers with all that a report can show, and a bench behind its speed."""
-    speed = [speedup(1.4, 1.3, 1.5), speedup(1.31, 0.9, 1.6, config="b1 s128")]
+    speed = [speedup(1.4, 1.3, 1.5), speedup(1.31, 0.9, 1.6, config="1 x 128")]
     half = measured({"accuracy": 0.8945}, -0.0023)
     versus = measured({"accuracy": 0.8956}, 0.0011).vs_fp32
     int8 = {

@@ -33,6 +33,7 @@ from qdqbench.quantize.report.formats import (
     model_label,
     seconds,
     size,
+    task_label,
     with_error,
 )
 from qdqbench.quantize.report.render import write_report
@@ -105,8 +106,8 @@ def run_report(results: Results, bench: Bench | str | None = None, folder: Path 
         doc.page_of(
             results,
             "run",
-            "embedded default" if results.model.get("embedded") else name,
-            [label(str(results.task.get("name", "task"))), str(recipe.get("name", "unnamed recipe"))],
+            "built-in BERT" if results.model.get("embedded") else name,
+            [task_label(str(results.task.get("name", "task"))), str(recipe.get("name", "unnamed recipe"))],
             RESULTS_FILE,
             facts={"Model, task and data": inputs},
             recipe=recipe,
@@ -186,7 +187,7 @@ def _speed_tile(results: Results) -> doc.Tile:
 def _proof_tiles(results: Results) -> Iterator[doc.Tile]:
     if (parity := results.parity) is not None and parity.rows:
         worst = verdict.worst_first(parity)[0]
-        remark = f"of its own limit: {verdict.remark_of(worst)}"
+        remark = f"of the limit, at the worst tensor: {verdict.remark_of(worst)}"
         yield doc.Tile("layer parity", verdict.part_text(worst), remark, doc.bad_unless(parity.passed))
     if (verified := results.verification) is not None:
         held = share(sum(row.holds for row in verified.blocks), len(verified.blocks))

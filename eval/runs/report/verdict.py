@@ -19,7 +19,7 @@ from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.models.families.known import RUN
 from qdqbench.quantize.report.document import Line, State, Verdict
 from qdqbench.quantize.report.figures import coverage
-from qdqbench.quantize.report.formats import count_of, label, sentence, with_error
+from qdqbench.quantize.report.formats import count_of, label, sentence, task_label, with_error
 from qdqbench.quantize.tasks.types.embedding import AGREEMENT
 
 GATE_STATES: dict[GateState, State] = {"passed": "good", "failed": "bad"}  # others are unclear
@@ -111,7 +111,7 @@ def _int8(results: Results) -> list[str]:
             f"{done} GEMMs in INT8, none asked" if done else "nothing runs in INT8, as the recipe asks"
         ]
     if (gpu := results.gpu_engine) is not None:
-        built = f"{label(gpu.backend)} engine for GPUs, built ahead of time"
+        built = f"{label(gpu.backend)} engine for GPUs, built ahead of time and never run"
         clauses.append(f"{coverage(*count_linears(results, gpu), 'linears')} in the {built}")
     if engine.expected_attention_int8:
         clauses.append(coverage(engine.attention_int8, engine.expected_attention_int8, "attentions"))
@@ -137,7 +137,7 @@ def last_measured(results: Results) -> tuple[str, StageResult] | None:
 
 
 def accuracy_clause(results: Results) -> str:
-    task = label(str(results.task.get("name", "task")))
+    task = task_label(str(results.task.get("name", "task")))
     if (last := last_measured(results)) is None:
         return f"{task} was not scored in any stage"
     name, row = last

@@ -140,6 +140,6 @@ def test_a_system_that_computes_something_else_is_an_error(tiny_bert, tmp_path, 
     found = api_bench.bench(model=str(tiny_bert), recipe="fp16", cpu=True, out=tmp_path, **short)
     (line,) = found.errors
     assert line.startswith(
-        "b1 s16: OpenVINO FP32: its logits are 2 (relative) from those of fp32-onnxruntime"
+        "1 x 16: OpenVINO FP32: its logits are 2 (relative) from those of fp32-onnxruntime"
     )
     assert MAX_REL_ERROR["fp32"] < 2

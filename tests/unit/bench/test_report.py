@@ -41,7 +41,7 @@ def bench_with(name, label):
     bench.systems.insert(1, BenchSystem(name=name, label=label, precision="int8", backend=""))
     cell = bench.configs[0]
     cell.rows.insert(1, bench_row(name, 0.6, 1))
-    cell.speedups = compute_speedups(cell.rows, "b1 s128", 0)
+    cell.speedups = compute_speedups(cell.rows, "1 x 128", 0)
     return bench, cell
 
 
@@ -50,15 +50,15 @@ def test_the_fastest_int8_engine_is_the_one_that_is_compared():
     found = headline_of(bench.systems, cell)
     assert (found.system, found.baseline, found.value) == ("int8-exact", "fp16", pytest.approx(1.2))
     assert {s.baseline for s in cell.speedups if s.system == "int8-exact"} >= {"int8", "fp16", "torch-fp32"}
-    assert column(bench, "b1 s128")["INT8 over the fastest FP16"][1] == Cell("INT8 engine, exact shape 0.6")
-    assert report.slow_lines(bench)[0].startswith("b1 s128: INT8 engine is slower than FP16 engine, 0.90x")
+    assert column(bench, "1 x 128")["INT8 over the fastest FP16"][1] == Cell("INT8 engine, exact shape 0.6")
+    assert report.slow_lines(bench)[0].startswith("1 x 128: INT8 engine is slower than FP16 engine, 0.90x")
 
 
 def test_another_recipe_is_over_the_fastest_fp16_too():
     bench, cell = bench_with("int8-mine", "INT8 engine, mine")
     assert headline_of(bench.systems, cell).system == "int8"  # what the bench is about
-    assert column(bench, "b1 s128")["INT8 engine, mine over the fastest FP16"].text.startswith("1.20x")
-    assert column(bench, "b8 s128")["INT8 engine, mine over the fastest FP16"].text == ""
+    assert column(bench, "1 x 128")["INT8 engine, mine over the fastest FP16"].text.startswith("1.20x")
+    assert column(bench, "8 x 128")["INT8 engine, mine over the fastest FP16"].text == ""
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_baseline_whose_attention_was_not_fused_is_marked(tmp_path, kernels, s
     bench = sample_bench()
     row = bench.configs[0].rows[4]
     row.kernels = kernels
-    assert column(bench, "b1 s128")["PyTorch FP16 SDPA"] == Cell(f"5.2{sign}", "bad" if sign else "")
+    assert column(bench, "1 x 128")["PyTorch FP16 SDPA"] == Cell(f"5.2{sign}", "bad" if sign else "")
     proof = f"{kernels.fused_attention} fused attention kernels, {kernels.fp32_gemms} GEMMs in FP32"
     made = pages(bench, tmp_path)
     assert all(
@@ -87,7 +87,7 @@ def test_a_slow_down_within_the_spread_is_inconclusive():
     for ratio in bench.configs[0].speedups:
         ratio.ci95_high = 1.02 if ratio.verdict == "slower" else ratio.ci95_high
     assert report.slow_lines(bench) == []
-    ratio = column(bench, "b1 s128")["INT8 over the fastest FP16"][0]
+    ratio = column(bench, "1 x 128")["INT8 over the fastest FP16"][0]
     assert (ratio.text, ratio.state) == ("0.90x [0.90, 1.02] inconclusive", "unclear")
     assert report.bench_report(bench).verdict.state == "unclear"
 
@@ -103,12 +103,12 @@ def test_clocks_that_were_not_read_are_said_to_be_so(tmp_path):
 
 
 def test_an_error_is_a_line_and_never_a_number(tmp_path):
-    bench = sample_bench(errors=["b1 s128: INT8 engine: NaN or infinite logits for 2 of 2 inputs"])
+    bench = sample_bench(errors=["1 x 128: INT8 engine: NaN or infinite logits for 2 of 2 inputs"])
     bench.configs[0].rows[0] = BenchRow(system="int8", status="error", reason="NaN or infinite logits")
     bench.configs[0].speedups = []
     bench.configs[0].headline = None
     bench.configs[1].rows[5] = BenchRow(system="compile-fp16", status="skipped", reason="no C compiler")
-    first, second = column(bench, "b1 s128"), column(bench, "b8 s128")
+    first, second = column(bench, "1 x 128"), column(bench, "8 x 128")
     assert first["INT8 engine"] == Cell("error", "bad")
     assert first["INT8 engine over FP16 engine"] == Cell()
     assert first["INT8 over the fastest FP16"][0] == Cell("not measured")

@@ -33,7 +33,7 @@ def test_another_schema_is_refused_in_one_sentence(
 
 def test_rows_that_were_not_measured_are_not_found() -> None:
     cell = sample_bench().configs[0]
-    assert results.config_label(cell, None) == "b1 s128"
+    assert results.config_label(cell, None) == "1 x 128"
     assert results.row_of(cell, "int8") is cell.rows[0]
     cell.rows[0].status = "error"
     assert results.row_of(cell, "int8") is None
@@ -52,7 +52,7 @@ def test_a_later_bench_adds_to_what_was_measured_of_the_same_files(tmp_path: Pat
     assert [each.created[:10] for each in third.all] == ["2026-07-03", "2026-07-02", "2026-07-01"]
     assert not any(each.earlier for each in third.earlier)
     speed = [*results.list_speed(third)]
-    assert [row.config for row in speed] == ["b1 s128", "b8 s128", "b32 s128"] * 3
+    assert [row.config for row in speed] == ["1 x 128", "8 x 128", "32 x 128"] * 3
     assert {row.conditions.created[:10] for row in speed if row.conditions} == {
         "2026-07-03", "2026-07-02", "2026-07-01"
     }  # fmt: skip

@@ -216,8 +216,8 @@ def test_kernels_of_peers_are_read_and_what_they_show_is_warned_about(machine, t
     assert row(found.configs[0], COMPILED).kernels == unfused
     assert row(found.configs[0], "fp16").kernels is None
     assert found.warnings == [
-        "b1 s128: kernels of fp16 were not read: CUPTI is busy",
-        "b1 s128: COMPILE-FP16 is not in its best form: no fused attention kernel ran, 24 GEMMs in FP32",
+        "1 x 128: kernels of fp16 were not read: CUPTI is busy",
+        "1 x 128: COMPILE-FP16 is not in its best form: no fused attention kernel ran, 24 GEMMs in FP32",
     ]
 
 
@@ -235,7 +235,7 @@ def test_nan_is_an_error_and_never_a_number(machine, target, after):
         assert all("int8" not in (s.system, s.baseline) for s in cell.speedups)
         assert row(cell, "fp16").status == "done"
     assert len(found.errors) == 2
-    assert found.errors[0].startswith("b1 s128: INT8: NaN or infinite logits")
+    assert found.errors[0].startswith("1 x 128: INT8: NaN or infinite logits")
 
 
 def test_missing_peers_are_warnings_and_missing_engines_errors(machine, target):
@@ -244,8 +244,8 @@ def test_missing_peers_are_warnings_and_missing_engines_errors(machine, target):
         "fp32": BenchRow(system="fp32", status="error", reason="out of memory"),
     }
     found = measure(target, ONE)
-    assert found.warnings == ["b1 s128: COMPILE-FP16: no C compiler (not measured)"]
-    assert found.errors == ["b1 s128: FP32: out of memory"]
+    assert found.warnings == ["1 x 128: COMPILE-FP16: no C compiler (not measured)"]
+    assert found.errors == ["1 x 128: FP32: out of memory"]
     assert {s.baseline for s in found.configs[0].speedups} == {"fp16"}
 
 
@@ -273,7 +273,7 @@ def test_gemms_that_are_not_int8_are_warned_about(machine, target):
     bad = BenchRow(system="int8", status="error", reason="x", expected_int8_gemms=2, not_int8=["/a/MatMul"])
     machine.entries = {"int8": bad}
     found = measure(target, ONE)
-    assert found.warnings == ["b1 s128: 1 GEMM that should be in INT8 is not: /a/MatMul"]
+    assert found.warnings == ["1 x 128: 1 GEMM that should be in INT8 is not: /a/MatMul"]
 
 
 def test_clocks_that_nothing_reads_are_null_and_said(machine, target):
@@ -328,7 +328,7 @@ def test_speedups_without_an_fp16_engine():
         BenchRow(system=name, status="done", median_ms=ms, round_ms=[ms] * 3)
         for name, ms in (("int8", 2.0), ("fp32", 3.0))
     ]
-    (only,) = compute_speedups(rows, "b1 s16", 0)
+    (only,) = compute_speedups(rows, "1 x 16", 0)
     assert (only.system, only.baseline, only.value) == ("int8", "fp32", 1.5)
 
 

@@ -58,25 +58,25 @@ LOADED = speedup(0.73, 0.14, 4.07).model_copy(update={"cpu": speedup(1.1, 1.05, 
 )
 def test_a_speed_up_is_a_cell_and_a_place(ratio, cell, place) -> None:
     assert figures.speed(ratio) == cell
-    assert figures.speed_place(ratio) == f"{place} over FP16 engine at b32 s128"
+    assert figures.speed_place(ratio) == f"{place} over FP16 engine at 32 x 128"
     assert figures.speed(None) == Cell()
 
 
 def test_the_verdict_on_speed_is_the_worst_of_all_that_was_timed() -> None:
-    fast, slow = speedup(1.31, 1.2, 1.4), speedup(0.89, 0.87, 0.89, config="b8 s128")
+    fast, slow = speedup(1.31, 1.2, 1.4), speedup(0.89, 0.87, 0.89, config="8 x 128")
     again = [
-        speedup(1.5, 1.4, 1.6, config="b8 s128"),  # a later bench takes no measured loss away
+        speedup(1.5, 1.4, 1.6, config="8 x 128"),  # a later bench takes no measured loss away
         speedup(0.5, 0.1, 2.0),  # what tells nothing takes no measured gain away
     ]
     shapes = judge_shapes([*again, fast, slow])
     assert shapes == [slow, fast]
     text = (
-        "0.89x [0.87, 0.89] over FP16 engine at b8 s128; best 1.31x [1.20, 1.40] over FP16 engine at b32 s128"
+        "0.89x [0.87, 0.89] over FP16 engine at 8 x 128; best 1.31x [1.20, 1.40] over FP16 engine at 32 x 128"
     )
     assert figures.speed_verdict(shapes) == (f"SLOWER at 1 of 2 shapes: {text}", "bad")
     assert figures.slower_at(shapes) == "at 1 of 2 shapes"
     assert figures.speed_verdict(judge_shapes([fast])) == (
-        "faster at b32 s128: 1.31x [1.20, 1.40] over FP16 engine at b32 s128",
+        "faster at 32 x 128: 1.31x [1.20, 1.40] over FP16 engine at 32 x 128",
         "good",
     )
     assert figures.slower_at(judge_shapes([fast])) == ""

@@ -48,7 +48,7 @@ def begun(folder, identity=RUN, *names):
         ({"recipe": "bert-fp16"}, "asked for is recipe bert-fp16"),
         ({"model": "/n/one", "model_sha256": "2"}, "asked for is model /n/one"),
         ({"task": "cola"}, "asked for is task cola"),
-        ({"model": None, "model_sha256": None, "task": "embedded"}, "asked for is the embedded default"),
+        ({"model": None, "model_sha256": None, "task": "embedded"}, "asked for is the built-in BERT"),
         ({"kind": "methods"}, "asked for is a table of methods of recipe bert-int8-linears, model /m/one"),
     ],
 )

@@ -95,7 +95,7 @@ def _bench(bench: Bench, folder: Path, min_speedup: float | None = None) -> Outc
 
 
 def _failed_bench() -> Bench:
-    bench = sample_bench(errors=[_shout("b1 s128: int8 engine: NaN for 2 of 2 inputs")], complete=False)
+    bench = sample_bench(errors=[_shout("1 x 128: int8 engine: NaN for 2 of 2 inputs")], complete=False)
     bench.configs[0].rows[0] = BenchRow(system="int8", status="error", reason=_shout("NaN logits"))
     bench.configs[0].rows[5] = BenchRow(system="compile-fp16", status="skipped", reason=_shout("no g++"))
     bench.configs[0].speedups, bench.configs[0].headline = [], None

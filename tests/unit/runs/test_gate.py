@@ -136,11 +136,11 @@ def test_speed_is_open_until_it_is_measured_and_then_judged_cell_by_cell() -> No
     assert before.state == "not_evaluated"
     assert "; run `qdqbench bench RUN` where" in issue_sentence(before.issues[0])
     fast = records.speedup(1.4, 1.3, 1.5)
-    slow = fast.model_copy(update={"config": "b1 s128", "value": 0.74})
+    slow = fast.model_copy(update={"config": "1 x 128", "value": 0.74})
     after = judge_speed(before, [fast, slow])
     assert (after.state, after.issues) == ("failed", after.failures)
     assert [*map(issue_sentence, after.failures)] == [
-        "min_speedup 1.2 is asked, INT8 is 0.74x as fast as FP16 engine at b1 s128"
+        "min_speedup 1.2 is asked, INT8 is 0.74x as fast as FP16 engine at 1 x 128"
     ]
     assert judge_speed(after, [fast]).state == "passed"  # measured again
     quick = slow.model_copy(update={"quick": True})

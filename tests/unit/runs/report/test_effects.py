@@ -83,7 +83,7 @@ def bench(times):
     )
 
 
-SPEED = [speedup(1.5, baseline="FP16", config="b1 s16")]
+SPEED = [speedup(1.5, baseline="FP16", config="1 x 16")]
 
 
 def tradeoff(results, measured_speed):

@@ -244,7 +244,7 @@ def test_numbers_have_sensible_digits_and_units(function: Any, value: Any, expec
     [
         ("/models/minilm-sst2", "minilm-sst2"),
         ("owner/minilm", "minilm"),
-        ("runs/a/embedded/model", "embedded default"),
+        ("runs/a/embedded/model", "built-in BERT"),
         ("model", "model"),
     ],
 )
