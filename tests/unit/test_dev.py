@@ -41,7 +41,7 @@ def test_the_lock_has_every_dependency_and_what_builds_them() -> None:
     extras = project["optional-dependencies"]
     given = [
         *project["dependencies"],
-        *(each for extra in ("rtx", "openvino", "serve", "dev") for each in extras[extra]),
+        *(each for extra in ("rtx", "openvino", "serve", "ray", "dev") for each in extras[extra]),
     ]
     wanted = {re.split(r"[\[<>=]", each)[0].lower() for each in given} | {*DEV["BUILD"]}
     assert wanted - {"qdqbench"} <= {name.partition("==")[0] for name in locked()}
