@@ -18,6 +18,7 @@ import yaml
 from pydantic import create_model
 
 import qdqbench
+from qdqbench.eval.runs import study
 from qdqbench.eval.runs.results import Results
 from qdqbench.eval.runs.study import Study
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -103,16 +104,14 @@ def test_a_seed_that_fails_is_said_at_the_end(tuned, qdqbench, given, tmp_path, 
 
 
 def test_a_study_names_the_seeds_that_failed(qdqbench, given, tmp_path, monkeypatch):
-    from qdqbench import _train
-
     rows = [("done", "failed")[seed % 2] for seed in range(4)]
     made = [
         create_model("Row", seed=(int, seed), recipe=(str, "r"), status=(str, status))()
         for seed, status in enumerate(rows)
     ]
     found, asked = create_model("Found", rows=(list, made))(), []
-    monkeypatch.setattr(_train, "study", lambda _, recipes, *__: asked.extend(recipes) or found)
-    monkeypatch.setattr("qdqbench.cli.train.study_report", lambda _: None)
+    monkeypatch.setattr(study, "study", lambda _, recipes, *__: asked.extend(recipes) or found)
+    monkeypatch.setattr(study, "study_report", lambda _: None)
     options = [*given("sst2").options, "--out", str(tmp_path / "s"), "--json", "--set", "qat.epochs=2"]
     done = qdqbench("study", "bert-int8-attention-qat", *options)
     assert (done.code, done.out) == (2, found.model_dump_json(indent=2) + "\n")
