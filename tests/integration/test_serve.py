@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,11 +21,12 @@ from tools import load_serve
 from qdqbench.quantize.deployment.opened import Answering
 from qdqbench.quantize.utils.errors import UserError
 
-from ..support import fake_served
 from ..support.http_client import Client, finished
 from .served import Asked, with_cpu_engine
 from .tiny import MAIN, environment, refused
 
+ROOT = Path(__file__).parents[2]
+FAKE = (sys.executable, "-m", "tests.support.fake_served")
 WAIT_S = 60  # for a worker to be replaced, beside other programs
 EVIL = "<img src=x onerror=alert()><b>bad</b>"
 
@@ -41,7 +43,7 @@ def started(*command, word="http://127.0.0.1:", **options):
 
 def fake_server(word="http://127.0.0.1:", stderr=None, **settings):
     settings = json.dumps({"port": 0, **settings})
-    return started(sys.executable, fake_served.__file__, settings, word=word, stderr=stderr)
+    return started(*FAKE, settings, word=word, stderr=stderr, cwd=ROOT)
 
 
 def test_an_endpoint_answers_as_the_run_was_evaluated(finished_run, tmp_path):
@@ -175,8 +177,8 @@ def test_a_killed_server_leaves_no_worker_not_even_one_that_hangs():
 
 def failed(**settings):
     """What a server that does not start writes to stderr."""
-    command = [sys.executable, fake_served.__file__, json.dumps(settings)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    command = [*FAKE, json.dumps(settings)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
     assert (done.returncode, done.stdout) == (1, "")
     return done.stderr
 
@@ -231,8 +233,7 @@ def test_the_command_serves_a_run_until_a_signal(finished_run, tmp_path, number)
 
 def test_a_signal_ends_a_server_whose_workers_load():
     settings = json.dumps({"port": 0, "order": {"loads": 60.0}})
-    command = [sys.executable, fake_served.__file__, settings]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*FAKE, settings], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         end = time.monotonic() + WAIT_S
         while not load_serve.processes_of(process.pid):

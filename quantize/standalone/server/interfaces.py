@@ -112,7 +112,8 @@ class Interfaces:
         elif name == "rank":
             forms["/rerank"] = forms["/"] = TEI_RERANK, self._tei_rerank
         elif name == "predict":
-            forms["/predict"] = forms["/"] = TEI_PREDICT, self._tei_predict
+            forms["/predict"] = TEI_PREDICT, self._tei_predict
+            forms["/"] = TEI_PREDICT, partial(self._tei_predict, nested=True)  # as clients of the hub expect
         self.forms = {
             path: Form(msgspec.json.Decoder(struct), read) for path, (struct, read) in forms.items()
         }
@@ -189,7 +190,7 @@ class Interfaces:
         respond = partial(self._as_vectors, cut)
         return Samples(self._prompted(texts), lambda answers, _: encode(respond(answers)))
 
-    def _tei_predict(self, asked: Any) -> Samples:
+    def _tei_predict(self, asked: Any, *, nested: bool = False) -> Samples:
         pair, inputs = len(self.served.told["texts"]) == 2, asked.inputs
         if asked.raw_scores and self.served.told["labels"]:
             raise Refusal(422, "raw_scores: this server gives probabilities; leave it out")
@@ -199,7 +200,7 @@ class Interfaces:
         if any(len(each) != 1 + pair for each in samples):
             raise Refusal(422, f"inputs: each one needs {1 + pair} text{'s' * pair}")
         texts = [tuple(each) for each in samples] if pair else [text for (text,) in samples]
-        return Samples(texts, partial(self._as_classes, asked, single))
+        return Samples(texts, partial(self._as_classes, single and not nested))
 
     def _tei_rerank(self, asked: Any) -> Samples:
         return Samples([(asked.query, text) for text in asked.texts], partial(self._as_ranks, asked))
@@ -251,7 +252,7 @@ class Interfaces:
         usage = {"prompt_tokens": total, "total_tokens": total}
         return encode({"object": "list", "data": data, "model": self.served.name, "usage": usage})
 
-    def _as_classes(self, asked: Any, single: bool, answers: list[Any], _: Any) -> bytes:
+    def _as_classes(self, single: bool, answers: list[Any], _: Any) -> bytes:
         made = []
         for answer in answers:
             scores = answer.get("scores") or {"LABEL_0": answer["score"]}

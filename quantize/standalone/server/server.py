@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,7 @@ class Supervisor:
         self.shared, self.listeners, self._announce = shared, listeners, [announce]
         self.board, self.metrics = shared.open_board()
         self.context = multiprocessing.get_context("spawn")
+        resource_tracker.ensure_running()  # now: it would unblock signals in the midst of a start
         self.shape: Shape | None = None
         self.ending = False
         self.children: list[Child] = []
