@@ -1,8 +1,7 @@
 #!/bin/sh
 # Unpack the Python bindings of TensorRT 10 and 11 (without their libraries) into .bindings/VERSION, for
-# tests/unit/engine/test_backend_bindings.py, and Triton's client into .bindings/triton, for tests/integration/test_triton.py
-# (beside the environment, since it wants an older protobuf and ml-dtypes). The locks in tests/bindings have the versions and
-# the hashes of their files; `echo NAME==VERSION | uv pip compile - --no-deps --universal --generate-hashes` makes one.
+# tests/unit/engine/test_backend_bindings.py. The locks in tests/bindings have the versions and the hashes of their files;
+# `echo NAME==VERSION | uv pip compile - --no-deps --universal --generate-hashes` makes one.
 # Takes the interpreter as an argument: the wheels are per Python version.
 set -eu
 cd "$(dirname "$0")/.."
@@ -21,11 +20,3 @@ for lock in tests/bindings/1*.lock; do
     "$python" -m zipfile -e "$target"/*.whl "$target"
     rm "$target"/*.whl
 done
-target=.bindings/triton
-wanted="$("$python" -V) $(cat tests/bindings/triton.lock)"
-if [ "$(cat "$target/wanted" 2>/dev/null)" != "$wanted" ]; then
-    rm -rf "$target"
-    # shellcheck disable=SC2086  (options)
-    "$python" -m pip install --target "$target" $pinned tests/bindings/triton.lock
-    echo "$wanted" >"$target/wanted"
-fi

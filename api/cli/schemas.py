@@ -1,6 +1,6 @@
 """Schemas of what commands without a results file print with --json."""
 
-from typing import Any, Literal
+from typing import Any
 
 from qdqbench.quantize.utils.schema import Strict, field
 
@@ -48,11 +48,7 @@ class TritonRepository(Strict):
     """Output of `export-triton`."""
 
     folder: str = field("Path of the written repository.")
-    name: str = field("Name of the ensemble that clients call.")
-    backend: str = field("Runtime of the model.")
-    ensembles: list[str] = field("Names of all ensembles.")
-    plan: Literal["built", "script", "none"] = field(
-        "TensorRT plan: that of the run, a script that builds it, or none."
-    )
-    lengths: list[int] = field("Lengths that it accepts, in tokens.")
+    name: str = field("Name of the model that clients call.")
+    runtime: str = field("Runtime of the model.")
+    runtimes: list[str] = field("Runtimes that the folder has files for.")
     max_batch: int = field("Largest batch, in rows.")

@@ -78,18 +78,12 @@ def push(options: PushOptions) -> Answer:
 
 
 def export_triton(options: TritonOptions) -> Answer:
-    out = options.out
     reporter().begin("writing")
-    made = triton.export_triton(options.run, out, options.name)
-    plans = {
-        "built": "its TensorRT plan is that of the run",
-        "script": f"{out / 'tensorrt' / 'build_plan.sh'} builds its TensorRT plan on your GPU",
-        "none": "without a TensorRT plan: the run's graph is for CPUs",
-    }
-    first, last = made.lengths[0], made.lengths[-1]
-    lengths = f"{first} to {last} tokens" if made.lengths[1:] else f"{first} tokens"
+    deployed = write(options.run)
+    with locked_for_reading(options.run):
+        made = triton.export_triton(deployed, options.out, options.name)
     lines = [
-        f"{made.name} on {made.backend}; {plans[made.plan]}",
-        f"batches of at most {made.max_batch}, {lengths}; how to start it: {out / 'README.md'}",
+        f"{made.name} on {made.runtime}; it has what these need: {', '.join(made.runtimes)}",
+        f"batches of at most {made.max_batch} texts; how to start it: {options.out / 'README.md'}",
     ]
-    return Answer(TritonRepository(folder=str(out), **asdict(made)), None, lines)
+    return Answer(TritonRepository(folder=str(options.out), **asdict(made)), None, lines)

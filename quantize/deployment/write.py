@@ -374,7 +374,10 @@ def _describe_model(session: Session, graph: Path, runtimes: Sequence[Runtime]) 
         },
         "pooling": pooling.model_dump(mode="json") if pooling else None,
         "batch": min(rows, MOST_ROWS),
-        "script": runtimes[0].script,  # the nearest to what the run showed
+        "name": f"{_base_name(session.model_name)}-{session.recipe.name}",
+        "recipe": session.recipe.name,
+        "runtimes": [runtime.backend for runtime in runtimes],  # first the nearest to what the run showed
+        "script": runtimes[0].script,
         "example": " ".join(f'"{text}"' for text in told["texts"]),  # arguments of a command line
         "ran": any(runtime.ran for runtime in runtimes),  # as the engine of the run
         "onnxruntime": "ORT_ENABLE_ALL" if optimized else "ORT_DISABLE_ALL",

@@ -12,7 +12,7 @@ from qdqbench.quantize.pipeline.session import Session, read_config
 
 from ..support.deployed import answers
 from ..support.families import HIDDEN
-from ..support.triton_stub import BINDINGS, Repository
+from ..support.triton_stub import Loaded
 from .served import Asked
 from .tiny import results, write_data
 
@@ -57,7 +57,6 @@ class TestTexts:
         done = qdqbench("check", folder / "model.int8.onnx", "--recipe", "roberta-int8-attention")
         assert done.code == 0, done.err
 
-    @pytest.mark.skipif(not (BINDINGS / "tritonclient").is_dir(), reason="needs tools/fetch_bindings.sh")
     def test_servers_embed_as_the_run_was_evaluated(self, folder, tmp_path):
         texts = Session(read_config(folder), folder).eval_splits["validation"][0].dataset["text"][:8]
         with np.load(folder / "logits" / "onnxruntime.npz") as saved:
@@ -68,10 +67,9 @@ class TestTexts:
         np.testing.assert_allclose([each.embedding for each in with_prompt], known, atol=2e-2)
         without = ask(texts=texts, prompt="")
         assert np.abs(np.array([each.embedding for each in without]) - known).max() > 0.05
-        export_triton(folder, tmp_path / "out", "embed")
-        given = np.array([[text.encode()] for text in texts], dtype=np.object_)
-        answer = Repository(tmp_path / "out" / "models").run("embed", {"TEXT": given})
-        np.testing.assert_allclose(answer["sentence_embedding"], known, atol=2e-2)
+        export_triton(folder / "deploy", tmp_path / "out", "embed")
+        answer = Loaded(tmp_path / "out" / "models" / "embed").answers(TEXT=texts)
+        np.testing.assert_allclose(answer, known, atol=2e-2)
 
     def test_deployed_scripts_embed_as_the_run_was_evaluated(self, folder, tmp_path):
         texts = Session(read_config(folder), folder).eval_splits["validation"][0].dataset["text"][:8]

@@ -11,7 +11,7 @@ from qdqbench.quantize.deployment.triton.export import export_triton
 from qdqbench.quantize.pipeline.session import Session, read_config
 
 from ..support.deployed import answers, run_script
-from ..support.triton_stub import BINDINGS, Repository
+from ..support.triton_stub import Loaded
 from . import heads
 from .cases import edited
 from .tiny import call, results
@@ -220,39 +220,18 @@ def test_a_server_answers_as_the_run_was_evaluated(runs, kind, tmp_path):
     assert same >= 23  # a flip of rounding may change one
 
 
-@pytest.mark.skipif(not (BINDINGS / "tritonclient").is_dir(), reason="needs tools/fetch_bindings.sh")
 @pytest.mark.parametrize("kind", KINDS)
-def test_triton_answers_as_the_run_was_evaluated(runs, kind, tmp_path):
-    made = export_triton(runs[kind], tmp_path / "out", kind)
-    assert made.lengths[-1] == (32 if kind == "qa" else 128)
-    repository = Repository(tmp_path / "out" / "models")
-    split, encoded = Session(read_config(runs[kind]), runs[kind]).eval_splits["validation"]
-    with np.load(runs[kind] / "logits" / "onnxruntime.npz") as saved:
-        known = saved["validation.logits"]
-    windows = np.bincount(encoded.samples)  # Triton reads the first of a context alone
-    rows = np.flatnonzero(windows == 1)[:8]
-    columns = [split.dataset[name] for name in split.dataset.column_names]
-    texts = [
-        [" ".join(x) if isinstance(x, list) else x for x in (column[row] for row in rows)]
-        for column in columns
-    ]
-    given = {
-        name: np.array([[text.encode()] for text in column], dtype=np.object_)
-        for name, column in zip(("TEXT", "TEXT_PAIR"), texts, strict=False)
-    }
-    answer = repository.run(kind, given if kind == "qa" else {"TEXT": given["TEXT"]})
-    for place, row in enumerate(rows):
-        wanted = known[encoded.answers_of(encoded.rows_of(np.array([row])))]
-        if kind == "tokens":
-            words = answer["WORDS"][place]
-            assert words[words >= 0].tolist() == [*range(len(wanted))]
-            np.testing.assert_allclose(answer["logits"][place][words >= 0], wanted, atol=2e-2)
-        else:
-            context, spans = texts[1][place], answer["SPANS"][place]
-            inside = spans[:, 0] >= 0
-            assert context == context[spans[inside][0, 0] : spans[inside][-1, 1]]
-            ends = np.stack([answer["start_logits"][place], answer["end_logits"][place]], axis=1)
-            np.testing.assert_allclose(ends[: len(wanted)], wanted, atol=2e-2)
+def test_triton_answers_as_the_deployed_scripts(runs, kind, tmp_path):
+    export_triton(runs[kind] / "deploy", tmp_path / "out", kind)
+    split, _ = Session(read_config(runs[kind]), runs[kind]).eval_splits["validation"]
+    rows = [split.dataset[row] for row in range(8)]
+    if kind == "tokens":
+        texts = {"TEXT": [" ".join(row["tokens"]) for row in rows]}
+    else:
+        texts = {"TEXT": [row["question"] for row in rows], "TEXT_PAIR": [row["context"] for row in rows]}
+    lines = ["\t".join(each) for each in zip(*texts.values(), strict=True)]
+    known = answers(runs[kind] / "deploy" / "run_onnxruntime.py", tmp_path / "blocked", lines=lines)
+    assert Loaded(tmp_path / "out" / "models" / kind).answers(**texts) == known
 
 
 @pytest.mark.parametrize("kind", KINDS)
