@@ -1,6 +1,7 @@
 """The report of a bench: its page, Markdown and screen, a section of the run's report, and rows of tables."""
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -111,7 +112,8 @@ def speedup_svg(bench: Bench) -> str:
 
     if not any(ratio.system == "int8" for config in bench.configs for ratio in config.speedups):
         return ""
-    return _panels(bench, "speedup", "speed-up of INT8 over each", "times as fast", draw)
+    title = f"speed-up of INT8 over each{', by wall time' if bench.device == 'cpu' else ''}"
+    return _panels(bench, "speedup", title, "times as fast", draw)
 
 
 def throughput_svg(bench: Bench) -> str:
@@ -134,10 +136,10 @@ def throughput_svg(bench: Bench) -> str:
 def _panels(
     bench: Bench, name: str, title: str, unit: str, draw: Callable[[Any, list[BenchConfig]], None]
 ) -> str:
-    """Return a chart by batch with a panel for each length; empty where no fixed shape was measured."""
+    """Return a chart by batch with a panel for each length of several batches; empty without one."""
     fixed = [config for config in bench.configs if config.kind == "fixed"]
-    lengths = list(dict.fromkeys(config.length for config in fixed))
-    if not any(row.status == "done" for config in fixed for row in config.rows):
+    lengths = [length for length, n in Counter(config.length for config in fixed).items() if n > 1]
+    if not lengths or not any(row.status == "done" for config in fixed for row in config.rows):
         return ""
     rates = name == "throughput"
     figure = svg.figure_of(1.2 + 2.2 * len(lengths))
@@ -388,13 +390,14 @@ def _title(bench: Bench, shapes: Sequence[Speedup]) -> str:
 
 def speed_table(speed: Sequence[Speedup], title: str = "") -> doc.Table:
     """Return every shape that was timed, the slowest first, with CPU time and conditions."""
+    unit = "wall ms" if any(row.cpu for row in speed) else "ms"
     return doc.table_of(
         sorted(speed, key=lambda row: row.leading.value),
         ("batch x tokens", lambda row: row.config),
         ("times as fast", figures.speed),
         *([("by CPU time", figures.cpu_speed)] if any(map(figures.cpu_speed, speed)) else []),
-        ("INT8, ms", lambda row: doc.Cell(figures.latency(row), note=row.system)),
-        ("baseline, ms", lambda row: doc.Cell(figures.latency(row.baseline_ms), note=row.baseline)),
+        (f"INT8, {unit}", lambda row: doc.Cell(figures.latency(row), note=row.system)),
+        (f"baseline, {unit}", lambda row: doc.Cell(figures.latency(row.baseline_ms), note=row.baseline)),
         ("measured", _conditions),
         title=title,
         texts=(0, -1),

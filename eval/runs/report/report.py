@@ -216,8 +216,12 @@ def _accuracy_section(results: Results) -> doc.Section:
     names = LABELS | {metric: label(metric) for metric in metrics}
     names |= {name: verdict.stage_name(results, name) for name in stages}
     legend = doc.Prose(ACCURACY.format(results.gate.max_drop), "quiet")
+    ran = [
+        f"{verdict.stage_label(results, name)}: {row.detail}." for name, row in stages.items() if row.detail
+    ]
     blocks: list[doc.Block] = [
         _stages_table(results, metrics),
+        doc.Prose(" ".join(ran), "quiet"),
         doc.table_of(
             stages.items(),
             ("stage", lambda pair: verdict.stage_name(results, pair[0])),
@@ -252,7 +256,7 @@ def _against(show: Callable[[Comparison], doc.Value]) -> Callable[[tuple[str, St
 
 def _stages_table(results: Results, metrics: list[str]) -> doc.Table:
     def head(pair: tuple[str, StageResult]) -> doc.Cell:
-        return doc.Cell(verdict.stage_label(results, pair[0]), note=pair[1].detail or "", look="stage")
+        return doc.Cell(verdict.stage_label(results, pair[0]), look="stage")
 
     def skipped(pair: tuple[str, StageResult]) -> doc.Row | None:
         if pair[1].status != "skipped":
