@@ -11,11 +11,12 @@ from qdqbench.eval.runs.results import Results
 from qdqbench.eval.runs.run import require_inputs, run_stages, run_until
 from qdqbench.eval.runs.tracked import tracking
 from qdqbench.quantize.engine.backend import choose_backend
-from qdqbench.quantize.lint.machines import describe_gain
+from qdqbench.quantize.lint.machines import describe_gain, explain_kernels
 from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.models.load import load_config
 from qdqbench.quantize.pipeline.ownership import identity_of, open_session, owned_folder, run_folder
 from qdqbench.quantize.pipeline.session import Session
-from qdqbench.quantize.recipe.schema import Recipe, find_recipe, require_qat
+from qdqbench.quantize.recipe.schema import Recipe, adapt_recipe, find_recipe, require_qat
 from qdqbench.quantize.recipe.schema import load_recipe as load_named
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import DEFAULT_QAT
@@ -128,9 +129,18 @@ def start_run(recipe: str | Path | Recipe | None, options: QatOptions) -> tuple[
 
 
 def choose_recipe(options: RecipeOptions, recipe: str | Path | Recipe | None) -> Recipe:
+    """Return the recipe of a run; backend `auto` of it is `cuda` where that is known to be the fastest."""
     if isinstance(recipe, Recipe):
-        return options.adapt(recipe)
-    return options.find_recipe(None if recipe is None else str(recipe))
+        chosen = options.adapt(recipe)
+    else:
+        chosen = options.find_recipe(None if recipe is None else str(recipe))
+    if options.model is None or chosen.engine.backend != "auto" or find_gpu() is None:
+        return chosen
+    config = load_config(options.model, options.revision)
+    if why := explain_kernels(chosen, family_of(config).name, config):
+        reporter().log(why)
+        return adapt_recipe(chosen, backend="cuda")
+    return chosen
 
 
 def resume(folder: str | Path, until: str | None = None, progress: Progress = None) -> Results:

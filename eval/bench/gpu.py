@@ -38,7 +38,7 @@ from qdqbench.eval.bench.target import Target, model_target, recipe_for
 from qdqbench.quantize.engine.backend import gpu_backend
 from qdqbench.quantize.engine.cpu_runtimes import Compute
 from qdqbench.quantize.engine.cuda.compile import load_nvrtc
-from qdqbench.quantize.engine.cuda.model import load_kernels
+from qdqbench.quantize.engine.cuda.model import load_kernels, tiles_path
 from qdqbench.quantize.engine.cuda.names import explain_misfit, find_target
 from qdqbench.quantize.engine.cuda.runtime import PACKED, CudaEngine, choose_graph, fill
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, Tokens, count_positions
@@ -161,6 +161,7 @@ class EngineSpec(Strict):
     gemms: list[str]  # ONNX nodes that must run in INT8
     attention: int
     compute: Compute
+    target: str | tuple[str, ...] | None = None  # GPUs that kernels of backend cuda are for
     shapes: list[Pair]  # that it will run
 
     @property
@@ -177,7 +178,8 @@ def build_engine(spec: EngineSpec) -> EngineResult:
         check_sidecar(spec.engine, spec.onnx)
         return read(spec.proof, EngineResult, "proof of an engine", "build it again")
     graph = measure.ReadyGraph(spec.onnx, spec.gemms, spec.attention)
-    result = measure.build_ready(graph, spec.engine, spec.backend, [spec.profile], spec.compute)
+    given = spec.engine, spec.backend, [spec.profile], spec.compute
+    result = measure.build_ready(graph, *given, target=spec.target)
     files.write_json(spec.proof, result.model_dump(mode="json"))
     return result
 
@@ -224,7 +226,13 @@ def prebuild(work: GpuWork, target: Target, options: systems.BenchPlan, backend:
     if not options.keep_engines:
         target.stack.callback(_forget_markers, target.session.folder / "bench")
         for spec in specs:
-            for path in (spec.proof, spec.cache, sidecar_path(spec.engine), spec.engine):
+            for path in (
+                spec.proof,
+                spec.cache,
+                tiles_path(spec.engine),
+                sidecar_path(spec.engine),
+                spec.engine,
+            ):
                 target.stack.callback(path.unlink, missing_ok=True)  # the layer table stays
     for spec in specs:
         cuda = spec.backend == "cuda"  # which compiles nothing when it first runs
@@ -285,6 +293,7 @@ def specs_of(target: Target, system: systems.System, config: systems.Config) -> 
             gemms=owner.gemms(graph) if int8 else [],
             attention=len(session.plan.attention) if int8 else 0,
             compute=session.target.compute,
+            target=session.recipe.engine.compute_capability if cuda else None,
             shapes=[pair],
         )
     return specs

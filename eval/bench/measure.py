@@ -561,8 +561,14 @@ def build_and_prove(session: Session, graph: ReadyGraph, path: Path) -> Path:
     return path
 
 
-def build_ready(
-    graph: ReadyGraph, path: Path, backend: BackendChoice, profiles: Sequence[Profile], compute: Compute
+def build_ready(  # noqa: PLR0913
+    graph: ReadyGraph,
+    path: Path,
+    backend: BackendChoice,
+    profiles: Sequence[Profile],
+    compute: Compute,
+    *,
+    target: str | Sequence[str] | None = None,
 ) -> EngineResult:
     return build(
         graph.path,
@@ -573,6 +579,7 @@ def build_ready(
         expected_attention=graph.attention,
         layers_path=path.with_suffix(".layers.json"),
         compute=compute,
+        compute_capability=target,
     )
 
 

@@ -17,6 +17,7 @@ ROUND_RESAMPLES = 2000
 OURS = ("int8", "int8-exact")  # INT8 engines that a bench is about
 # those of TensorRT where the bench is about kernels of backend cuda; else these are `int8-cuda`
 TENSORRT_SYSTEMS = [f"int8-{name}{shapes}" for name in TENSORRT for shapes in ("", "-exact")]
+OF_RECIPE = (*OURS, "int8-cuda", *TENSORRT_SYSTEMS)  # INT8 engines of the recipe, by any backend
 Device = Literal["gpu", "cpu"]
 Shape = tuple[int, int]  # batch, length
 Precision = Literal["int8", "fp16", "bf16", "fp32"]
@@ -326,7 +327,8 @@ def compute_speedups(
     """Return INT8 over all others, these over the FP16 engine, and other recipes over what is not INT8."""
     done = {row.system: row for row in rows if row.status == "done"}
     pairs = [(own, name) for own in OURS for name in done if name not in OURS]
-    more = [name for name in done if "fp16" in done and name.startswith("int8-") and name not in OURS]
+    others = (name for name in done if name.startswith("int8-") and name not in OURS)
+    more = [name for name in others if "fp16" in done or name in OF_RECIPE]
     pairs += [(own, name) for own in more for name in done if not name.startswith("int8")]
     pairs += [(name, "fp16") for name in done if name not in (*OURS, *more, "fp16")] + [OURS[::-1]]
     return [
@@ -356,9 +358,9 @@ def speedup_of(config: BenchConfig, system: str, baseline: str) -> Speedup | Non
 
 
 def headline_of(systems: Sequence[BenchSystem], config: BenchConfig) -> Speedup | None:
-    """Return the fastest INT8 engine over the fastest system without INT8: what `min_speedup` is about."""
+    """Return the recipe's fastest engine, of any backend, over the fastest system without INT8."""
     medians = {row.system: row.median_ms for row in config.rows if row.median_ms is not None}
-    ours = min((name for name in OURS if name in medians), key=medians.__getitem__, default="")
+    ours = min((name for name in OF_RECIPE if name in medians), key=medians.__getitem__, default="")
     return over_fastest(systems, config, ours)
 
 

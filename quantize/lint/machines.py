@@ -7,11 +7,16 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter
 
+from qdqbench.quantize.engine.backend import choose_backend, find_missing_builder, gpu_backend
+from qdqbench.quantize.engine.cuda.match import FAMILIES
+from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES, NORM_PARTS, find_target
+from qdqbench.quantize.engine.hazards import find_hazards
+from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.shipped import choose_start
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.schema import Frozen
-from qdqbench.quantize.utils.system.cpu import Cpu
-from qdqbench.quantize.utils.system.gpu import Gpu
+from qdqbench.quantize.utils.system.cpu import Cpu, find_cpu
+from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -46,6 +51,27 @@ def find_machine(gpu: Gpu | None, cpu: Cpu) -> Machine | None:
     rows = read_machines()
     found = next((row for row in rows if not has.isdisjoint(row.match)), None)
     return found or (None if gpu else rows[-1])
+
+
+def explain_kernels(recipe: Recipe, family: str, config: Any) -> str:
+    """Return why `auto` takes backend cuda here, for a model of a family; empty where it does not."""
+    gpu = find_gpu()
+    if gpu is None or recipe.engine.backend != "auto" or not recipe.quantizes or family not in FAMILIES:
+        return ""
+    fits = config.hidden_size // config.num_attention_heads in ATTENTION_SIZES
+    fits = fits and config.hidden_size <= 128 * NORM_PARTS[-1]
+    if not fits or find_target(gpu.compute_capability) is None or find_missing_builder("cuda"):
+        return ""
+    row, name = find_machine(gpu, find_cpu()), gpu_backend()
+    if row is not None and row.ran and row.backend == "cuda":
+        return (
+            f"auto takes cuda, which was faster than TensorRT-RTX on {row.names} at every shape we measured"
+        )
+    if missing := find_missing_builder(name):
+        return f"auto takes cuda, as there is no other builder here: {missing}"
+    version = choose_backend(name).version
+    known = find_hazards(name, version, gpu.compute_capability)
+    return next((f"auto takes cuda: {text}" for text in known if "refuses" in text), "")
 
 
 def describe_gain(gpu: Gpu | None, cpu: Cpu) -> str:

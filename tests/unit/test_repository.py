@@ -103,9 +103,10 @@ def test_a_command_that_is_not_there_is_seen() -> None:
     assert not exists("doctor --yaml")
 
 
-def test_a_bug_report_requires_what_doctor_says() -> None:
-    (doctor,) = (part for part in read(FORMS[0])["body"] if part.get("id") == "doctor")
-    assert FORMS[0].stem == "bug"
+@pytest.mark.parametrize("name", ["bench", "bug"])
+def test_a_report_requires_what_doctor_says(name: str) -> None:
+    form = next(each for each in FORMS if each.stem == name)
+    (doctor,) = (part for part in read(form)["body"] if part.get("id") == "doctor")
     assert doctor["validations"] == {"required": True}
 
 

@@ -24,8 +24,13 @@ def load_kernels(path: Path) -> tuple["CudaModel", int]:
 
     file = read_file(path)
     free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
-    engine = load_engine(file, CudaModel, path.with_name(f"{path.name}.tiles.json"))
+    engine = load_engine(file, CudaModel, tiles_path(path))
     return engine, max(0, free - torch.cuda.mem_get_info()[0])
+
+
+def tiles_path(engine: Path) -> Path:
+    """Return the file that keeps the fastest tiles of an engine."""
+    return engine.with_name(f"{engine.name}.tiles.json")
 
 
 def sign_inputs(plan: Plan) -> dict[str, Signature]:

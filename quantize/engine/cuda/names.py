@@ -79,7 +79,7 @@ TARGETS = (
     Target("8.9", "sm_89", _OF_100_KB, 99 * _KB),
     Target("9.0", "sm_90a", TILES, 227 * _KB, wgmma=True, early=True),
     Target("12.0", "sm_120", _OF_100_KB, 99 * _KB, early=True),
-    Target("8.0+PTX", "compute_80", _OF_100_KB, 99 * _KB),
+    Target("8.0+PTX", "compute_80", _OF_164_KB, 163 * _KB),  # Blackwell for data centers, mostly
 )
 NAMES = tuple(target.name for target in TARGETS)
 _REFUSED = {"10.3": "it has few INT8 units (0.15 POPS), so FP16 is faster there"}

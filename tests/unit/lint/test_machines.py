@@ -1,9 +1,12 @@
 """Machines by name: what is recommended is what exists, and the right row is found."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from qdqbench.quantize.lint.machines import describe_gain, find_machine, read_machines
-from qdqbench.quantize.recipe.schema import family_free_recipes
+from qdqbench.quantize.lint import machines
+from qdqbench.quantize.lint.machines import describe_gain, explain_kernels, find_machine, read_machines
+from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe
 from qdqbench.quantize.utils.system.cpu import FEATURES, Cpu
 from qdqbench.quantize.utils.system.gpu import Gpu
 
@@ -57,3 +60,29 @@ def test_what_the_table_names_exists() -> None:
     for row in read_machines():
         assert row.start in family_free_recipes()
         assert all(each in FEATURES or "." in each for each in row.match)
+
+
+@pytest.mark.parametrize(
+    ("here", "family", "hidden", "why"),  # here: compute capability, and what TensorRT-RTX lacks
+    [
+        (("9.0", None), "bert", 768, "faster than TensorRT-RTX on H100, H200 at every shape we measured"),
+        (("8.0", "no TensorRT"), "bert", 768, "as there is no other builder here: no TensorRT"),
+        (("8.0", None), "bert", 768, ""),  # both are there, and nothing is known
+        (("9.0", None), "mpnet", 768, ""),
+        (("9.0", None), "bert", 312, ""),  # heads of 26
+        (("10.3", "no TensorRT"), "bert", 768, ""),
+        (("7.0", "no TensorRT"), "bert", 768, ""),
+    ],
+)
+def test_auto_takes_kernels_where_they_are_known_to_be_fastest(
+    here: tuple[str, str | None], family: str, hidden: int, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machines, "find_gpu", lambda: Gpu("any", here[0], None))
+    missing = {"cuda": None, "tensorrt_rtx": here[1]}
+    monkeypatch.setattr(machines, "find_missing_builder", lambda name: missing[name])
+    monkeypatch.setattr(machines, "gpu_backend", lambda: "tensorrt_rtx")
+    monkeypatch.setattr(machines, "choose_backend", lambda name: SimpleNamespace(version="1.6.1"))
+    config = SimpleNamespace(hidden_size=hidden, num_attention_heads=12)
+    said = explain_kernels(load_recipe("bert-int8-residual-fused"), family, config)
+    assert said.endswith(why)
+    assert said.startswith("auto takes cuda") is bool(why)
