@@ -316,8 +316,9 @@ class EngineSettings(Frozen):
 
     backend: BackendChoice = field(
         "Library that builds and runs the engine. auto, with a GPU: TensorRT, or TensorRT-RTX if that is "
-        "not installed. auto, without a GPU: OpenVINO, or ONNX Runtime if that is not installed; "
-        "TensorRT-RTX builds ahead of time as well, as a proof for a GPU.",
+        "not installed; `run` takes cuda where that is known to be the fastest. auto, without a GPU: "
+        "OpenVINO, or ONNX Runtime if that is not installed; TensorRT-RTX builds ahead of time as well, as a "
+        "proof for a GPU.",
         default="auto",
     )
     shapes: ShapesForm = field(
