@@ -108,6 +108,8 @@ def run_stages(session: Session, until: str | None, *, leads: bool = False) -> d
         if name in before_build and not reused and not session.sought_builder:
             session.sought_builder = True
             if missing := find_missing_builder(session.target.backend):
+                if until in ("build", "verify"):  # before what would be for nothing
+                    raise MissingDevice(missing)
                 text = f"no engine can be built here, so the run will continue without one: {missing}"
                 reporter().log(text)
         reporter().begin(name, names.index(name), len(names) + (until in REPORTED), reused=reused)

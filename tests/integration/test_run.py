@@ -313,6 +313,8 @@ def test_a_missing_builder_is_named_before_anything_is_computed(
         first, last = done.err.splitlines()
         assert first.startswith(f"{NO_ENGINE}: {why}")
         assert last == "qdqbench: a stage runs"
+    done = qdqbench("run", "int8-linears", *options, "--until", "build")  # which is all that was asked
+    assert (done.code, done.err.startswith(f"qdqbench: {why}"), done.err.count("\n")) == (3, True, 1)
     done = qdqbench("run", "int8-linears", *options, "--until", "parity")
     assert done.err.splitlines() == [last]  # no engine is asked for
 
