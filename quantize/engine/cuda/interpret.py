@@ -158,7 +158,7 @@ def _head(operation: Head, arrays: Arrays, values: Mapping[str, Array], tokens: 
             x = x @ arrays[f"{operation.name}.{number}.weight"].T + arrays[f"{operation.name}.{number}.bias"]
         else:
             x = _STEPS[step.kind](x)
-    return {each.name: x if each.column is None else x[:, each.column] for each in operation.answers}
+    return {each.name: x[:, each.place] for each in operation.answers}
 
 
 def _gelu(x: Float32) -> Float32:

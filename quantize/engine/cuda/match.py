@@ -536,24 +536,20 @@ class _Matcher(Cover):
 
     def _answers(self, outputs: list[str]) -> tuple[str, tuple[plan.Answer, ...]]:
         """Return the tensor that the outputs are of, and each output."""
-        if len(outputs) == 1 and self.kind(outputs[0]) == "Concat":  # of a cut graph: the columns, joined
-            joined = self.take(outputs[0], "Concat", axis=-1)
-            parts = [self.take(part, "Unsqueeze") for part in joined.input]
-            if any(self.vector(part) != [-1] for part in parts):
-                refuse("expected columns", joined)
-            source, columns = self._answers([part.input[0] for part in parts])
-            if [each.column for each in columns] != [*range(len(columns))]:
-                refuse("expected all columns in their order", joined)
-            return source, (plan.Answer(name=outputs[0]),)
         if len(outputs) == 1:
             return outputs[0], (plan.Answer(name=outputs[0]),)
         answers, sources = [], set()
         for name in outputs:
-            squeeze = self.take(name, "Squeeze")
+            squeezed, wide = name, self.kind(name) == "Unsqueeze"
+            if wide:  # of a cut graph
+                again = self.take(name, "Unsqueeze")
+                squeezed = again.input[0] if self.vector(again) == [-1] else refuse("expected columns", again)
+            squeeze = self.take(squeezed, "Squeeze")
             split = self.take(squeeze.input[0], "Split", axis=-1)
             if self.vector(squeeze) != [2] or {*self.vector(split)} != {1}:
                 refuse("expected columns of 1", squeeze, split)
-            answers.append(plan.Answer(name=name, column=[*split.output].index(squeeze.input[0])))
+            column = [*split.output].index(squeeze.input[0])
+            answers.append(plan.Answer(name=name, column=column, wide=wide))
             sources.add(split.input[0])
         return (sources.pop(), tuple(answers)) if len(sources) == 1 else refuse("no one tensor", *outputs)
 

@@ -150,6 +150,14 @@ class Answer:
 
     name: str
     column: int | None = None
+    wide: bool = False  # a column keeps its axis, of 1
+
+    @property
+    def place(self) -> int | slice:
+        """The columns of the answer."""
+        if self.column is None:
+            return slice(None)
+        return slice(self.column, self.column + 1) if self.wide else self.column
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -654,7 +654,7 @@ class CudaEngine:
                 x = self._step(name, kind, x)
             places = None
         x = x.float()
-        return {each.name: x if each.column is None else x[:, each.column] for each in operation.answers}
+        return {each.name: x[:, each.place] for each in operation.answers}
 
     def _fits(self, name: str, rows: int) -> bool:
         """Return whether head.cu takes a dense step: it is for few rows, and reads eight channels at once."""
