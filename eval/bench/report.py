@@ -112,7 +112,7 @@ def speedup_svg(bench: Bench) -> str:
 
     if not any(ratio.system == "int8" for config in bench.configs for ratio in config.speedups):
         return ""
-    title = f"speed-up of INT8 over each{', by wall time' if bench.device == 'cpu' else ''}"
+    title = f"speed-up of INT8{' by wall time' if bench.device == 'cpu' else ' over each'}"
     return _panels(bench, "speedup", title, "times as fast", draw)
 
 
@@ -273,7 +273,7 @@ def slow_lines(bench: Bench) -> list[str]:
             if ratio is not None and ratio.leading.verdict == "slower":
                 reasons = config.slow_reasons if ratio == same_backend else []
                 what = f"{bench.labels[ratio.system]} is slower than {bench.labels[ratio.baseline]}"
-                why = f": {'; '.join(reasons)}" if reasons else ""
+                why = " by CPU time" * ratio.by_cpu_time + (f": {'; '.join(reasons)}" if reasons else "")
                 lines.append(f"{config_text(bench, config)}: {what}, {figures.speed_text(ratio)}{why}")
     return lines
 
