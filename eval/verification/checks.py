@@ -185,7 +185,7 @@ def one_of_each(samples: Int64, seed: int) -> Int64:
     return np.asarray(shuffled[first])
 
 
-def _group_equal(logits: Floats, step: float) -> Int64:
+def group_equal(logits: Floats, step: float) -> Int64:
     """Return a group for each row, [rows]: rows of one group are equal to the nearest `step`."""
     rounded = np.round(logits.astype(np.float64) / step) if step > 0 else logits
     _, groups = np.unique(rounded, axis=0, return_inverse=True)
@@ -232,7 +232,7 @@ def check_answers(  # noqa: PLR0913
         return check
     found = compare(task, reference, got, gold, seed=seed)
     drawn = one_of_each(samples, seed)
-    drawn = drawn[one_of_each(_group_equal(reference[drawn], SAME_SHARE * cost.mean), seed)]
+    drawn = drawn[one_of_each(group_equal(reference[drawn], SAME_SHARE * cost.mean), seed)]
     # one text has no distribution, and SciPy no p-value for it
     columns = range(got.shape[1]) if len(drawn) > 1 else ()
     tests = [stats.ks_2samp(reference[drawn, i], got[drawn, i], method="asymp") for i in columns]

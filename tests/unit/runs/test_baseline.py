@@ -1,7 +1,9 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from qdqbench.eval.runs.gate import find_label_order
+from qdqbench.eval.runs.gate import find_label_order, judge_baseline
 from qdqbench.quantize.tasks.metrics import Baseline, find_baseline, reads_its_input
 from qdqbench.quantize.tasks.task import get_task
 
@@ -51,3 +53,22 @@ def test_no_order_mends_a_model_that_does_not_know_the_task():
     assert find_label_order(task, np.eye(3, dtype=np.float32)[guessed], RIGHT, Baseline(0, 1 / 3), 0.04) == ""
     scores = RIGHT.astype(np.float32)
     assert find_label_order(get_task("stsb"), -scores[:, None], scores, Baseline(None, 0.0), 0.1) == ""
+
+
+@pytest.mark.parametrize(
+    ("texts", "rows", "state"),
+    [(96, 96, "failed"), (1, 96, "inconclusive"), (1, 1, "inconclusive"), (4, 96, "inconclusive")],
+)
+def test_rows_of_few_texts_do_not_say_that_a_model_knows_nothing(texts, rows, state, tmp_path):
+    """All answers are wrong, and a wrong answer to one text repeated is one wrong answer."""
+    drawn = np.random.default_rng(0).uniform(1, 2, texts)[np.arange(rows) % texts]
+    logits = np.stack([drawn, -drawn], axis=1).astype(np.float32)
+    logits[1::2] *= 1 + 1e-6  # of another batch
+    (tmp_path / "logits").mkdir()
+    labels = np.ones(rows, np.int64)
+    np.savez(tmp_path / "logits" / "fp32.npz", **{"validation.logits": logits, "validation.labels": labels})
+    session = SimpleNamespace(
+        config=SimpleNamespace(task=get_task("sst2")), folder=tmp_path, gold={"validation": labels}
+    )
+    row = SimpleNamespace(metrics={"accuracy": 0.0}, stderr={"accuracy": 0.0}, n=rows)
+    assert judge_baseline(session, row).state == state
