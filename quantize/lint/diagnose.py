@@ -306,7 +306,7 @@ def _implicit(evidence: Evidence) -> Iterator[Finding]:
         return
     names = (log.names.get("missing-scale") if log else None) or []
     weighted = [name for name, product in onnx.products.items() if product.weighted] if onnx else []
-    reasons, fixes, words = "", [RUN], {}
+    reasons, fixes, words = "", [*read_kinds()["implicit-calibration"].fixes], {}
     if missing:
         said = f'{count_of(missing, "line")} with "Missing scale and zero-point"'
         reasons += f"{said}: these tensors, and what reads them, stay in floating point; "
