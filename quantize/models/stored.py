@@ -100,7 +100,8 @@ def _require_bounds(name: str, config: Any) -> None:
     """Refuse sizes that only a damaged configuration has, before anything of such a size is made."""
     for key, value in config.items() if isinstance(config, dict) else ():
         count = len(value) if isinstance(value, (dict, list)) else value if type(value) is int else 0
-        most = MOST_LAYERS if "layer" in key else MOST_LABELS if "label" in key else None
+        layers = re.search("layers?$", key) or ("layer" in key and isinstance(value, (dict, list)))
+        most = MOST_LAYERS if layers else MOST_LABELS if "label" in key else None
         if most is not None and count > most:
             raise UserError(
                 f"model {name} has {count:,} as {key} (config.json), and {most:,} are the most; correct it"

@@ -116,5 +116,6 @@ def _find_other_kind(config: Any) -> str:
     if senses != ["text"]:
         return f"a model of {' and '.join(senses)}"
     if base.main_input_name not in {"input_ids", *reads} or "input_ids" not in reads:
-        return f"which reads {base.main_input_name} and no input_ids"
+        other = "" if base.main_input_name == "input_ids" else f"{base.main_input_name} and "
+        return f"which reads {other}no input_ids"
     return next((f"which reads {name}, {what}" for name, what in PLACES.items() if name in reads), "")

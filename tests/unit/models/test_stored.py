@@ -195,6 +195,12 @@ def test_sizes_that_no_model_has_are_refused_before_it_is_made(change, folder):
         load_model(str(folder))
 
 
+def test_a_size_of_each_layer_is_no_number_of_layers(folder):
+    about = json.loads((folder / "config.json").read_text()) | {"vocab_size_per_layer_input": 262_144}
+    (folder / "config.json").write_text(json.dumps(about))
+    load_model(str(folder))
+
+
 def test_a_pipe_in_a_folder_is_never_read(folder):
     known = model_fingerprint(str(folder))
     os.mkfifo(folder / "x.json")
