@@ -321,19 +321,26 @@ def _holds(answers: Any, drawn: Callable[[Any, Any], Any], max_drop: float, seed
     return found.holds
 
 
-def write_odd(folder: Path, kind: str, seed: int) -> None:
-    """Write the evaluated split of sst2 anew, of texts of a kind."""
-    from tests.integration.tiny import EVAL_ROWS, rows, write_split
+def write_odd(folder: Path, model: Path, kind: str, seed: int) -> None:
+    """Write the evaluated split of sst2 anew, of texts of a kind; a tenth of the labels are not a model's."""
+    from tests.integration.tiny import EVAL_ROWS, NOISE, rows, write_split
+    from transformers import AutoTokenizer
+
+    from qdqbench.quantize.models.inputs import select_inputs
+    from qdqbench.quantize.models.load import load_model
 
     random, table = np.random.default_rng(seed), rows("sst2", EVAL_ROWS, 100 + seed)
-    drawn = ODD[kind](random.permutation(EVAL_ROWS), np.array(table["label"]))
-    table = {name: [values[row] for row in drawn] for name, values in table.items()}
     if kind == "long tail":
         lengths = np.clip(random.pareto(1.5, EVAL_ROWS) * 4 + 3, 3, LONGEST).astype(int)
-        words = [
-            (text.split() * LONGEST)[:length] for text, length in zip(table["sentence"], lengths, strict=True)
-        ]
-        table["sentence"] = [" ".join(each) for each in words]
+        words = [text.split() * LONGEST for text in table["sentence"]]
+        table["sentence"] = [" ".join(each[:n]) for each, n in zip(words, lengths, strict=True)]
+    loaded = load_model(str(model))
+    given = AutoTokenizer.from_pretrained(model)(table["sentence"], padding=True, return_tensors="pt")
+    with torch.inference_mode():
+        said = loaded(**select_inputs(loaded, given)).logits.argmax(1)
+    labels = np.where(random.random(EVAL_ROWS) < NOISE, 1 - said.numpy(), said.numpy())
+    drawn, table["label"] = ODD[kind](random.permutation(EVAL_ROWS), labels), labels.tolist()
+    table = {name: [values[row] for row in drawn] for name, values in table.items()}
     write_split(folder / "sst2" / "validation.parquet", table)
 
 
@@ -414,11 +421,11 @@ def whole_runs(count: int, families: list[str], backends: list[str], faults: int
         with tempfile.TemporaryDirectory() as place:
             folder, name = Path(place), f"{family} {recipe.name} {backend} seed {seed}"
             write_data(folder / "data", "sst2")
+            model = write_model(folder / "model", family, entries(), seed=seed)
             if odd:
                 texts = [*ODD][done % len(ODD)]
                 name = f"{name} {texts}"
-                write_odd(folder / "data", texts, done)
-            model = write_model(folder / "model", family, entries(), seed=seed)
+                write_odd(folder / "data", model, texts, done)
             text = recipe.model_dump(mode="json")
             text["calibration"]["samples"], text["engine"]["backend"] = 64, backend
             options = {"out": folder / "run", "seed": seed}
