@@ -184,7 +184,8 @@ class _Recorder:
 
         def recorded(module: nn.Module, query: Any, key: Any, *args: Any, **given: Any) -> Any:
             if key.shape[1] != query.shape[1]:
-                raise UserError(f"it has {query.shape[1]} heads of queries and {key.shape[1]} of keys")
+                heads = f"{query.shape[1]} and {key.shape[1]}"
+                raise UserError(f"has more heads of queries than of keys ({heads}), as no kernel here does")
             self.flow.replaceable.add(self.names[id(module)])
             return attention(module, query, key, *args, **given)
 
@@ -555,12 +556,14 @@ class Recognized:
     attention: str  # inside a layer, also where it cannot be exchanged
 
 
-def detect_layout(model: PreTrainedModel) -> Recognized:
-    """Describe the family of a model that is on the CPU, with weights of its own or random ones."""
+def _trace_encoder(model: PreTrainedModel) -> Flow:
+    """Return the flow of a model; UserError where it is no encoder that can be served as it is."""
     name = model.config.model_type
     try:
         with quiet("transformers"):
             flow = trace_flow(model)
+    except UserError as error:
+        raise UserError(f"a {name!r} of this configuration {error}; give another encoder") from None
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(
@@ -588,6 +591,13 @@ def detect_layout(model: PreTrainedModel) -> Recognized:
             f"a {name!r} gives a text other logits when it is padded, so what a batch answers depends on its "
             "longest text; give another model"
         )
+    return flow
+
+
+def detect_layout(model: PreTrainedModel) -> Recognized:
+    """Describe the family of a model that is on the CPU, with weights of its own or random ones."""
+    name = model.config.model_type
+    flow = _trace_encoder(model)
     found = find_attention_roles(flow)
     if not found.attentions:
         strange = _join_reasons(find_other_products(flow, found))
