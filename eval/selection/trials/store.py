@@ -22,7 +22,7 @@ from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.schema import Recipe, dump_short_recipe, parse_recipe
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.data.encode import encode
-from qdqbench.quantize.tasks.data.load import complete_samples, load_split
+from qdqbench.quantize.tasks.data.load import complete_samples, load_split, note_all
 from qdqbench.quantize.tasks.data.splits import Split
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils import files
@@ -48,7 +48,7 @@ def draw_samples(session: Session, samples: int, *, least: int = 2) -> tuple[Spl
         )
     wanted = settings.samples + samples
     split = load_split(task, session.data_source, settings.split, limit=wanted, seed=settings.seed)
-    known = [f"{wanted} samples asked for, split {settings.split!r} has {split.rows}", *session.notes]
+    known = [note_all(settings.split, split.rows, wanted), *session.notes]
     session.notes += [note for note in split.notes if note not in known]
     session.warnings += [line for line in split.warnings if line not in session.warnings]
     taken = complete_samples(split.dataset, task, settings.samples)

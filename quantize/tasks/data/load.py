@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     import datasets
 
 
+def note_all(split: str, rows: int, most: int) -> str:
+    return f"all {rows} rows of split {split!r} are used, of {most} at most"
+
+
 def load_split(  # noqa: PLR0913
     task: Task,
     source: str,
@@ -55,7 +59,7 @@ def load_split(  # noqa: PLR0913
         _check_labels(dataset, task, loaded.source)
         warnings += _doubt_labels(dataset, task, split) if seed is None else ()
     if limit is not None and limit > loaded.rows and seed is not None:  # a limit that cuts nothing is none
-        notes.append(f"{limit} samples asked for, split {split!r} has {loaded.rows}")
+        notes.append(note_all(split, loaded.rows, limit))
     dataset = _ordered(dataset, task, seed)
     kept = loaded.rows if limit is None else complete_samples(dataset, task, min(limit, loaded.rows))
     dataset = dataset.select(range(kept))

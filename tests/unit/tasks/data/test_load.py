@@ -116,7 +116,7 @@ def test_limit_takes_the_first_rows_or_a_seeded_draw(tmp_path):
     assert drawn == longer[:10] != other
     assert len(set(longer)) == 50
     assert sorted(load(tmp_path, seed=5).dataset[:]["sentence"], key=int) == [str(row) for row in range(100)]
-    assert "500 samples asked for" in load(tmp_path, limit=500, seed=0).notes[0]
+    assert "are used, of 500 at most" in load(tmp_path, limit=500, seed=0).notes[0]
 
 
 @pytest.mark.parametrize("limit", [0, -1])
