@@ -10,7 +10,8 @@ from qdqbench._progress import StageProgress, displayed
 from qdqbench.eval.runs.results import Results
 from qdqbench.eval.runs.run import require_inputs, run_stages, run_until
 from qdqbench.eval.runs.tracked import tracking
-from qdqbench.quantize.engine.backend import choose_backend
+from qdqbench.quantize.engine.backend import choose_backend, preferred_backend
+from qdqbench.quantize.engine.build import list_targets
 from qdqbench.quantize.lint.machines import describe_gain, explain_kernels
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.load import load_config
@@ -103,6 +104,7 @@ def start_run(recipe: str | Path | Recipe | None, options: QatOptions) -> tuple[
     config, until = options.config(choose_recipe(options, recipe)), getattr(options, "until", None)
     if config.recipe.engine.backend in CPU_BACKENDS:
         choose_backend(config.recipe.engine.backend)
+    list_targets(preferred_backend(config.recipe.engine.backend), config.recipe.engine.compute_capability)
     folder = run_folder("run", config, options.out)
     session = Session(config, folder)
     if trains := not isinstance(options, RunOptions):

@@ -15,6 +15,7 @@ from qdqbench.quantize.engine import layers as tables
 from qdqbench.quantize.engine.backend import Backend, BuildProgress, BuiltEngine, build_engine, choose_backend
 from qdqbench.quantize.engine.cpu_runtimes import Compute, compile_model, name_products, warm_up
 from qdqbench.quantize.engine.cuda.file import build_file
+from qdqbench.quantize.engine.cuda.names import read_target
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.profiles import Profile
@@ -38,6 +39,7 @@ from qdqbench.quantize.utils.limits import (
     HEAD_SIZES_TEXT,
     INT8_ATTENTION_LENGTH,
     BackendChoice,
+    BackendName,
     has_profiles,
 )
 from qdqbench.quantize.utils.progress import report_phase
@@ -74,9 +76,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
         compute: datatype of what is not quantized (CPU runtimes only; a graph for TensorRT says it itself).
     """
     chosen = choose_backend(backend)
-    wanted = [compute_capability] if isinstance(compute_capability, str) else [*(compute_capability or ())]
-    if len(wanted) > 1 and chosen.name != "cuda":
-        raise UserError(f"{chosen.name} builds for one GPU at a time, not for {', '.join(wanted)}; name one")
+    wanted = list_targets(chosen.name, compute_capability)
     model = read_model(onnx_path)
     _check_names(onnx_path, _gemms(model), expected_gemms)
     if chosen.name in CPU_BACKENDS:
@@ -132,6 +132,16 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     )
     files.write_json(sidecar_path(engine_path), sidecar.model_dump())
     return result
+
+
+def list_targets(backend: BackendName, wanted: str | Sequence[str] | None) -> list[str]:
+    """Return the GPUs that an engine is wanted for; UserError where the backend does not build for them."""
+    names = [wanted] if isinstance(wanted, str) else [*(wanted or ())]
+    if backend == "cuda":
+        return [read_target(name).name for name in names]
+    if len(names) > 1:
+        raise UserError(f"{backend} builds for one GPU at a time, not for {', '.join(names)}; name one")
+    return names
 
 
 def _prove(

@@ -169,7 +169,7 @@ def explain_misfit(capability: str, built: Collection[str] = NAMES) -> str:
     if why := _REFUSED.get(capability):
         return f"backend cuda does not run on compute capability {capability}: {why}; take tensorrt"
     if find_target(capability) is None:
-        return f"backend cuda runs on compute capability {NAMES[0]} and newer, and this GPU has {capability}"
+        return f"backend cuda runs on compute capability {NAMES[0]} and newer, not on {capability}"
     return (
         f"the engine is for compute capability {', '.join(built)}, and this GPU has {capability}; build it "
         f"with --target {capability}"
@@ -188,7 +188,7 @@ def choose_targets(wanted: Sequence[str], here: str | None, plan: Plan) -> tuple
         if isinstance(each, Attention) and each.probability_multiplier is None
     ]
     own = [here] if here is not None and (find_target(here) or here in _REFUSED) else []
-    found = [_read_target(name) for name in wanted or own]
+    found = [read_target(name) for name in wanted or own]
     if halves and (lacking := [target.name for target in found if not target.half_attention]):
         raise UserError(
             f"PyTorch has no kernel for {halves[0]}, which is FP16 attention, on compute capability "
@@ -201,7 +201,8 @@ def choose_targets(wanted: Sequence[str], here: str | None, plan: Plan) -> tuple
     )
 
 
-def _read_target(name: str) -> Target:
+def read_target(name: str) -> Target:
+    """Return the target of a name or compute capability; UserError where there is none."""
     known = next((target for target in TARGETS if target.name == name), None)
     if known is not None:
         return known

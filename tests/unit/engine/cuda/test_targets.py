@@ -66,7 +66,7 @@ def test_a_gpu_takes_its_own_target_or_the_nearest_older_one(capability, built, 
     ("capability", "built", "why"),
     [
         ("10.3", NAMES, "does not run on compute capability 10.3: it has few INT8 units"),
-        ("7.0", NAMES, "runs on compute capability 7.5 and newer, and this GPU has 7.0"),
+        ("7.0", NAMES, "runs on compute capability 7.5 and newer, not on 7.0"),
         (
             "8.0",
             ["8.6", "9.0"],
