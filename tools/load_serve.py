@@ -369,17 +369,18 @@ def start(arguments):
 
 
 def engine_rate(run, texts, seconds):
-    """Texts a second of the engine alone, on rows that are already tokens, in batches of like length."""
+    """Texts a second and CPU us a text of the engine alone, on rows that are tokens, sorted by length."""
     from qdqbench.quantize.deployment.opened import Answering
 
     model = Answering.of(Path(run)).open_model()
     rows = [row for _, row in model.encoder.encode(texts)] * max(1, 512 // len(texts))
     model._run(rows)  # prepares
-    count, begun = 0, time.perf_counter()
+    count, begun, before = 0, time.perf_counter(), time.process_time()
     while time.perf_counter() < begun + seconds:
         model._run(rows)
         count += len(rows)
-    return count / (time.perf_counter() - begun)
+    spent = time.process_time() - before
+    return count / (time.perf_counter() - begun), 1e6 * spent / count
 
 
 def numbers(count, seed=0):
@@ -404,16 +405,21 @@ def main():
     texts = numbers(200)
     if arguments.texts:
         texts = [line for line in arguments.texts.read_text(encoding="utf-8").splitlines() if line]
-    alone = engine_rate(arguments.run, texts[:2000], arguments.seconds) if arguments.run else None
+    alone, cost = engine_rate(arguments.run, texts[:2000], arguments.seconds) if arguments.run else (0.0, 0.0)
     process, port, ready = start(arguments)
-    found = {"ready_s": round(ready, 2), "engine_alone_texts_per_s": alone and round(alone, 1), "loads": []}
+    found = {"ready_s": round(ready, 2), "loads": []}
+    found |= {"engine_alone": {"texts_per_s": round(alone, 1), "cpu_us_per_text": round(cost, 2)}}
     try:
         for connections, count in LOADS:
             load = saturate(
                 process.pid, port, texts, connections, count, arguments.seconds, arguments.clients
             )
-            share = load["texts_per_s"] / alone if alone else None
-            found["loads"].append(load | {"share_of_engine": share and round(share, 3)})
+            if (
+                alone
+            ):  # the second one also says on cores that others use what the server takes from the engine
+                load["share_of_engine"] = round(load["texts_per_s"] / alone, 3)
+                load["share_by_cpu"] = round(cost / load["cpu_us_per_text"], 3)
+            found["loads"].append(load)
         wrong = []
         if not arguments.costs_only and not arguments.noop:
             rate = max(each["answered_per_s"] for each in found["loads"] if each["texts_per_request"] == 1)

@@ -418,5 +418,5 @@ def _join(folder: Path, out: Path, told: _Told, answering: Answering) -> tuple[l
             part = pa.parquet.read_table(_part(folder, number), partitioning=None)
             writer.write_table(part.cast(schema))
             written, unanswered = written + len(part), unanswered + part.column(answer).null_count
-    assert written == told.rows, (written, told.rows)
+        assert written == told.rows, (written, told.rows)  # before the file is in place
     return schema.names, unanswered

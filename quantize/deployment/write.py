@@ -321,6 +321,7 @@ def _collect(
     context["card"] = hub.describe_card(session, results, title=title, openvino=not no_ir)
     return content | {
         **standalone_modules(),
+        "serve.py": render("serve.py", context),
         TOLD: json.dumps(model_json, indent=2, ensure_ascii=False) + "\n",
         "config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
         "recipe.yaml": dump_recipe(session.recipe),
@@ -335,7 +336,8 @@ def standalone_modules() -> dict[str, bytes]:
     They are no paths: a link to the installed package would take changes of a deployed script into it.
     """
     folder = Path(standalone.__file__).parent
-    return {f"{folder.name}/{path.name}": path.read_bytes() for path in sorted(folder.glob("*.py"))}
+    found = (path.relative_to(folder.parent).as_posix() for path in sorted(folder.rglob("*.py")))
+    return {name: (folder.parent / name).read_bytes() for name in found}
 
 
 def collect_modules(name: str) -> dict[str, str | bytes | Path]:

@@ -15,7 +15,7 @@ TRITON = "26.05"  # the release that files name; TRITON=YY.MM takes another
 TEMPLATES = Path(__file__).parent / "templates"
 # of a deployed folder, that a model needs
 NEEDED = re.compile(
-    r"(standalone|cuda_engine)/.*|model\.(gpu\.)?onnx|model\.json|tokenizer\.json|\w+\.engine(\.sha256)?|build_.*"
+    r"(standalone|cuda_engine)/\w+\.py|model\.(gpu\.)?onnx|model\.json|tokenizer\.json|\w+\.engine(\.sha256)?|build_.*"
 )
 LIMITS = {
     "timeout_us": 10_000_000,  # of the queue, as the next

@@ -45,12 +45,14 @@ def test_what_is_copied_needs_nothing_of_ours(tmp_path):
     (tmp_path / "run.py").write_text(render("run.py", context))
     allowed = {"tokenizers", "numpy", *sys.stdlib_module_names}
     for name, source in standalone_modules().items():
-        (tmp_path / Path(name).name).write_bytes(source)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(source)
+        more = {"httptools", "msgspec"} if "/server/" in name else set()
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Import):
-                assert {each.name.partition(".")[0] for each in node.names} <= allowed, name
+                assert {each.name.partition(".")[0] for each in node.names} <= allowed | more, name
             elif isinstance(node, ast.ImportFrom):
-                assert node.level or str(node.module).partition(".")[0] in allowed, name
+                assert node.level or str(node.module).partition(".")[0] in allowed | more, name
     command = [Path(sys.executable).parent / "ruff", "--isolated"]
     checked = ["check", "--select=E,F,W,B,UP,SIM,RET", "--target-version=py310"]
     for arguments in (checked, ["format", "--check"]):
