@@ -353,7 +353,9 @@ def start(arguments):
     """The server's process and its port."""
     settings = {"port": 0, "queue": 4096 if arguments.noop else 64}
     if arguments.fake or arguments.noop:
-        order = {"per_batch": 0.04, "per_row": 0.004} if arguments.fake else {"tokenizer": arguments.noop}
+        order = (
+            {"per_batch": 0.04, "per_row": 0.004} if arguments.fake else {"tokenizer": str(arguments.noop)}
+        )
         order = order if arguments.fake else order | {"texts": str(arguments.texts or "")}
         command = [sys.executable, "-m", "tests.support.fake_served", json.dumps(settings | {"order": order})]
     else:

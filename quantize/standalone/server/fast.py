@@ -23,9 +23,14 @@ class FastTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(max_length=max_length + 1)  # one more tells that text was cut
 
-    def takes(self, text: Any) -> bool:
-        """Return whether a sample is a text of printable ASCII."""
-        return type(text) is str and text.isascii() and text.isprintable()
+    def find(self, samples: Sequence[Any]) -> Array:
+        """Return which samples are texts of printable ASCII."""
+        if type(samples[0]) is not str:
+            return np.zeros(len(samples), bool)
+        whole = "".join(samples)
+        if whole.isascii() and whole.isprintable():
+            return np.ones(len(samples), bool)
+        return np.array([text.isascii() and text.isprintable() for text in samples])
 
     def encode(self, texts: Sequence[str]) -> tuple[Array, Array, Sequence[bool]]:
         """Return the ids of all texts in a line, their lengths, and whether each was cut."""
@@ -50,7 +55,8 @@ def open_fast(told: Any, tokenizer: str, texts: Sequence[str]) -> FastTokenizer 
     known = Tokenizer.from_str(tokenizer)
     known.no_padding()
     known.enable_truncation(told["max_length"])
-    asked = [text for text in (*texts, " ".join(texts)[:20_000]) if fast.takes(text)]
+    texts = [*texts, " ".join(texts)[:20_000]]
+    asked = [text for text, plain in zip(texts, fast.find(texts), strict=True) if plain]
     rows = known.encode_batch(asked)
     ids, lengths, cut = fast.encode(asked)
     if ids.tolist() != [token for row in rows for token in row.ids] or lengths.tolist() != [*map(len, rows)]:

@@ -246,7 +246,7 @@ class Front:
         """Return the rows of samples; raises a Refusal where a context would take too many."""
         encoder = encoder or self.encoder
         if self.fast is not None:
-            plain = np.array([*map(self.fast.takes, samples)])
+            plain = self.fast.find(samples)
             if plain.any():
                 return self._encode_fast(samples, plain, encoder)
         if encoder.stride:
@@ -397,24 +397,26 @@ class Front:
         return np.asarray(self.slots.answers[asked.slots])
 
     def _make(self, done: Sequence[Asked], found: Sequence[Array]) -> list[Any]:
-        told, samples = self.served.told, list[Any]()
-        rows = list[list[Row]]()
+        told, samples, rows = self.served.told, list[Any](), list[list[Row]]()
         for asked, answers in zip(done, found, strict=True):
             assert asked.coded is not None
-            first = len(rows)
+            first, coded = len(rows), asked.coded
             samples += asked.about.samples
+            made: Any = answers
+            if told["over_tokens"]:
+                width = self.slots.shape.width // told["max_length"]
+                ends = coded.lengths.tolist()
+                made = [
+                    row[: end * width].reshape(end, width) for row, end in zip(answers, ends, strict=True)
+                ]
+            if not all(np.isfinite(each).all() for each in (made if told["over_tokens"] else [made])):
+                raise Refusal(500, "the engine gives NaN or infinite answers; see its run's verification")
+            if len(answers) == len(asked.about.samples):
+                rows += [[Row(*each)] for each in zip(coded.rows, made, strict=True)]
+                continue
             rows += [[] for _ in asked.about.samples]
-            for row, (number, coded) in enumerate(
-                zip(asked.coded.numbers.tolist(), asked.coded.rows, strict=True)
-            ):
-                made = answers[row]
-                if told["over_tokens"]:
-                    length = int(asked.coded.lengths[row])
-                    width = self.slots.shape.width // told["max_length"]
-                    made = made[: length * width].reshape(length, width)
-                if not np.isfinite(made).all():
-                    raise Refusal(500, "the engine gives NaN or infinite answers; see its run's verification")
-                rows[first + number].append(Row(coded, made))
+            for number, *row in zip(coded.numbers.tolist(), coded.rows, made, strict=True):
+                rows[first + number].append(Row(*row))
         answered = ANSWERS[told["kind"]](samples, rows, told["labels"])
         ends = np.cumsum([0, *(len(asked.about.samples) for asked in done)]).tolist()
         return [answered[start:end] for start, end in pairwise(ends)]

@@ -12,8 +12,6 @@ import numpy as np
 
 from .settings import ENGINE, Served, Settings
 
-SURROGATE = re.compile("[\ud800-\udfff]")
-
 
 class Refusal(Exception):
     """An answer that is none: status and one sentence."""
@@ -140,17 +138,13 @@ class Interfaces:
             raise Refusal(422, "the body has no texts; give at least 1")
         if count > settings.max_texts:
             raise Refusal(413, f"{count} texts are more than the {settings.max_texts} of one request")
-        words, pair = self.served.told["words"], len(self.served.told["texts"]) == 2
-        most = settings.max_characters
-        for sample in about.samples:
-            for text in sample if pair else [" ".join(sample)] if words else [sample]:
-                about.characters += len(text)
-                if len(text) > most:
-                    raise Refusal(413, f"a text has {len(text)} characters, more than the {most} of one text")
-                if not text.isascii() and SURROGATE.search(
-                    text
-                ):  # JSON allows it, UTF-8 and tokenizers do not
-                    raise Refusal(422, "a text has half a surrogate pair (\\ud800 to \\udfff)")
+        words, pair, texts = self.served.told["words"], len(self.served.told["texts"]) == 2, about.samples
+        if pair or words:
+            texts = [text for sample in about.samples for text in (sample if pair else [" ".join(sample)])]
+        lengths = [*map(len, texts)]
+        about.characters = sum(lengths)
+        if (longest := max(lengths)) > (most := settings.max_characters):
+            raise Refusal(413, f"a text has {longest} characters, more than the {most} of one text")
 
     def _prompted(self, texts: Sequence[str], prompt: str | None = None) -> Sequence[str]:
         if prompt := self.served.told["prompt"] if prompt is None else prompt:
