@@ -1,6 +1,7 @@
 """Load on `qdqbench serve` over loopback: rates, latencies and CPU time as JSON; nothing may be lost.
 
     python -m tools.load_serve RUN [--texts FILE] [--seconds 3] [--clients 1] [--out load.json]
+    python -m tools.load_serve RUN --files DATA     rows a second of `predict`, and their share of the engine
     python -m tools.load_serve --noop TOKENIZER_JSON     an engine that computes nothing: the server's cost
     python -m tools.load_serve --fake                    an engine of 40 ms a batch and 4 ms a row
 
@@ -19,6 +20,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -34,6 +36,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from support.http_client import Client  # noqa: E402
 
 KILLS = 6
+LAST_S = 20.0  # that clients wait for their last answers
 IDLE_S = 5.0  # that a connection is kept for the next request
 CLOSE = 0.1  # probabilities of the same text in batches of other shapes; those of the fake engine are exact
 LOADS = [(1, 1), (64, 1), (200, 1), (8, 32), (16, 32)]  # connections, and texts of a request
@@ -152,7 +155,11 @@ class Driver(asyncio.Protocol):
 
     def connection_made(self, transport):
         self.transport = transport
+        self.shared.open.add(self)
         self.ask()
+
+    def connection_lost(self, exc):
+        self.shared.open.discard(self)
 
     def ask(self):
         self.number = (self.number + 1) % len(self.shared.requests)
@@ -185,20 +192,23 @@ def drive(  # noqa: PLR0917
     if core is not None:
         os.sched_setaffinity(0, [core])
     shared = Seen()
-    shared.requests, shared.end = requests, time.perf_counter() + seconds
+    begun = time.perf_counter()
+    shared.requests, shared.end, shared.open = requests, begun + seconds, set()
 
     async def main():
         loop = asyncio.get_running_loop()
         for _ in range(connections):
             await loop.create_connection(lambda: Driver(shared), "127.0.0.1", port)
-        await asyncio.sleep(seconds + 0.5)
+        await asyncio.sleep(seconds)
+        while shared.open and time.perf_counter() < shared.end + LAST_S:
+            await asyncio.sleep(0.01)
 
     with contextlib.suppress(ModuleNotFoundError):
         import uvloop
 
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
     asyncio.run(main())
-    out.put((shared.seconds, shared.statuses))
+    out.put((shared.seconds, shared.statuses, time.perf_counter() - begun))
 
 
 def post(path, value):
@@ -221,7 +231,7 @@ def saturate(  # noqa: PLR0917
     requests = [post("/v1/predict", {"texts": draw.choices(texts, k=count)}) for _ in range(200)]
     cores, clients = usable_cores(), min(clients, connections)
     shares = [connections // clients + (n < connections % clients) for n in range(clients)]
-    before, start = cpu_seconds(pid), time.perf_counter()
+    before = cpu_seconds(pid)
     children = [
         multiprocessing.get_context("spawn").Process(
             target=drive,
@@ -233,12 +243,12 @@ def saturate(  # noqa: PLR0917
         child.start()
     seen = Seen()
     for _ in children:
-        times, statuses = queue.get()
+        times, statuses, taken = queue.get()
+        seconds = max(seconds, taken)
         seen.seconds += times
         seen.statuses += statuses
     for child in children:
         child.join()
-    del start
     after, total = cpu_seconds(pid), max(sum(seen.statuses.values()), 1)
     spent = {name: 1e6 * (after[name] - before.get(name, 0.0)) / total for name in after}
     return seen.told(seconds) | {
@@ -280,12 +290,12 @@ async def get(port, path):
         await client.close()
 
 
-async def kill(load, pid, seconds, rate):
+async def kill(load, pid, seconds, rate, kills=KILLS):
     """Kill fronts and engines in turn at random moments under load."""
     asked, draw = asyncio.create_task(load.at_rate(seconds, rate)), random.Random(0)
     replaced = []
-    while not asked.done() and len(replaced) < KILLS:
-        await asyncio.sleep(draw.uniform(0, seconds / KILLS))
+    while not asked.done() and len(replaced) < kills:
+        await asyncio.sleep(draw.uniform(0, seconds / kills))
         kind = ("front", "engine")[len(replaced) % 2]
         killed = draw.choice(processes_of(pid, kind))
         count = len(processes_of(pid, kind))
@@ -385,6 +395,21 @@ def engine_rate(run, texts, seconds):
     return count / (time.perf_counter() - begun), 1e6 * spent / count
 
 
+def files_rate(run, data, alone):
+    """Rows a second of `predict` on files, and their share of the engine's rate."""
+    from qdqbench.quantize.deployment.predict import predict_files
+    from qdqbench.quantize.deployment.predict_options import PredictOptions
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = predict_files(PredictOptions(run=run, data=data, out=Path(folder) / "answers.parquet"))
+    return {
+        "rows": made.rows,
+        "rows_per_s": round(made.rows_per_second, 1),
+        "processes": made.processes,
+        "share_of_engine": round(made.rows_per_second / alone, 3),
+    }
+
+
 def numbers(count, seed=0):
     """Texts of 1 to 7 digits, for the fake engine."""
     draw = random.Random(seed)
@@ -401,6 +426,7 @@ def main():
     parser.add_argument("--clients", type=int, default=1, help="client processes")
     parser.add_argument("--queue", type=int, default=1024, help="of the server of a run")
     parser.add_argument("--fronts", type=int, help="of the server of a run")
+    parser.add_argument("--files", type=Path, help="data of `predict`: measure this in place of the server")
     parser.add_argument("--costs-only", action="store_true", help="no overload, kills and bad input")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -408,6 +434,10 @@ def main():
     if arguments.texts:
         texts = [line for line in arguments.texts.read_text(encoding="utf-8").splitlines() if line]
     alone, cost = engine_rate(arguments.run, texts[:2000], arguments.seconds) if arguments.run else (0.0, 0.0)
+    if arguments.files:
+        return tell(
+            {"engine_alone_texts_per_s": alone} | files_rate(arguments.run, arguments.files, alone), arguments
+        )
     process, port, ready = start(arguments)
     found = {"ready_s": round(ready, 2), "loads": []}
     found |= {"engine_alone": {"texts_per_s": round(alone, 1), "cpu_us_per_text": round(cost, 2)}}
@@ -429,16 +459,20 @@ def main():
             wrong = verdict(found)
     finally:
         process.kill()
+    tell(found | {"does_not_hold": wrong}, arguments)
+    return bool(wrong)
+
+
+def tell(found, arguments):
+    """Print and write what was found, and on which machine."""
     machine = {"cpu": str(find_cpu()), "load_average": os.getloadavg(), "python": platform.python_version()}
     versions = {name: metadata.version(name) for name in ("qdqbench", "tokenizers", "httptools", "msgspec")}
     with contextlib.suppress(metadata.PackageNotFoundError):
         versions["tokie"] = metadata.version("tokie")
-    found |= {"machine": machine | versions, "does_not_hold": wrong}
-    text = json.dumps(found, indent=2)
+    text = json.dumps(found | {"machine": machine | versions}, indent=2)
     print(text)
     if arguments.out:
         arguments.out.write_text(text + "\n")
-    return bool(wrong)
 
 
 if __name__ == "__main__":

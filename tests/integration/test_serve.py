@@ -152,6 +152,31 @@ def test_under_load_no_answer_is_lost_or_of_another_text(monkeypatch):
     assert process.wait() == 0
 
 
+@pytest.mark.long
+def test_processes_killed_at_random_moments_mix_up_no_answer():
+    """Each text is marked by its number; fronts and engines die in turn, with rows under way."""
+    order = {"per_batch": 0.01, "per_row": 0.001, "kind": "Packing"}
+    process, port = fake_server(queue=64, fronts=2, engines=2, order=order, stderr=subprocess.DEVNULL)
+
+    async def main():
+        load = load_serve.Load(port, load_serve.numbers(500))
+        load.expected = [[{"score": float(text)}] for text in load.texts]
+        told = await load_serve.kill(load, process.pid, 20.0, 150, kills=20)
+        await load.close()
+        return told
+
+    try:
+        told = finished(main())
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert (told["lost"], told["wrong"]) == (0, 0)
+    assert {*told["statuses"]} <= {"200", "503"}
+    assert told["statuses"]["200"] > 500
+    assert len(told["replaced_after_s"]) >= 4
+
+
 def test_a_killed_server_leaves_no_worker_not_even_one_that_hangs():
     process, port = fake_server(timeout=60.0)
 

@@ -4,6 +4,7 @@ import select
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
@@ -16,6 +17,10 @@ from .slots import RECORD, Array, Board, Slots, read_records, send, split_record
 DEPTH = 2  # launches under way: the host prepares one while the device computes the other
 WINDOW = 4  # batches of rows that are sorted by length together, where a batch is padded
 LENGTH_STEP = 8  # tokens that lengths are padded to multiples of: a runtime prepares each new shape
+LEAST_ROWS, SHORTER = (
+    8,
+    0.8,
+)  # a batch of so many rows ends where the next is so much shorter than its longest
 WARM_S = 3.0  # that further shapes are prepared for
 
 
@@ -55,6 +60,16 @@ def run_rows(infer: Infer, told: Mapping[str, Any], ids: Array, types: Array, ma
         "token_type_ids": np.where(mask, types, 0),
     }
     return infer({name: tokens[name].astype(np.int64) for name in told["inputs"]})
+
+
+def split_lengths(lengths: Sequence[int], most: int) -> list[int]:
+    """Return where batches of descending lengths begin, and the end: a much shorter row begins another."""
+    bounds = [0]
+    for place, length in enumerate(lengths):
+        rows, longest = place - bounds[-1], lengths[bounds[-1]]
+        if rows == most or (rows >= LEAST_ROWS and length < SHORTER * longest):
+            bounds.append(place)
+    return [*bounds, len(lengths)] if lengths else [0]
 
 
 def warm_up(infer: Infer, told: Mapping[str, Any], timeout_s: float) -> tuple[int, float, int]:
@@ -154,8 +169,9 @@ class Worker:
             return records[:count]
         window = records[: WINDOW * self.rows]
         self.waiting = records[len(window) :]
-        window = window[np.argsort(-lengths[: len(window)], kind="stable")]
-        self.sorted.extend(window[start : start + self.rows] for start in range(0, len(window), self.rows))
+        order = np.argsort(-lengths[: len(window)], kind="stable")
+        bounds = split_lengths(lengths[order].tolist(), self.rows)
+        self.sorted.extend(window[order[start:end]] for start, end in pairwise(bounds))
         return self.sorted.popleft() if self.sorted else window
 
     def begin(self) -> None:

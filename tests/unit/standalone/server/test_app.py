@@ -6,9 +6,12 @@ import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from qdqbench.quantize.deployment.serve import _read_pages
 from qdqbench.quantize.standalone.server import engine, http
@@ -310,6 +313,18 @@ def test_the_largest_batch_is_one_that_fits_into_the_time_of_a_request():
     assert 0.08 <= slowest <= 0.15
     with pytest.raises(engine.Refusing, match=r"row of 64 tokens takes 0\.\d s, more than --timeout 0\.3"):
         engine.warm_up(Engine(per_batch=0.4), told, 0.3)
+
+
+@given(st.lists(st.integers(1, 128), max_size=200), st.integers(1, 40))
+def test_batches_hold_all_rows_and_little_padding(lengths, most):
+    lengths = sorted(lengths, reverse=True)
+    bounds = engine.split_lengths(lengths, most)
+    parts = [lengths[start:end] for start, end in pairwise(bounds)]
+    assert [length for part in parts for length in part] == lengths
+    for part, after in pairwise([*parts, []]):
+        assert 0 < len(part) <= most
+        assert all(length >= 0.8 * part[0] for length in part[8:])
+        assert not after or len(part) == most or after[0] < 0.8 * part[0]
 
 
 BODY = 1 << 20

@@ -11,12 +11,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from qdqbench.quantize.standalone.server import http, server
 from qdqbench.quantize.standalone.server.server import Failed
+from qdqbench.quantize.standalone.server.settings import Settings
+from qdqbench.quantize.standalone.server.slots import make_memory
 
 from ....support.fake_served import fake_served
 from ....support.http_client import Client, finished
@@ -68,7 +71,7 @@ def test_a_connection_whose_request_does_not_come_is_closed(monkeypatch):
 
 
 def test_a_client_that_does_not_read_is_closed_and_one_that_reads_slowly_is_not(monkeypatch):
-    monkeypatch.setattr(http, "PERIOD_S", 0.2)
+    monkeypatch.setattr(http, "PERIOD_S", 0.8)
 
     async def get(port, pause):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
@@ -90,7 +93,7 @@ def test_a_client_that_does_not_read_is_closed_and_one_that_reads_slowly_is_not(
             never[1].write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n" * 30)
             start = time.monotonic()
             assert len(LARGE) < await get(port, 0.02) < 2 * len(LARGE)
-            await asyncio.sleep(max(0.0, start + 1 - time.monotonic()))
+            await asyncio.sleep(max(0.0, start + 2.5 - time.monotonic()))
             assert not site.connections
             never[1].close()
 
@@ -155,6 +158,23 @@ def test_an_address_that_cannot_be_had_is_told():
         server._listen("127.0.0.1", made[0].getsockname()[1], 3)
     for bound in made:
         bound.close()
+
+
+def test_a_lack_of_memory_for_the_queues_is_told_at_the_start(monkeypatch):
+    def lack(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", lack)
+    child = server.Child("engine", 0, None, None, ready=True, width=2)
+    shared = SimpleNamespace(
+        fronts=2, models=["engine"], settings=Settings(), served=fake_served(), slots=make_memory("t")
+    )
+    supervisor = object.__new__(server.Supervisor)
+    supervisor.shared, supervisor.children = shared, [child]
+    with pytest.raises(
+        Failed, match=r"no memory for the rows of the queues \(No space left on device\); give a"
+    ):
+        supervisor.open_slots()
 
 
 def end_by_signal(number: int, after_s: float) -> float:
