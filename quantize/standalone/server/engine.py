@@ -40,11 +40,9 @@ class Done(NamedTuple):
     answers: Array
 
     def query(self) -> bool:
-        """Return whether it is done."""
         return True
 
     def read(self) -> Array:
-        """Return the answers."""
         return self.answers
 
 
@@ -137,7 +135,6 @@ class Worker:
         self.flying = deque[tuple[Array, Launched, float]]()
 
     def work(self) -> None:
-        """Answer until the pipe is closed."""
         poll = select.poll()
         poll.register(self.pipe.fileno(), select.POLLIN)
         while True:
@@ -153,7 +150,6 @@ class Worker:
                 self.finish()
 
     def receive(self) -> None:
-        """Take the records that are in the pipe."""
         self.waiting = np.concatenate([self.waiting, read_records(self.pipe)])
 
     def take(self) -> Array:
@@ -175,7 +171,6 @@ class Worker:
         return self.sorted.popleft() if self.sorted else window
 
     def begin(self) -> None:
-        """Launch the next batch."""
         records = self.take()
         if not len(records):
             return

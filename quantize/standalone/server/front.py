@@ -48,8 +48,6 @@ def log(text: str) -> None:
 
 
 class Coded(NamedTuple):
-    """Rows of texts."""
-
     numbers: Array  # of the sample that each row is of, ascending
     rows: Sequence[Any]  # as `tokenizers` gives them; None from a faster one
     lengths: Array
@@ -68,8 +66,6 @@ class Coded(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Asked:
-    """A request under way."""
-
     reply: Reply
     about: Samples
     model: str
@@ -193,7 +189,6 @@ class Front:
         return asked
 
     def drop(self, asked: Asked) -> None:
-        """Forget a request that nobody awaits."""
         if asked.open:
             asked.open = False
             self._release(asked)

@@ -94,7 +94,7 @@ class Site:
         """Take no further request; what was begun is answered."""
         self.front.stopping = True
         for connection in [*self.connections]:
-            if not connection.busy:
+            if not connection.begun:
                 connection.transport.close()
 
 
@@ -115,7 +115,6 @@ class Connection(asyncio.Protocol):
         self.reset()
 
     def reset(self) -> None:
-        """Be ready for the next request."""
         self.url, self.head_bytes, self.body, self.size, self.parts = b"", 0, list[bytes](), 0, 0
         self.length, self.kind, self.host, self.chunked = b"", b"", b"", False
         self.method, self.complete, self.eager, self.keep = "", False, False, True
@@ -142,7 +141,6 @@ class Connection(asyncio.Protocol):
         self._end_post()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came."""
         if self.ended:
             return
         if self.busy or self.transport.is_closing():
@@ -154,8 +152,8 @@ class Connection(asyncio.Protocol):
             self.head_bytes += len(data)
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self.refusal = self.refusal or _unreadable()
+        except httptools.HttpParserUpgrade:  # to another protocol, which this server need not take
+            self.keep = False
         except Exception:  # of the parser, or of what is called by it
             if not self.complete:
                 self.refusal = self.refusal or _unreadable()
@@ -173,7 +171,6 @@ class Connection(asyncio.Protocol):
         self.eager = self.eager or self.complete
 
     def on_url(self, url: bytes) -> None:
-        """Keep the path."""
         if not self.complete:
             self.url += url
 
@@ -217,7 +214,6 @@ class Connection(asyncio.Protocol):
         return None
 
     def on_body(self, data: bytes) -> None:
-        """Keep a part of the body."""
         if self.complete:
             return
         self.size, self.parts = self.size + len(data), self.parts + 1
@@ -229,7 +225,6 @@ class Connection(asyncio.Protocol):
             self.body.append(data)
 
     def on_message_complete(self) -> None:
-        """Note the end of the request."""
         self.complete, self.keep = True, self.keep and self.parser.should_keep_alive()
 
     # Of requests
@@ -264,7 +259,6 @@ class Connection(asyncio.Protocol):
             self.respond_refusal(FAILED)
 
     def respond_refusal(self, error: Refusal) -> None:
-        """Answer with one sentence."""
         path = self.path()
         self.respond(error.status, self.front.interfaces.tell(error, path), error.headers)
 
@@ -309,7 +303,6 @@ class Connection(asyncio.Protocol):
         self.method = ""
 
     def path(self) -> str:
-        """Return what was asked for, without a query."""
         return self.url.partition(b"?")[0].decode("latin-1")
 
     def stuck(self) -> bool:

@@ -76,18 +76,14 @@ class Form(NamedTuple):
 
 
 def encode(value: Any) -> bytes:
-    """Return JSON."""
     return msgspec.json.encode(value, enc_hook=lambda array: array.tolist())
 
 
 def flat(text: str) -> str:
-    """Return one line of printable text."""
     return re.sub(r"\s+", " ", "".join(c if c.isprintable() else " " for c in text[:300]))[:200]
 
 
 class Interfaces:
-    """The paths of a run."""
-
     def __init__(self, served: Served, settings: Settings) -> None:
         self.served, self.settings, told = served, settings, served.told
         kind, pair = told["kind"], len(told["texts"]) == 2
@@ -272,7 +268,6 @@ class Interfaces:
     # What is told without a question
 
     def describe(self) -> dict[str, Any]:
-        """Return what `/v1/model` tells."""
         served, settings, told = self.served, self.settings, self.served.told
         return {
             "name": served.name,

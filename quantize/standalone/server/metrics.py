@@ -86,22 +86,17 @@ class Metrics:
 
 
 class Counts:
-    """The numbers of one process."""
-
     def __init__(self, metrics: Metrics, row: Any) -> None:
         self._places, self._row = metrics.places, row
         self._buckets = {metric.name: metric.buckets for metric in COUNTED}
 
     def add(self, name: str, value: str = "", number: float = 1.0) -> None:
-        """Add to a counter."""
         self._row[self._places[name, value]] += number
 
     def set(self, name: str, value: str, number: float) -> None:
-        """Set a gauge."""
         self._row[self._places[name, value]] = number
 
     def observe(self, name: str, value: str, number: float) -> None:
-        """Count in a histogram."""
         at, buckets = self._places[name, value], self._buckets[name]
         self._row[at + bisect_left(buckets, number)] += 1
         self._row[at + len(buckets) + 1] += number

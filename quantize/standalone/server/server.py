@@ -35,7 +35,7 @@ from .slots import ENGINE_GONE, RECORD, Board, Shape, Slots, make_memory, make_p
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 SIGNALS = {signal.SIGINT, signal.SIGTERM}
-TICK_S = 0.05
+TICK_S, AGAIN_S = 0.05, 1.0  # between looks at processes, and starts of one that does not start
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 GRACE_S = 2.0  # beyond a request's own time, until what is still open is dropped at the end
 HANG = 5  # times the slowest batch of the warm-up
@@ -72,7 +72,6 @@ class Shared:
     parent: int
 
     def open_board(self) -> tuple[Board, Metrics]:
-        """Map the numbers that all processes read."""
         metrics = make_metrics(self.served, self.settings, self.models)
         return Board(self.board, self.fronts, len(self.models), metrics.size), metrics
 
@@ -168,8 +167,6 @@ def run_front(  # noqa: PLR0913, PLR0917
 
 @dataclass
 class Child:
-    """A process of the server."""
-
     kind: str  # `front` or `engine`
     place: int
     process: Any
@@ -225,13 +222,23 @@ class Supervisor:
             for child in [*self.children]:
                 self.look(child)
                 if not child.process.is_alive():
-                    self.children[self.children.index(child)] = self.start(child.kind, child.place)
+                    self.replace(child)
             if all(child.ready for child in self.children):
                 if self.shape is None:
                     self.open_slots()
                 elif self._announce:
                     self._announce.pop()()
             time.sleep(TICK_S)
+
+    def replace(self, child: Child) -> None:
+        """Start a process again; one that does not start must not take the machine's time."""
+        if not child.ready:
+            time.sleep(AGAIN_S)
+        try:
+            self.children[self.children.index(child)] = self.start(child.kind, child.place)
+        except OSError as error:
+            log(f"no process can be started ({error.strerror}); trying again")
+            child.ready = False
 
     def open_slots(self) -> None:
         """Make the memory when engines told how wide answers are, and start the fronts."""
@@ -244,7 +251,8 @@ class Supervisor:
             why = f"there is no memory for the rows of the queues ({error.strerror})"
             raise Failed(f"{why}; give a smaller --queue, or fewer --fronts") from error
         for child in self.children:
-            child.control.send(self.shape)
+            with suppress(OSError):  # it has just ended
+                child.control.send(self.shape)
         self.children += [self.start("front", place) for place in range(shared.fronts)]
 
     def look(self, child: Child) -> None:
@@ -283,7 +291,6 @@ class Supervisor:
             send(writer, gone)
 
     def hear(self, child: Child, word: str, *told: Any) -> None:
-        """Take what a process tells."""
         if word == "ready":
             child.ready = True
             if child.kind == "engine":

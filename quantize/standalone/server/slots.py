@@ -27,8 +27,6 @@ Array = npt.NDArray[Any]
 
 
 class Shape(NamedTuple):
-    """Sizes of the memory."""
-
     fronts: int
     engines: int
     slots: int  # of a front for each engine
@@ -36,7 +34,6 @@ class Shape(NamedTuple):
     width: int  # numbers of an answer
 
     def first(self, front: int, engine: int) -> int:
-        """Return the first slot of a front for an engine."""
         return (front * self.engines + engine) * self.slots
 
 
@@ -66,7 +63,6 @@ class Slots:
         self.ids, self.types, self.answers = views["ids"], views["types"], views["answers"]
 
     def front_of(self, slots: Array) -> Array:
-        """Return the fronts that slots belong to."""
         return slots // (self.shape.engines * self.shape.slots)
 
 

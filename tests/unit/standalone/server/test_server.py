@@ -100,6 +100,15 @@ def test_a_client_that_does_not_read_is_closed_and_one_that_reads_slowly_is_not(
     finished(main())
 
 
+def test_another_protocol_that_is_offered_is_not_taken():
+    async def main():
+        async with listening() as (port, _):
+            head = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n\r\n"
+            assert (await told_until_closed(port, head)).startswith(b"HTTP/1.1 200 OK")
+
+    finished(main())
+
+
 def test_above_the_most_connections_an_idle_one_goes(monkeypatch):
     monkeypatch.setattr(http, "MOST_CONNECTIONS", 2)
 
