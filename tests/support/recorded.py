@@ -15,6 +15,7 @@ class Recorder:
         self.kept: list[Any] = []  # else memory that is freed is handed out again
         self.spans: dict[int, int] = {}  # bytes from an address on
         self.faults: list[str] = []
+        self.shared = 0  # bytes of a block, at most
 
     def keep(self, tensor: Any) -> Any:
         self.kept.append(tensor)
@@ -22,6 +23,7 @@ class Recorder:
         return tensor
 
     def launch(self, name: str, grid: Any, block: Any, arguments: list[Any], shared: int = 0) -> None:
+        self.shared = max(self.shared, shared)
         match arguments[-1]:
             case driver.GemmArguments() as call:
                 if isinstance(arguments[0], c.c_void_p):

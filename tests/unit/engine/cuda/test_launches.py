@@ -180,3 +180,19 @@ def test_a_fault_is_seen_where_nothing_is_checked(column, monkeypatch):
 def test_a_changed_plan_is_refused_or_stays_inside_its_buffers(plan):
     with pytest.MonkeyPatch.context() as patch:
         assert not faults_of(plan, patch)
+
+
+@pytest.mark.parametrize("name", ["7.5", "9.0"])
+def test_attention_takes_as_many_keys_as_a_gpu_has_room_for(name, monkeypatch):
+    monkeypatch.setattr(runtime, "map_tiles", lambda matrix, rows: matrix)
+    plan = copy.deepcopy(PLAN)
+    plan["operations"][2] |= {"heads": 1, "head_size": 64}
+    found, target = parse_engine(file_of(plan), "x.engine", get_version()), find_target(name)
+    batch = {name: np.zeros((2, 64), np.int64) for name in found.plan.inputs} | {
+        "attention_mask": np.ones((2, 64), int)
+    }
+    tokens = pack_tokens(found.plan, found.arrays, batch)
+    engine = RecordedEngine(found.plan, found.arrays, {}, target)
+    monkeypatch.setattr(runtime, "choose_graph", lambda _: (128, 2, 512, 512))  # of long rows
+    assert record_launches(engine, tokens) == []
+    assert 48 << 10 < engine._kernels.shared <= target.shared
