@@ -217,7 +217,8 @@ def export_stage(session: Session) -> list[Path]:
 
 def check_stage(session: Session) -> list[Path]:
     expected = graphs.expected_modules(session.plan)
-    report = check_file(graphs.checked_path(session), expected_quantized=expected)
+    unsigned = session.target.backend == "cuda"
+    report = check_file(graphs.checked_path(session), expected_quantized=expected, unsigned=unsigned)
     files.write_json(session.folder / "check.json", to_json(report))
     return [session.folder / "check.json"]
 

@@ -197,16 +197,11 @@ def calibrate(
     without = qkv_bias_folding.compute_moved_biases(model, plan)
     apply_biases(model, without)
     report_phase("looking at softmax")
-    by_error = settings.softmax_scale == "min-error" or (
-        settings.softmax_scale == "auto"
-        and bool(plan.attention)
-        and any(batch["input_ids"].shape[1] > softmax.LONG for batch in batches)
-    )
-    chosen = softmax.choose_softmax_scales(model, plan, forward_loop, folds_kv_bias(plan), by_error=by_error)
+    setting = softmax.resolve_setting(settings.softmax_scale, plan, batches)
+    chosen = softmax.choose_softmax_scales(model, plan, forward_loop, folds_kv_bias(plan), setting=setting)
     of_values = softmax.get_bias_deltas(model, plan, chosen.centers)
     apply_biases(model, of_values)
-    for name, amax in chosen.amax.items():
-        quantizers[f"{name}.p_bmm_quantizer"].amax = amax
+    softmax.apply_forms(model, chosen.forms)
     histograms.install_calibrators(quantizers, plan)
     report_phase("calibrating")
     with fake._silent(), _watch_inputs(quantizers, lengths, fixed, plan) as seen:
@@ -308,6 +303,7 @@ def restore(model: "PreTrainedModel", plan: Plan, record: records.CalibrationRec
     centering.apply_centering(model, record.centering)
     apply_biases(model, record.centers)
     apply_biases(model, record.biases)
+    softmax.apply_forms(model, {row.module: "row-max" for row in record.softmax if row.row_max})
     device = next(model.parameters()).device
     for name, quantizer in quantizers.items():
         state = record.quantizers[name]

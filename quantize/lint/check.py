@@ -169,18 +169,27 @@ def to_json(report: CheckReport) -> dict[str, Any]:
 
 
 def check_file(
-    path: Path, *, expected_quantized: Collection[str] | None = None, allow: Collection[str] = ()
+    path: Path,
+    *,
+    expected_quantized: Collection[str] | None = None,
+    allow: Collection[str] = (),
+    unsigned: bool = False,
 ) -> CheckReport:
     """Check an ONNX file of any origin as `check_model` does; UserError for one that cannot be read."""
     _check_allow(allow)
     try:
-        return check_model(read_model(path), expected_quantized=expected_quantized, allow=allow)
+        model = read_model(path)
+        return check_model(model, expected_quantized=expected_quantized, allow=allow, unsigned=unsigned)
     except UserError as error:
         raise error if str(path) in str(error) else UserError(f"{path}: {error}") from error
 
 
 def check_model(
-    model: onnx.ModelProto, *, expected_quantized: Collection[str] | None = None, allow: Collection[str] = ()
+    model: onnx.ModelProto,
+    *,
+    expected_quantized: Collection[str] | None = None,
+    allow: Collection[str] = (),
+    unsigned: bool = False,
 ) -> CheckReport:
     """Check a model whose external data, if any, were loaded; it stays as it is.
 
@@ -190,6 +199,7 @@ def check_model(
             belong to its module (`(...).attention.self`), what a LayerNorm adds to the module that adds it
             (`(...).attention.output`). Empty: nothing may be in INT8. None: not compared.
         allow: codes of findings to leave out; UserError where it names none, or the model is corrupted.
+        unsigned: the engine multiplies UINT8 activations with the zero point 0, as those of backend cuda.
     """
     _check_allow(allow)
     validate_names(model)
@@ -200,7 +210,7 @@ def check_model(
     report = CheckReport(ir_version=model.ir_version, opset=opset)
     report.findings = _list_unreadable(model, opset)
     if not report.findings:
-        _apply_rules(report, model, expected_quantized)
+        _apply_rules(report, CheckGraph(model, unsigned=unsigned), expected_quantized)
     report.findings = [row for row in report.findings if row.code not in allow]
     report.findings.sort(key=lambda row: row.severity)  # stable, and "error" sorts before "warning"
     return report
@@ -254,8 +264,7 @@ def _find_invalid(model: onnx.ModelProto) -> FindingRow | None:
     return next((find_at("invalid-onnx", node, why) for node, why in incomplete if why), None)
 
 
-def _apply_rules(report: CheckReport, model: onnx.ModelProto, expected: Collection[str] | None) -> None:
-    graph = CheckGraph(model)
+def _apply_rules(report: CheckReport, graph: CheckGraph, expected: Collection[str] | None) -> None:
     added = index.find_residuals(graph.index)
     report.residual_quantized = [finding_label(each.norm) for each in added if each.dq is not None]
     for node in graph.matmuls:
@@ -462,7 +471,7 @@ def _check_type(graph: CheckGraph, node: onnx.NodeProto, scale: Array) -> Iterat
     if scale.ndim > 1 or attribute(node, "block_size"):
         effect: Effect | None = "not INT8" if node.output[0] in graph.weight_only else None
         yield find_at("blocked-scale", node, f"its scale has shape {list(scale.shape)}", None, effect)
-    if quantized == TensorProto.UINT8:
+    if quantized == TensorProto.UINT8 and (shifted or quantized not in graph.int8_types):
         missing = " (QuantizeLinear without a zero point makes UINT8)" if point is None else ""
         why = f"TensorRT runs symmetric INT8 only, and this is UINT8{missing}"
         refused = shifted or (is_dequantize(node) and graph.index.stored(node.input[0]) is not None)
@@ -484,7 +493,7 @@ def _check_matmuls(graph: CheckGraph) -> Iterator[FindingRow]:
         if first.dq is not None and second.dq is not None:
             kinds = [graph.types.get(dq.input[0], 0) for dq in (first.dq, second.dq)]
             names, blocked = [*map(type_name, kinds)], bool(attribute(second.dq, "block_size"))
-            mixed = kinds[0] != kinds[1] and all(map(is_taken, kinds))
+            mixed = kinds[0] != kinds[1] and all(map(is_taken, kinds)) and not {*kinds} <= {*graph.int8_types}
             if mixed and newest("codes", label_codes(names, blocked)) == "refused":
                 why = f"its inputs are {' and '.join(names)}, and an engine multiplies two of one type"
                 yield find_at("not-int8", node, why)

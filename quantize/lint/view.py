@@ -105,8 +105,9 @@ class Attention:
 
 
 class CheckGraph:
-    def __init__(self, model: onnx.ModelProto) -> None:
+    def __init__(self, model: onnx.ModelProto, *, unsigned: bool = False) -> None:
         self.index = GraphIndex(model)
+        self.int8_types = (TensorProto.INT8, TensorProto.UINT8) if unsigned else (TensorProto.INT8,)
         self.nodes = list(model.graph.node)
         self.types, self.mixes = walk_types(model)
         self.matmuls = [node for node in self.nodes if operator(node) in MATMULS]
@@ -129,7 +130,7 @@ class CheckGraph:
         return {w.dq.output[0] for x, w in pairs if w.dq is not None and w.constant and x.dq is None}
 
     def is_int8(self, operand: Operand) -> bool:
-        return operand.dq is not None and self.types.get(operand.dq.input[0]) == TensorProto.INT8
+        return operand.dq is not None and self.types.get(operand.dq.input[0]) in self.int8_types
 
     def value(self, name: str) -> Array | None:
         """Return the numeric value of an initializer, a Constant or a Cast of one; None if computed."""
@@ -195,7 +196,7 @@ class CheckGraph:
         q, k = self.operands[scores.output[0]]
         pair = self.operands[context.output[0]]
         operands = {"q": q, "k": k, "softmax output": pair[side], "v": pair[1 - side]}
-        output = any(map(is_quantize, self.index.forward(context.output[0], MOVES)))
+        output = any(map(is_quantize, self.index.forward(context.output[0], (*MOVES, "Div"))))
         return Attention(softmax, scores, context, operands, output)
 
     def find_before(self, start: str, target: str = "") -> tuple[onnx.NodeProto | None, bool]:

@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     import torch
 
 ATTENTION = "qdq_eager"
+ROW_MAX = "softmax_over_row_max"  # of an attention whose INT8 softmax is over the largest of each row
 UNROUNDED = "unrounded_weight"  # of a linear whose weight is rounded for a while: as it was
 MASK_FILL = -1e4  # finite in FP16; exp(-1e4) is exactly 0 in FP32 and FP16
 
@@ -45,10 +46,17 @@ def _register_attention() -> None:
         if attention_mask is not None:
             scores = scores + attention_mask
         weights = torch.nn.functional.softmax(scores, dim=-1)
+        row_max = getattr(module, ROW_MAX, False)
+        if row_max:
+            weights = weights / weights.amax(-1, keepdim=True)
         if (quantizer := getattr(module, "p_bmm_quantizer", None)) is not None:
             weights = quantizer(weights)
+        total = weights.sum(-1, keepdim=True) if row_max else None
         weights = torch.nn.functional.dropout(weights, p=dropout, training=module.training)
-        return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+        context = torch.matmul(weights, value)
+        if total is not None:
+            context, weights = context / total, weights / total
+        return context.transpose(1, 2).contiguous(), weights
 
     def mask(
         *,

@@ -78,6 +78,11 @@ def read_config(folder: Path) -> RunConfig:
 
 def require_fit(recipe: Recipe, model: str, config: Any) -> None:
     recipe.model.describe()  # another recipe may have described this type since
+    if recipe.calibration.softmax_scale == "row-max" and choose_target(recipe).backend != "cuda":
+        raise UserError(
+            "calibration.softmax_scale: row-max is for engines of backend cuda alone; give --backend cuda, "
+            "or set it to min-error"
+        )
     longest = require_family(recipe.name, recipe.model.family, model, config).positions(config)
     if recipe.export.max_length > longest:
         raise UserError(

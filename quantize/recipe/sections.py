@@ -265,10 +265,11 @@ class Calibration(Frozen):
     bias_correction: bool = field(
         "Add mean errors of INT8 linears to their biases where it helps.", default=False
     )
-    softmax_scale: Literal["auto", "fixed", "min-error"] = field(
-        "Scale of the INT8 softmax: fixed (1/127), min-error or auto. min-error: mean-centered V, and the "
-        "amax per layer with the least error of the attention output. auto: min-error if calibration saw a "
-        "sample of more than 128 tokens, else fixed.",
+    softmax_scale: Literal["auto", "fixed", "min-error", "row-max"] = field(
+        "Scale of the INT8 softmax: fixed (1/127), min-error, row-max or auto. min-error: mean-centered V, "
+        "and the amax per layer with the least error of the attention output. row-max, for backend cuda: 255 "
+        "codes up to the largest probability of each row, and the attention over the sum of the codes. auto: "
+        "min-error if calibration saw a sample of more than 128 tokens, else fixed.",
         default="auto",
     )
     amax: dict[str, Annotated[float, Field(gt=0, le=FP16_MAX)]] = field(

@@ -82,7 +82,15 @@ def write_head(folder: Path, head: str, model_type: str = "bert") -> None:
 
 
 def write_wide(folder: Path, recipe: str, head_size: int) -> None:
-    """Export a BERT with heads of a size that kernels take, and 48 more channels than a tile has."""
+    """Export a BERT with heads of a size that kernels take, and 48 more channels than a tile has.
+
+    `recipe` may end with another `calibration.softmax_scale`.
+    """
+    recipe, _, softmax = recipe.partition(" ")
+    loaded = load_recipe(recipe)
+    if softmax:
+        settings = loaded.calibration.model_copy(update={"softmax_scale": softmax})
+        loaded = loaded.model_copy(update={"calibration": settings})
     width = {"hidden_size": 2 * head_size, "intermediate_size": 2 * head_size + 48}
     model = prepare_model(families.new_model("bert", **width, max_position_embeddings=512))
-    save(export(model, load_recipe(recipe)), folder / "model.onnx", recipe)
+    save(export(model, loaded), folder / "model.onnx", recipe)

@@ -1,9 +1,9 @@
 """The only code that uses ModelOpt's private names; its test lists them.
 
-The range is ModelOpt's and the engine's: codes -128 to 127, or from -127 for a narrow range,
-round half to even, zero point 0. The kernels compute in FP32 and return the type of their input. Under
-autocast to BF16 a code times its scale is rounded as the matmul that reads it would round it anyway;
-weights are quantized from their FP32 masters.
+The range is ModelOpt's and the engine's: codes -128 to 127, from -127 for a narrow range, or 0 to 255
+of an unsigned quantizer; round half to even, zero point 0. The kernels compute in FP32 and return the type
+of their input. Under autocast to BF16 a code times its scale is rounded as the matmul that reads it would
+round it anyway; weights are quantized from their FP32 masters.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, import_modelopt
+from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, UINT8_MAX, import_modelopt
 
 import_modelopt()
 
@@ -56,9 +56,9 @@ def fake_quantize(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
         return learned.quantized(inputs)  # type: ignore[no-any-return]
     scale = prepare_scales(quantizer)
     if scale.per_channel is None or scale.zero is None:
-        return torch.fake_quantize_per_tensor_affine(inputs, scale.per_tensor, 0, scale.low, INT8_MAX)
+        return torch.fake_quantize_per_tensor_affine(inputs, scale.per_tensor, 0, scale.low, scale.high)
     return torch.fake_quantize_per_channel_affine(
-        inputs, scale.per_channel, scale.zero, scale.axis, scale.low, INT8_MAX
+        inputs, scale.per_channel, scale.zero, scale.axis, scale.low, scale.high
     )
 
 
@@ -66,7 +66,7 @@ def quantize_exactly(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
     """Compute ModelOpt's FP32 arithmetic to the bit, without gradients; in place it is faster on a CPU."""
     scale = prepare_scales(quantizer)
     values = inputs.contiguous() * scale.steps
-    return values.round_().clamp_(scale.low, INT8_MAX).div_(scale.divisors)
+    return values.round_().clamp_(scale.low, scale.high).div_(scale.divisors)
 
 
 @dataclass
@@ -74,6 +74,7 @@ class _Scale:
     amax: torch.Tensor
     version: int
     low: int
+    high: int
     steps: torch.Tensor  # codes of 1, shaped as the amax; 0 where the amax is 0 to FP16, as ModelOpt has it
     divisors: torch.Tensor  # the same, and 1 there
     axis: int = 0
@@ -99,11 +100,12 @@ def _prepare(quantizer: Any) -> _Scale:
     if quantizer._amax.is_inference():
         quantizer._buffers["_amax"] = quantizer._amax.clone()
     amax = quantizer._amax
-    scales = amax.float() / INT8_MAX
-    steps = torch.tensor(float(INT8_MAX), device=amax.device) / amax.float()
+    low, high = get_lowest_code(quantizer), UINT8_MAX if quantizer.unsigned else INT8_MAX
+    scales = amax.float() / high
+    steps = torch.tensor(float(high), device=amax.device) / amax.float()
     nothing = amax <= 2**-24
     steps, divisors = steps.masked_fill(nothing, 0.0), steps.masked_fill(nothing, 1.0)
-    scale = _Scale(amax, amax._version, get_lowest_code(quantizer), steps, divisors)
+    scale = _Scale(amax, amax._version, low, high, steps, divisors)
     if quantizer.axis is None:
         scale.per_tensor = float(scales)
     else:
@@ -113,6 +115,8 @@ def _prepare(quantizer: Any) -> _Scale:
 
 
 def get_lowest_code(quantizer: Any) -> int:
+    if quantizer.unsigned:
+        return 0
     return -INT8_MAX if quantizer.narrow_range else -INT8_MAX - 1
 
 

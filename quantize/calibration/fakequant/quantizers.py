@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-INT8_MAX = 127
+INT8_MAX, UINT8_MAX = 127, 255
 MODELOPT = "0.47"  # `modelopt.py` in this folder uses private names of it
 FP16_BITS = 11  # significant bits, the hidden one included
 

@@ -6,21 +6,24 @@ they hold. Chosen by the error of P v over the calibration data, at no cost in t
 - centered values: P (v - m) + m = P v for any m of each channel, as rows of P sum to 1. With m the mean of
   v less is lost; -m goes into the bias of the value projection, m times its weight into the output
   projection's;
-- the amax of the softmax output, per layer.
+- the amax of the softmax output, per layer;
+- row-max: P over the largest of its row, whose code is 255; P v is divided by the sum of the codes. Zhang
+  et al. 2024, "SageAttention" (arXiv 2410.02367), section 4.3, quantize FlashAttention so, with 127 codes.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, quantizers_off
+from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, UINT8_MAX, quantizers_off
 from qdqbench.quantize.calibration.techniques.change import Change
+from qdqbench.quantize.models.attention import ROW_MAX
 from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.utils.arrays import Float64
+from qdqbench.quantize.utils.arrays import Batch, Float64
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.schema import Strict, field
 
@@ -29,7 +32,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PLAIN = 1.0  # amax of probabilities; scale 1/127
-AMAXES = tuple(2 ** (-half / 2) for half in range(9))  # what `error` tries: 1 to 1/16
+Form = Literal["row-max"] | float  # an amax for all rows, or that of each
+FORMS: dict[str, tuple[Form, ...]] = {  # that `calibration.softmax_scale` tries
+    "fixed": (PLAIN,),
+    "min-error": tuple(2 ** (-half / 2) for half in range(9)),  # 1 to 1/16
+    "row-max": ("row-max",),
+}
 LONG = 128  # tokens; `auto` chooses by the error where calibration saw more
 LENGTHS = (64, 128, 256, 384, 512)  # upper edges of the rows in the record
 CHUNK = 2**23  # probabilities that are rounded at a time
@@ -40,7 +48,12 @@ class SoftmaxRow(Strict):
 
     module: str = field("Path of the attention.")
     length: int = field("Longest sample of this row in tokens; shorter ones have rows of their own.")
-    amax: float = field("Amax of the softmax output; the scale is amax / 127.")
+    amax: float = field("Amax of the softmax output; the scale is amax / 127, or amax / 255 with `row_max`.")
+    row_max: bool = field(
+        "Whether the softmax output is divided by the largest of its row first, and the attention by the sum "
+        "of what comes of it.",
+        default=False,
+    )
     centered: bool = field(
         "Whether values are mean-centered: a row of the attention that loses mass gets their mean instead."
     )
@@ -61,9 +74,13 @@ def describe_changes(rows: Iterable[SoftmaxRow]) -> Iterator[Change]:
     )
 
 
+def get_amax(form: Form) -> float:
+    return PLAIN if form == "row-max" else form
+
+
 @dataclass(frozen=True)
 class Softmax:
-    amax: dict[str, float]  # of the softmax output, by attention
+    forms: dict[str, Form]  # of the softmax output, by attention
     centers: dict[str, Float64]  # mean of v, [heads * head size], where centering it helps
     loss: list[SoftmaxRow]  # in that form
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -77,7 +94,7 @@ class _SoftmaxSums:
     power: Any = 0.0  # of P v
     values: Any = 0.0  # sum of v over tokens, [heads, head size]
     tokens: int = 0
-    tries: dict[float, "_Try"] = dataclasses.field(default_factory=dict)  # by amax
+    tries: dict[Form, "_Try"] = dataclasses.field(default_factory=dict)
 
     def add(self, p: "torch.Tensor", v: "torch.Tensor") -> None:
         """Add some inputs: probabilities [B, heads, L, L] and values [B, heads, L, head size]."""
@@ -86,36 +103,41 @@ class _SoftmaxSums:
         self.tokens += v.shape[0] * v.shape[2]
         self.power = self.power + exact.square().double().sum()
         self.values = self.values + v.double().sum((0, 2))
-        for amax, tried in self.tries.items():
-            scale = amax / INT8_MAX
-            rounded = (p / scale).round_().clamp_(max=INT8_MAX).mul_(scale)
+        for form, tried in self.tries.items():
+            if form == "row-max":
+                scale, rounded = PLAIN / UINT8_MAX, (p / p.amax(-1, keepdim=True) * UINT8_MAX).round_()
+                rounded /= rounded.sum(-1, keepdim=True)
+            else:
+                scale = form / INT8_MAX
+                rounded = (p / scale).round_().clamp_(max=INT8_MAX).mul_(scale)
             lost = exact - rounded @ v
             mass = 1 - rounded.sum(-1)
             tried.zeroed = tried.zeroed + p[rounded == 0].double().sum()
-            tried.clipped = tried.clipped + (p - amax).clamp_(min=0).double().sum()
+            tried.clipped = tried.clipped + (p - get_amax(form)).clamp_(min=0).double().sum()
             tried.rr = tried.rr + lost.square().double().sum()
             tried.dr = tried.dr + (mass[..., None] * lost).double().sum((0, 2))
             tried.dd = tried.dd + mass.square().double().sum((0, 2))
 
-    def relative_error(self, amax: float, center: "torch.Tensor | None") -> float:
-        return self.tries[amax].error(center) / max(float(self.power), 1e-30)
+    def relative_error(self, form: Form, center: "torch.Tensor | None") -> float:
+        return self.tries[form].error(center) / max(float(self.power), 1e-30)
 
-    def make_row(self, name: str, length: int, amax: float, center: "torch.Tensor | None") -> SoftmaxRow:
-        tried = self.tries[amax]
+    def make_row(self, name: str, length: int, form: Form, center: "torch.Tensor | None") -> SoftmaxRow:
+        tried = self.tries[form]
         return SoftmaxRow(
             module=name,
             length=length,
-            amax=amax,
+            amax=get_amax(form),
+            row_max=form == "row-max",
             centered=center is not None,
             zeroed=float(tried.zeroed) / self.rows,
             clipped=float(tried.clipped) / self.rows,
-            error=float(np.sqrt(self.relative_error(amax, center))),
+            error=float(np.sqrt(self.relative_error(form, center))),
         )
 
 
 @dataclass
 class _Try:
-    """Of one amax: d is what a row of P loses in all, r is what P v loses by it."""
+    """Of one form: d is what a row of P loses in all, r is what P v loses by it."""
 
     zeroed: Any = 0.0  # mass that becomes 0
     clipped: Any = 0.0  # mass above the amax
@@ -131,13 +153,21 @@ class _Try:
         return max(float(total), 0.0)
 
 
+def resolve_setting(setting: str, plan: Plan, batches: Iterable[Batch]) -> str:
+    """Return what `auto` is: `min-error` if a batch has over `LONG` tokens, else `fixed`."""
+    if setting != "auto":
+        return setting
+    long = bool(plan.attention) and any(batch["input_ids"].shape[1] > LONG for batch in batches)
+    return "min-error" if long else "fixed"
+
+
 def choose_softmax_scales(
     model: "PreTrainedModel",
     plan: Plan,
     run: Callable[["PreTrainedModel"], None],
     left: Collection[str] = (),
     *,
-    by_error: bool,
+    setting: str,
 ) -> Softmax:
     """Choose the form of every INT8 softmax from one pass over the data, without quantization.
 
@@ -147,7 +177,7 @@ def choose_softmax_scales(
     Args:
         run: passes batches without padding through the model, which is left as it is.
         left: attentions whose values are not centered, as nothing can be added behind their GEMM.
-        by_error: choose; else amax 1 and no centering, and their loss.
+        setting: of `FORMS`; values are centered with `min-error` alone.
     """
     choices = Softmax({}, {}, [])
     sums: dict[str, dict[int, _SoftmaxSums]] = {name: {} for name in plan.attention}
@@ -155,13 +185,12 @@ def choose_softmax_scales(
         return choices
     with ExitStack() as hooks, quantizers_off(model):
         for name, by_length in sums.items():
-            amaxes = AMAXES if by_error else (PLAIN,)
-            hooks.enter_context(_record_sums(model.get_submodule(name), by_length, amaxes))
+            hooks.enter_context(_record_sums(model.get_submodule(name), by_length, FORMS[setting]))
         run(model)
     without_bias: list[str] = []
     for name, by_length in sums.items():
         means: list[Any] = [None]
-        if by_error and name not in left:
+        if setting == "min-error" and name not in left:
             linears = [plan.family.made_by(name, role).linear for role in ("value", "output")]
             lacking = [each for each in linears if getattr(model.get_submodule(each), "bias", None) is None]
             without_bias += lacking
@@ -169,13 +198,14 @@ def choose_softmax_scales(
                 parts = list(by_length.values())
                 means.append(sum(part.values for part in parts) / sum(part.tokens for part in parts))
         # a tie goes to the form that changes less
-        _, amax, at = min(
-            (float(np.mean([part.relative_error(amax, center) for part in by_length.values()])), -amax, at)
-            for amax in next(iter(by_length.values())).tries
+        errors = {
+            (form, at): float(np.mean([part.relative_error(form, center) for part in by_length.values()]))
+            for form in FORMS[setting]
             for at, center in enumerate(means)
-        )
-        choices.amax[name] = -amax
-        rows = (part.make_row(name, edge, -amax, means[at]) for edge, part in sorted(by_length.items()))
+        }
+        form, at = min(errors, key=errors.__getitem__)
+        choices.forms[name] = form
+        rows = (part.make_row(name, edge, form, means[at]) for edge, part in sorted(by_length.items()))
         choices.loss.extend(rows)
         if at:
             choices.centers[name] = means[at].flatten().cpu().numpy()
@@ -185,6 +215,15 @@ def choose_softmax_scales(
             f"values of INT8 attentions were not centered where {lost} have no bias to take it"
         )
     return choices
+
+
+def apply_forms(model: "PreTrainedModel", forms: Mapping[str, Form]) -> None:
+    """Let attentions divide as their forms say, and set the quantizers of their softmax."""
+    for name, form in forms.items():
+        attention: Any = model.get_submodule(name)
+        setattr(attention, ROW_MAX, form == "row-max")
+        attention.p_bmm_quantizer.unsigned = form == "row-max"
+        attention.p_bmm_quantizer.amax = get_amax(form)
 
 
 def get_bias_deltas(
@@ -205,7 +244,7 @@ def get_bias_deltas(
 
 
 @contextmanager
-def _record_sums(module: Any, sums: dict[int, _SoftmaxSums], amaxes: tuple[float, ...]) -> Iterator[None]:
+def _record_sums(module: Any, sums: dict[int, _SoftmaxSums], forms: tuple[Form, ...]) -> Iterator[None]:
     import torch
 
     values: list[torch.Tensor] = []
@@ -217,7 +256,7 @@ def _record_sums(module: Any, sums: dict[int, _SoftmaxSums], amaxes: tuple[float
         value, weights = values.pop(), inputs[0].detach()
         length = value.shape[-2]
         edge = next((edge for edge in LENGTHS if length <= edge), length)
-        part = sums.setdefault(edge, _SoftmaxSums(tries={amax: _Try() for amax in amaxes}))
+        part = sums.setdefault(edge, _SoftmaxSums(tries={form: _Try() for form in forms}))
         some = max(1, CHUNK // weights[0].numel())
         for p, v in zip(torch.split(weights, some), torch.split(value, some), strict=True):
             part.add(p, v)

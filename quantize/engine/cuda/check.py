@@ -4,7 +4,13 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES, LINEAR_STEP, MOST_CODES, NORM_PARTS
+from qdqbench.quantize.engine.cuda.names import (
+    ATTENTION_SIZES,
+    LINEAR_STEP,
+    MOST_CODES,
+    NORM_PARTS,
+    ROW_MAX_CODE,
+)
 from qdqbench.quantize.engine.cuda.plan import (
     Attention,
     Embed,
@@ -135,6 +141,8 @@ def _has_sound_numbers(operation: Operation, plan: Plan) -> bool:
             positive = [operation.epsilon]
         case Attention():
             positive = [operation.score_scale, operation.probability_multiplier]
+            if operation.row_max and round(operation.probability_multiplier or 0, 3) != ROW_MAX_CODE:
+                return False
         case Linear() if operation.activation is None or plan.tensors[operation.output].kind == "fp16":
             return operation.center == 0
         case Linear():

@@ -21,12 +21,12 @@ from qdqbench.quantize.engine.cuda.names import (
     STATIONARY,
     Target,
     Tile,
+    attention_form,
     attention_name,
     gemm_name,
     has_dense,
     is_ptx,
     list_tiles,
-    needs_clamp,
     norm_name,
 )
 from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Head, Linear, Norm, Operation, Plan
@@ -108,7 +108,7 @@ def list_instances(operation: Operation, plan: Plan, target: Target) -> list[tup
             return [("gemm_mma", f"GEMM_OF(gemm_{tile}_{name}, {_form(tile)}, {flags})") for tile in tiles]
         case Attention(probability_multiplier=float()):
             coded = plan.tensors[operation.output].kind == "int8"
-            flags = f"{operation.head_size}, {str(coded).lower()}, {str(needs_clamp(operation)).lower()}"
+            flags = f"{operation.head_size}, {str(coded).lower()}, {attention_form(operation)}"
             return [("attention", f"ATTENTION({attention_name(operation, plan)}, {flags})")]
         case Embed() | Norm():
             name = norm_name(operation, plan.tensors[operation.writes[0]].width)

@@ -18,7 +18,7 @@ SHARED = ""  # owner of constants, which many kernels read
 OLDEST = 20  # opset with Gelu
 _RANK = 8  # axes of a shape, at most
 _RANKS = range(_RANK)
-_NUMBERS = (np.float32, np.int8, np.int32, np.int64)
+_NUMBERS = (np.float32, np.int8, np.uint8, np.int32, np.int64)
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "Mul": operator.mul,
     "Equal": operator.eq,

@@ -134,6 +134,9 @@ def _attention(
         total = weights.sum(axis=2, keepdims=True)
         if inverse is None:  # as a fused attention: divided last
             context = _single(weights.astype(check.HALF)) @ value[:, start:stop] / total
+        elif operation.row_max:
+            codes = np.rint(weights * np.float32(inverse))
+            context = codes @ value[:, start:stop] / codes.sum(axis=2, keepdims=True)
         else:
             context = _single(round_codes(weights / total * np.float32(inverse))) @ value[:, start:stop]
         made[start:stop] = context.transpose(1, 0, 2).reshape(stop - start, -1)

@@ -178,12 +178,12 @@ class _Matcher(Cover):
             self.index.constant(part) is not None for part in self.index.producers[name].input
         )
 
-    def _scale(self, *nodes: onnx.NodeProto) -> float:
+    def _scale(self, *nodes: onnx.NodeProto, kind: type[np.integer[Any]] = np.int8) -> float:
         """Return the scale that a Q and its DQ share."""
         for node in nodes:
             scale, zero = self.constant(node, 1), self.constant(node, 2)
-            if scale.dtype != np.float32 or not scale > 0 or zero.dtype != np.int8 or zero:
-                refuse("it needs a positive float32 scale and the INT8 zero point 0", node)
+            if scale.dtype != np.float32 or not scale > 0 or zero.dtype != kind or zero:
+                refuse(f"it needs a positive float32 scale and the {kind.__name__} zero point 0", node)
         scales = {float(self.constant(node, 1)) for node in nodes}
         return scales.pop() if len(scales) == 1 else refuse("their scales differ", *nodes)
 
@@ -412,13 +412,26 @@ class _Matcher(Cover):
 
     def _attention(self, source: str, wanted: _RequestedForms) -> None:
         joined = self.take(source, "Reshape")
-        product = self.take(self.take(joined.input[0], "Transpose", perm=_SPLIT).input[0], "MatMul")
+        context = self.take(joined.input[0], "Transpose", perm=_SPLIT).input[0]
+        total = None
+        if self.kind(context) == "Div":
+            div = self.take(context, "Div")
+            total, context = self._over_keys(div, "ReduceSum"), div.input[0]
+        product = self.take(context, "MatMul")
         weights, value = product.input
         int8, score_scale, factor = self.kind(weights) == "DequantizeLinear", 1.0, 1.0
+        if total not in (None, weights):
+            refuse("it divides by another sum than that of its softmax", div)
         if int8:
             dq = self.take(weights, "DequantizeLinear")
             q = self.take(dq.input[0], "QuantizeLinear")
-            factor, weights = self._scale(q, dq), q.input[0]
+            kind = np.int8 if total is None else np.uint8
+            factor, weights = self._scale(q, dq, kind=kind), q.input[0]
+        if total is not None:
+            div = self.take(weights, "Div")
+            if not int8 or self._over_keys(div, "ReduceMax") != div.input[0]:
+                refuse("expected codes of a softmax over the maximum of each row", div)
+            weights = div.input[0]
         masked = self.take(self.take(weights, "Softmax").input[0], "Add")
         scores, mask = sorted(masked.input, key=lambda part: self.kind(part) == "Where")
         self._mask(mask)
@@ -441,7 +454,7 @@ class _Matcher(Cover):
         if not right or self.sizes(joined.input[1]) not in ([*whole, -1], [*whole, width]):
             refuse(f"no heads of {size}, split and joined: {shapes}", dot, joined)
         name = use_of(product.name)
-        self.constants[f"{name}.factor"] = np.array(factor * values.scale)
+        self.constants[f"{name}.factor"] = np.array((factor if total is None else 1.0) * values.scale)
         views = {
             key: View(tensor=read.name) for key, read in zip(("query", "key", "value"), reads, strict=True)
         }
@@ -451,8 +464,15 @@ class _Matcher(Cover):
             "output": self._output(source, wanted, width, name),
         }
         form |= {"score_scale": score_scale * query.scale * key.scale}
-        form |= {"probability_multiplier": 1 / factor if int8 else None}
+        form |= {"probability_multiplier": 1 / factor if int8 else None, "row_max": total is not None}
         self._add(plan.Attention(name=name, **views, **form))  # type: ignore[arg-type]
+
+    def _over_keys(self, div: onnx.NodeProto, kind: str) -> str:
+        """Return what a reduction over keys reads, by which a Div divides."""
+        reduced = self.take(div.input[1], kind)
+        if self.vector(reduced) != [-1]:
+            refuse("expected a reduction over keys", reduced)
+        return str(reduced.input[0])
 
     def _heads(self, name: str, int8: bool, shapes: list[Any], perm: list[int]) -> _Operand:
         """Return the linear's output that a Transpose and a Reshape split into heads, or codes of it."""

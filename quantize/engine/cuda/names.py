@@ -86,6 +86,8 @@ _REFUSED = {"10.3": "it has few INT8 units (0.15 POPS), so FP16 is faster there"
 MOST_CODES = 3  # that a kernel of norm.cu writes
 NORM_PARTS = 3, 6, 8  # of 128 channels each
 ATTENTION_SIZES = (32, 64)  # of heads in INT8
+MOST_MULTIPLIER = 127.49  # of probabilities; beyond it that of 1 could round to a code beyond 127
+ROW_MAX_CODE = 255  # of the largest probability of a row, where the others are over it
 LINEAR_STEP = 16  # channels of INT8 linears are a multiple of it
 
 
@@ -107,14 +109,15 @@ def fits_stationary(k: int) -> bool:
     return 128 * (STATIONARY.stages - 1) < k <= _MOST_STATIONARY
 
 
-def needs_clamp(operation: Attention) -> bool:
-    """Return whether a probability of 1 could round to a code beyond 127."""
-    return (operation.probability_multiplier or 0) > 127.49
+def attention_form(operation: Attention) -> str:
+    """Return how a kernel makes the codes of probabilities, as attention.cu names it."""
+    if operation.row_max:
+        return "ROW_MAX"
+    return "CLAMPED" if (operation.probability_multiplier or 0) > MOST_MULTIPLIER else "PLAIN"
 
 
 def attention_name(operation: Attention, plan: Plan) -> str:
-    clamp = "_clamped" if needs_clamp(operation) else ""
-    return f"{operation.head_size}_{plan.tensors[operation.output].kind}{clamp}"
+    return f"{operation.head_size}_{plan.tensors[operation.output].kind}_{attention_form(operation).lower()}"
 
 
 def count_parts(width: int) -> int:

@@ -120,6 +120,8 @@ class Attention(_Operation):
     """`softmax(q k^T * score_scale) v` over the tokens of each row; times `NAME.scale` for each channel.
 
     An INT8 softmax is codes `rint(p * probability_multiplier)`, whose sum with v's codes is an exact integer.
+    With `row_max` p is over the largest of its row, whose code is 255, and the sum is divided by that of
+    the codes.
     """
 
     op: Literal["attention"] = "attention"
@@ -130,6 +132,7 @@ class Attention(_Operation):
     head_size: Positive
     score_scale: float  # scales of q and k are in it
     probability_multiplier: float | None = None  # None: FP16 attention
+    row_max: bool = False
     output: str
 
     @property

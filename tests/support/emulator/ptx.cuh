@@ -147,7 +147,21 @@ template <int N> void wgmma(int (&d)[N / 2], u64 a, u64 b, bool add) {
     }
 }
 
+inline u32 __dp4a(u32 a, u32 b, u32 sum) {
+  for (int byte = 0; byte < 32; byte += 8) sum += (a >> byte & 255) * (b >> byte & 255);
+  return sum;
+}
 constexpr u32 MAGIC = 0x4B400000;
+inline void mma_unsigned(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  together({a0, a1, a2, a3, b0, b1}, [&](auto& lanes, int lane) {
+    for (int i = 0; i < 4; i++)
+      for (int k = 0; k < 32; k++) {
+        const u32 *row = lanes[lane / 4 * 4 + k / 4 % 4], *column = lanes[(lane % 4 * 2 + i % 2) * 4 + k / 4 % 4];
+        d[i] += ((const u8*)&row[i / 2 + k / 16 * 2])[k % 4] * ((const i8*)&column[4 + k / 16])[k % 4];
+      }
+    return 0;
+  });
+}
 template <bool FIRST> void mma(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   together({a0, a1, a2, a3, b0, b1}, [&](auto& lanes, int lane) {
     for (int i = 0; i < 4; i++) {

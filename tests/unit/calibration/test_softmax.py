@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX
 from qdqbench.quantize.calibration.record import select_record
@@ -31,15 +32,15 @@ def calibrated(folder: Path, how: str, model: Any = None) -> bert.Quantized:
     return bert.calibrate_model(model or load_model(str(folder)), recipe, LONG_BATCHES)
 
 
-def summed(p: torch.Tensor, v: torch.Tensor, *amaxes: float) -> softmax._SoftmaxSums:
-    part = softmax._SoftmaxSums(tries={amax: softmax._Try() for amax in amaxes})
+def summed(p: torch.Tensor, v: torch.Tensor, *forms: softmax.Form) -> softmax._SoftmaxSums:
+    part = softmax._SoftmaxSums(tries={form: softmax._Try() for form in forms})
     part.add(p, v)
     return part
 
 
 @given(
     seed=st.integers(0, 999),
-    amax=st.sampled_from(softmax.AMAXES),
+    amax=st.sampled_from(softmax.FORMS["min-error"]),
     sharp=st.floats(0.1, 8),
     shift=st.floats(-3, 3),
 )
@@ -85,7 +86,7 @@ def test_centring_changes_no_answer_and_lowers_the_error(tiny_bert: Path) -> Non
         assert np.mean([row.error**2 for row in after]) < np.mean([row.error**2 for row in before])
         assert all(row.clipped == 0 and not row.centered for row in before)
     chosen = {record.quantizers[f"{name}.p_bmm_quantizer"].amax for name in bert.ATTENTIONS}
-    assert chosen <= set(np.float32(softmax.AMAXES).tolist())
+    assert chosen <= set(np.float32(softmax.FORMS["min-error"]).tolist())
 
 
 @pytest.mark.parametrize("model_type", ["distilbert", "albert", "mpnet", "deberta-v2", "modernbert"])
@@ -110,6 +111,36 @@ def test_auto_chooses_where_inputs_were_long(tiny_bert: Path, monkeypatch: pytes
     assert short.quantizers[f"{bert.ATTENTIONS[0]}.p_bmm_quantizer"].amax == softmax.PLAIN
     monkeypatch.setattr(softmax, "LONG", 100)
     assert calibrated(tiny_bert, "auto")[2] == calibrated(tiny_bert, "min-error")[2]
+
+
+@given(seed=st.integers(0, 999), sharp=st.floats(0.1, 8))
+@settings(max_examples=20)
+def test_codes_over_the_largest_of_each_row_lose_less(seed: int, sharp: float) -> None:
+    random = torch.Generator().manual_seed(seed)
+    p = torch.softmax(sharp * torch.randn(2, 3, 40, 40, generator=random), dim=-1)
+    v = torch.randn(2, 3, 40, 4, generator=random)
+    part = summed(p, v, "row-max", softmax.PLAIN)
+    codes = (p / p.amax(-1, keepdim=True) * 255).round()
+    direct = (codes @ v / codes.sum(-1, keepdim=True) - p @ v).double().square().sum()
+    row, plain = (part.make_row("a", 64, form, None) for form in ("row-max", softmax.PLAIN))
+    assert part.tries["row-max"].error(None) == pytest.approx(float(direct), rel=1e-3, abs=1e-6)
+    assert (row.amax, row.row_max, row.clipped, plain.row_max) == (1.0, True, 0.0, False)
+    assert row.error < plain.error
+
+
+def test_a_softmax_over_the_largest_of_each_row_is_restored(tiny_bert: Path) -> None:
+    batch = bert.padded_batch((120, 90))
+    model, plan, record = calibrated(tiny_bert, "row-max")
+    assert record.softmax
+    assert all(row.row_max and not row.centered for row in record.softmax)
+    assert not record.centers
+    again: Any = load_model(str(tiny_bert))
+    ptq.restore(again, plan, record)
+    with quantizers.quantizers_off(model):
+        exact = quantizers.forward(model, batch)
+    plain = quantizers.forward(load_model(str(tiny_bert)), batch)
+    torch.testing.assert_close(exact, plain, rtol=1e-4, atol=1e-4)
+    assert torch.equal(quantizers.forward(model, batch), quantizers.forward(again, batch))
 
 
 def test_without_a_bias_the_values_stay_where_they_are(tiny_bert: Path) -> None:

@@ -1,12 +1,13 @@
 // Self-attention of INT8 codes over packed rows of any length, with the recipe's own arithmetic:
 // S = q . k in int32; p = softmax(S * scale) in FP32, over the keys of the query's own row; P = round(p * unit);
-// context = P . v in int32; code = round(context * factor[c]). Nothing is padded.
+// context = P . v in int32; code = round(context * factor[c]). With ROW_MAX p is exp(S * scale - maximum) instead, P has
+// 255 codes, and the context is divided by their sum. Nothing is padded.
 //
 // A block takes 64 consecutive tokens as queries, whatever rows they belong to, and the keys from the start of the
 // first token's row to the end of the last one's, for some heads one after the other: the next head is loaded while
-// one is computed. A warp takes 16 of the queries and 128 keys at a time, or the last 64. The recipe quantizes the
-// normalized P, so a warp with more than 128 keys goes over them twice: for maximum and sum, then for P . v. Sums of
-// S start at 3 * 2^22, so that their bits are floats. The order of keys within 32 is permuted alike in P and v.
+// one is computed. A warp takes 16 of the queries and 128 keys at a time, or the last 64. P is quantized over the sum or
+// the maximum of its row, so a warp with more than 128 keys goes over them twice: for these, then for P . v. Sums of S
+// start at 3 * 2^22, so that their bits are floats. The order of keys within 32 is permuted alike in P and v.
 #include "ptx.cuh"
 
 struct AttentionArguments {
@@ -22,6 +23,7 @@ struct AttentionArguments {
 };
 
 constexpr int KEYS = 128, QUERIES = 64;
+enum Form { PLAIN, CLAMPED, ROW_MAX };  // of P: over the sum of its row, also beyond 127, or over its maximum
 
 __device__ inline u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
@@ -41,6 +43,7 @@ template <int D> struct Warp {
   int s[KEYS / 8][4], o[CHUNKS][2][4];
   u32 q[PARTS][4];
   float most[2], sum[2], shift[2], unit[2];
+  u32 codes[2];  // sum of P, where it is not over the sum of its row
   int lane, quad, t;
 
   static __device__ inline u32 row_of(const i8* rows, int row, int chunk) {  // swizzled: eight rows are in all banks
@@ -79,15 +82,18 @@ template <int D> struct Warp {
     int at = key - 2 * t;
     return __funnelshift_lc(~0u, 0, max(0, (at >> 3) * 2 + min(at & 7, 2)));
   }
+  template <int GROUPS> __device__ inline void raise(int h, float scale) {  // the maximum so far
+    float m = most[h];
+#pragma unroll
+    for (int j = 0; j < 4 * GROUPS; j++) m = fmaxf(m, fmaxf(__int_as_float(s[j][2 * h]), __int_as_float(s[j][2 * h + 1])));
+    most[h] = m = over_quad(m, true);
+    shift[h] = -m * scale;
+  }
   template <int GROUPS> __device__ inline void weigh(float scale) {  // s = exp(S - maximum so far); sums go on
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float m = most[h];
-#pragma unroll
-      for (int j = 0; j < 4 * GROUPS; j++) m = fmaxf(m, fmaxf(__int_as_float(s[j][2 * h]), __int_as_float(s[j][2 * h + 1])));
-      most[h] = m = over_quad(m, true);
       float before = shift[h];  // its rounding is in what was summed, so it is in what that is multiplied by
-      shift[h] = -m * scale;
+      raise<GROUPS>(h, scale);
       float l = sum[h] * exp2_of(shift[h] - before);
 #pragma unroll
       for (int i = 0; i < 8 * GROUPS; i++) {
@@ -104,16 +110,16 @@ template <int D> struct Warp {
   __device__ inline int power(int x, float scale, int h) const {
     return __float_as_int(exp2_of(fmaf(__int_as_float(x), scale, shift[h])));
   }
-  __device__ inline void finish(float steps) {
+  template <Form FORM> __device__ inline void finish(float steps) {
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      float all = over_quad(sum[h], false);
-      unit[h] = all > 0 ? __fdividef(steps, all) : 0.0f;
+      float all = FORM == ROW_MAX ? 1.0f : over_quad(sum[h], false);
+      unit[h] = all > 0 ? __fdividef(steps, all) : 0.0f, codes[h] = 0;
     }
 #pragma unroll
     for (int i = 0; i < 8 * CHUNKS; i++) o[i / 8][i / 4 % 2][i % 4] = 0;
   }
-  template <int GROUPS, bool CLAMP> __device__ inline void add(const i8* values, int at) {  // P . v, P = round(s * unit)
+  template <int GROUPS, Form FORM> __device__ inline void add(const i8* values, int at) {  // P . v, P = round(s * unit)
 #pragma unroll
     for (int g = 0; g < GROUPS; g++) {
       u32 a[4];
@@ -123,29 +129,36 @@ template <int D> struct Warp {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
           float p = __int_as_float(s[4 * g + part / 2 * 2 + i / 2][2 * (part % 2) + i % 2]), u = unit[part % 2];
-          c[i] = __float_as_uint(CLAMP ? fminf(p * u, 127.0f) + 12582912.0f : fmaf(p, u, 12582912.0f));
+          c[i] = __float_as_uint(FORM == CLAMPED ? fminf(p * u, 127.0f) + 12582912.0f : fmaf(p, u, 12582912.0f));
         }
         a[part] = low_bytes(c[0], c[1], c[2], c[3]);
+        if (FORM == ROW_MAX) codes[part % 2] = __dp4a(a[part], 0x01010101u, codes[part % 2]);
       }
 #pragma unroll
       for (int d = 0; d < CHUNKS; d++) {
         u32 r[4];
         load_transposed(r, row_of(values, at + lane, d) + 32 * g * D);
-        mma<false>(o[d][0], a[0], a[1], a[2], a[3], __byte_perm(r[0], r[1], 0x6420), __byte_perm(r[2], r[3], 0x6420));
-        mma<false>(o[d][1], a[0], a[1], a[2], a[3], __byte_perm(r[0], r[1], 0x7531), __byte_perm(r[2], r[3], 0x7531));
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          u32 order = i ? 0x7531 : 0x6420, low = __byte_perm(r[0], r[1], order), high = __byte_perm(r[2], r[3], order);
+          if (FORM == ROW_MAX) mma_unsigned(o[d][i], a[0], a[1], a[2], a[3], low, high);
+          else mma<false>(o[d][i], a[0], a[1], a[2], a[3], low, high);
+        }
       }
     }
   }
-  template <bool CODED> __device__ inline void write(const AttentionArguments& call, const i8* scales, int first, int head) const {
+  template <bool CODED, Form FORM> __device__ inline void write(const AttentionArguments& call, const i8* scales, int first, int head) const {
     const float4* factors = (const float4*)scales + t;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
+      float share = FORM == ROW_MAX ? __fdividef(1.0f, over_quad(float(codes[h]), false)) : 1.0f;
       int row = first + quad + 8 * h;
       if (row >= call.tokens) break;
       char* out = (char*)call.out + (CODED ? 1 : 2) * (size_t(row) * call.hidden + head * D + 4 * t);
 #pragma unroll
       for (int d = 0; d < CHUNKS; d++) {
         float4 factor = factors[4 * d];
+        if (FORM == ROW_MAX) factor = {factor.x * share, factor.y * share, factor.z * share, factor.w * share};
         const int *even = &o[d][0][2 * h], *odd = &o[d][1][2 * h];
         float x0 = float(even[0]) * factor.x, x1 = float(odd[0]) * factor.y;
         float x2 = float(even[1]) * factor.z, x3 = float(odd[1]) * factor.w;
@@ -155,16 +168,18 @@ template <int D> struct Warp {
     }
   }
   // PASS 0: maximum and sum; 2: P . v with them; 1: both, of keys that are one step.
-  template <int GROUPS, int PASS, bool CLAMP>
+  template <int GROUPS, int PASS, Form FORM>
   __device__ inline void step(const AttentionArguments& call, const i8* keys, const i8* values, int at, const int (&low)[2], const int (&high)[2]) {
     score<GROUPS>(keys, at, low, high);
-    if constexpr (PASS < 2) weigh<GROUPS>(call.scale); else weigh_again<GROUPS>(call.scale);
-    if constexpr (PASS == 1) finish(call.unit);
-    if constexpr (PASS > 0) add<GROUPS, CLAMP>(values, at);
+    if constexpr (PASS < 2 && FORM == ROW_MAX) raise<GROUPS>(0, call.scale), raise<GROUPS>(1, call.scale);
+    else if constexpr (PASS < 2) weigh<GROUPS>(call.scale);
+    if constexpr (PASS == 2 || (PASS == 1 && FORM == ROW_MAX)) weigh_again<GROUPS>(call.scale);
+    if constexpr (PASS == 1) finish<FORM>(call.unit);
+    if constexpr (PASS > 0) add<GROUPS, FORM>(values, at);
   }
 };
 
-template <int D, bool ONE, bool CODED, bool CLAMP> __device__ inline void attention_body(const AttentionArguments& call) {
+template <int D, bool ONE, bool CODED, Form FORM> __device__ inline void attention_body(const AttentionArguments& call) {
   constexpr int CHUNKS = D / 16, STEP = 128 / CHUNKS;  // of 16 bytes; rows a copy
   extern __shared__ __align__(128) i8 memory[];
   int buffer = (QUERIES + 2 * call.most + 4) * D;  // queries, keys, values, factors
@@ -227,7 +242,7 @@ template <int D, bool ONE, bool CODED, bool CLAMP> __device__ inline void attent
     };
     if (ONE || once) {
       if (high > low) {
-        if (place(low, from)) w.template step<2, 1, CLAMP>(call, ks, vs, at, lows, highs); else w.template step<4, 1, CLAMP>(call, ks, vs, at, lows, highs);
+        if (place(low, from)) w.template step<2, 1, FORM>(call, ks, vs, at, lows, highs); else w.template step<4, 1, FORM>(call, ks, vs, at, lows, highs);
       }
     } else {
       for (int pass = 0; pass < 4; pass += 2) {
@@ -243,26 +258,26 @@ template <int D, bool ONE, bool CODED, bool CLAMP> __device__ inline void attent
           for (int key0 = max(low, base); key0 < last; key0 += KEYS) {
             bool few = place(key0, base);
             if (pass) {
-              if (few) w.template step<2, 2, CLAMP>(call, ks, vs, at, lows, highs); else w.template step<4, 2, CLAMP>(call, ks, vs, at, lows, highs);
+              if (few) w.template step<2, 2, FORM>(call, ks, vs, at, lows, highs); else w.template step<4, 2, FORM>(call, ks, vs, at, lows, highs);
             } else {
-              if (few) w.template step<2, 0, CLAMP>(call, ks, vs, at, lows, highs); else w.template step<4, 0, CLAMP>(call, ks, vs, at, lows, highs);
+              if (few) w.template step<2, 0, FORM>(call, ks, vs, at, lows, highs); else w.template step<4, 0, FORM>(call, ks, vs, at, lows, highs);
             }
           }
         }
-        if (pass == 0) w.finish(call.unit);
+        if (pass == 0) w.template finish<FORM>(call.unit);
       }
     }
-    w.template write<CODED>(call, qs + (QUERIES + 2 * call.most) * D, first, head0 + n);
+    w.template write<CODED, FORM>(call, qs + (QUERIES + 2 * call.most) * D, first, head0 + n);
     __syncthreads();
     if (n + 1 < heads && !whole_range) load_head(n + 1);
   }
 }
 
 // One step of keys is enough for all rows of all blocks, or any number of steps.
-#define ATTENTION_OF(NAME, D, ONE, CODED, CLAMP)                                                         \
+#define ATTENTION_OF(NAME, D, ONE, CODED, FORM)                                                          \
   extern "C" __global__ void __launch_bounds__(128, 3) attention_##NAME(const AttentionArguments call) { \
-    attention_body<D, ONE, CODED, CLAMP>(call);                                                           \
+    attention_body<D, ONE, CODED, FORM>(call);                                                            \
   }
-#define ATTENTION(NAME, D, CODED, CLAMP)             \
-  ATTENTION_OF(NAME##_short, D, true, CODED, CLAMP)  \
-  ATTENTION_OF(NAME##_long, D, false, CODED, CLAMP)
+#define ATTENTION(NAME, D, CODED, FORM)             \
+  ATTENTION_OF(NAME##_short, D, true, CODED, FORM)  \
+  ATTENTION_OF(NAME##_long, D, false, CODED, FORM)

@@ -134,6 +134,18 @@ __device__ inline void mma(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, 
   mma_turing(d[2], d[3], a3, b1);
 #endif
 }
+// The same of unsigned a.
+__device__ inline void mma_unsigned(int (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if AMPERE
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#else
+  auto turing = [](int& d0, int& d1, u32 a, u32 b) {
+    asm("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0, %1}, {%2}, {%3}, {%0, %1};" : "+r"(d0), "+r"(d1) : "r"(a), "r"(b));
+  };
+  turing(d[0], d[1], a0, b0), turing(d[2], d[3], a1, b0), turing(d[0], d[1], a2, b1), turing(d[2], d[3], a3, b1);
+#endif
+}
 // The same of halves, [16, 8] += [16, 16] . [16, 8]. Any order of channels will do that a and b share.
 __device__ inline void mma(float4& sums, u32 a, u32 below, u32 next, u32 below_next, u32 b, u32 b_next) {
 #if AMPERE

@@ -114,7 +114,8 @@ def test_every_head_of_every_family_is_made_by_kernels_as_by_its_graph(
 
 
 @pytest.mark.parametrize(
-    "recipe", [f"bert-int8-{name}" for name in ("attention", "residual", "residual-fused")]
+    "recipe",
+    [f"bert-int8-{name}" for name in ("attention", "residual", "residual-fused", "attention row-max")],
 )
 @pytest.mark.parametrize("head_size", ATTENTION_SIZES)
 def test_heads_of_sizes_that_kernels_take_are_made_as_by_the_graph(head_size, recipe, made_once, monkeypatch):
@@ -217,7 +218,7 @@ def test_a_plan_counts_on_nothing_that_is_not_checked(graph_of):
         refused("none of the head's", head, replace(head, answers=answers))
     for epsilon in (-5.0, 0.0, 1e300):
         refused("a number of embed is none", embed, replace(embed, epsilon=epsilon))
-    for change in ({"score_scale": 1e300}, {"probability_multiplier": 0.0}):
+    for change in ({"score_scale": 1e300}, {"probability_multiplier": 0.0}, {"row_max": True}):
         refused("is none that a kernel takes", attention, replace(attention, **change))
     activated = next(each for each in plan.operations if isinstance(each, Linear) and each.activation)
     for linear, center in ((first, 0.1), (activated, 1e300), (activated, np.nan)):
