@@ -314,7 +314,7 @@ def ranges_section(results: Results) -> doc.Section:
             results.softmax,
             ("attention", lambda row: doc.code(row.module)),
             ("to tokens", lambda row: row.length),
-            ("amax", lambda row: f"{row.amax:.3g}"),
+            ("amax", lambda row: "of each row" if row.row_max else f"{row.amax:.3g}"),
             ("values", lambda row: "centered" if row.centered else None),
             ("to zero", lambda row: f"{100 * row.zeroed:.1f} %"),
             ("clipped", lambda row: f"{100 * row.clipped:.1f} %"),

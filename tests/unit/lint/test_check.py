@@ -162,6 +162,16 @@ def test_what_the_engine_takes_in_int8_is_clean(form: str, edit: tiny.Edit) -> N
     assert tiny.QUERY in report.quantized
 
 
+def test_uint8_activations_run_in_an_engine_that_multiplies_them() -> None:
+    model = tiny.healthy()
+    tiny.store(model, "/layer/query/input.zero_point", 0, np.uint8)
+    report = checked(model, unsigned=True)
+    assert report.findings == []
+    assert tiny.QUERY in report.quantized
+    tiny.store(model, "/layer/query/input.zero_point", 128, np.uint8)
+    assert {row.code for row in checked(model, unsigned=True).findings} >= {"uint8"}
+
+
 def test_uint8_is_not_counted_as_quantized() -> None:
     model = tiny.healthy()
     tiny.store(model, "/layer/query/input.zero_point", 0, np.uint8)
