@@ -80,6 +80,7 @@ class CalibrationRow(Strict):
         parts += ["bias correction"] if section.bias_correction else []
         parts += [f"split {section.outlier_channel_splitting}"] if section.outlier_channel_splitting else []
         parts += ["centering"] if section.centering else []
+        parts += ["row-max"] if section.softmax_scale == "row-max" else []
         return ", ".join(parts)
 
 
@@ -99,10 +100,13 @@ class CalibrationComparison(DrawRecord):
         return self.rows[0]
 
 
-def list_sections(own: Calibration, methods: Sequence[str], smooths: Sequence[str]) -> list[Calibration]:
+def list_sections(
+    own: Calibration, methods: Sequence[str], smooths: Sequence[str], *, row_max: bool = False
+) -> list[Calibration]:
     """Return the calibration sections to compare, the recipe's own first, none twice.
 
-    Without names they are all `METHODS`, smoothed and not, and the recipe's own with one thing changed.
+    Without names they are all `METHODS`, smoothed and not, and the recipe's own with one thing changed;
+    `row_max`: also with a softmax over the largest of each row, alone and with centering.
 
     Raises:
         UserError: not a method, or not a way to smooth.
@@ -124,6 +128,8 @@ def list_sections(own: Calibration, methods: Sequence[str], smooths: Sequence[st
             {"smoothing": ALPHA if own.smoothing == "gain" else "gain"},
             {"centering": not own.centering},
         ]
+        if row_max:
+            changes += [{"softmax_scale": "row-max", "centering": centering} for centering in (False, True)]
     sections = [own, *(_change(own, each) for each in changes)]
     return [section for at, section in enumerate(sections) if section not in sections[:at]]
 
@@ -171,12 +177,14 @@ class CalibrationCase:
     def passes(self) -> str:
         """Return what is equal for cases that share their passes over the calibration data."""
         scaling = [(name, each.weights, each.smoothing) for name, each in self.plan.scaling.items()]
-        return repr((self.section.outlier_channel_splitting, self.section.centering, scaling))
+        section = self.section
+        return repr((section.outlier_channel_splitting, section.centering, section.softmax_scale, scaling))
 
 
 def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str]) -> list[CalibrationCase]:
     recipe = session.recipe
-    sections = list_sections(recipe.calibration, methods, smooths)
+    row_max = recipe.int8_attention and session.target.backend == "cuda"
+    sections = list_sections(recipe.calibration, methods, smooths, row_max=row_max)
     require_quantized(recipe)
     model = session.fp32_model
     modules, prefix = module_table(model), model.base_model_prefix
@@ -188,7 +196,7 @@ def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str])
         variant = recipe.model_copy(update={"calibration": section})
         plan = resolve(variant, modules, prefix)
         others = section.bias_correction, section.outlier_channel_splitting, section.centering
-        key = tuple(plan.scaling.items()), *others
+        key = tuple(plan.scaling.items()), section.softmax_scale, *others
         cases.setdefault(key, CalibrationCase(variant, plan))
     if same := len(sections) - len(cases):
         session.notes.append(
