@@ -48,6 +48,16 @@ def drop_issue(comparison: Comparison, max_drop: float, **where: Any) -> GateIss
     return GateIssue(**{"code": "accuracy", "state": "failed", "limit": max_drop, **score, **where})
 
 
+def noise_issues(comparison: Comparison, least_db: float | None, **where: Any) -> list[GateIssue]:
+    """Return an SQNR below `min_sqnr_db` as an issue; answers that equal FP32's have none."""
+    value, error = comparison.sqnr_db, comparison.sqnr_db_stderr or 0.0
+    if least_db is None or value is None or value >= least_db:
+        return []
+    state = "within_noise" if value >= least_db - NOISE * error else "failed"
+    told = {"value": value, "stderr": error, "limit": least_db, "n": comparison.n}
+    return [GateIssue(**{"code": "min_sqnr_db", "state": state, **told, **where})]
+
+
 def slow_issues(speedup: Speedup | None, min_speedup: float | None) -> list[GateIssue]:
     """Return a speed-up below `min_speedup`, or one that could not be measured (None), as an issue."""
     if min_speedup is None or (speedup is not None and speedup.leading.value >= min_speedup):

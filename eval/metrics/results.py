@@ -363,6 +363,7 @@ GateCode = Literal[
     "engine",
     "require_int8",
     "min_speedup",
+    "min_sqnr_db",
     "parity",
     "recipe",
     "verification",
@@ -378,8 +379,8 @@ class GateIssue(Strict):
     code: GateCode = field(
         "Check. `accuracy`: drop of the primary metric; `baseline`: FP32 against a constant prediction; "
         "`check`: an error of `check`; `engine`: it did not run; `require_int8`: precision of the engine; "
-        "`min_speedup`: a config of the bench; `parity`: ONNX Runtime against fake-quant; `recipe`: it "
-        "could not be tried; `verification`: outputs of the engine."
+        "`min_speedup`: a config of the bench; `min_sqnr_db`: SQNR of the answers; `parity`: ONNX Runtime "
+        "against fake-quant; `recipe`: it could not be tried; `verification`: outputs of the engine."
     )
     state: IssueState = field("State; `within_noise`: it passes with two paired standard errors included.")
     stage: str | None = field(
@@ -388,7 +389,8 @@ class GateIssue(Strict):
     split: str | None = field("Evaluation split; null where the task has one.", default=None)
     metric: str | None = field("Metric; null where none is concerned.", default=None)
     value: float | None = field(
-        "Drop (`accuracy`), metric of FP32 (`baseline`) or speed-up (`min_speedup`); null if not measured.",
+        "Drop (`accuracy`), metric of FP32 (`baseline`), speed-up (`min_speedup`) or dB (`min_sqnr_db`); "
+        "null if not measured.",
         default=None,
     )
     stderr: float | None = field("Standard error of `value`; null without one.", default=None)

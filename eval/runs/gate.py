@@ -8,7 +8,14 @@ import numpy as np
 
 from qdqbench.eval.bench.report import stale_files
 from qdqbench.eval.bench.results import BENCH_FILE, Bench, list_speed, read_bench, row_of
-from qdqbench.eval.metrics.gate import drop_issue, judge, judge_shapes, samples_to_tell, slow_issues
+from qdqbench.eval.metrics.gate import (
+    drop_issue,
+    judge,
+    judge_shapes,
+    noise_issues,
+    samples_to_tell,
+    slow_issues,
+)
 from qdqbench.eval.metrics.logits import read_logits
 from qdqbench.eval.metrics.results import Gate, GateCode, GateIssue, IssueState, Speedup, StageResult
 from qdqbench.eval.runs.results import EngineSize, Results
@@ -87,6 +94,7 @@ def _judge_drops(session: Session, results: Results) -> Iterator[GateIssue]:
     for name, stage in results.stages.items():
         if name == "ptq" or (versus := stage.vs_fp32) is None:  # QAT comes after PTQ
             continue
+        yield from noise_issues(versus, session.recipe.gate.min_sqnr_db, stage=name)
         for metric, delta in versus.delta.items():
             if metric.removesuffix(SECOND) != primary:
                 continue
@@ -140,6 +148,14 @@ def _baseline_sentence(issue: GateIssue) -> str:
     return f"whether the model reads its input: {text}"
 
 
+def _noise_sentence(issue: GateIssue) -> str:
+    split = f" on {issue.split}" if issue.split else ""
+    return (
+        f"{issue.stage}: SQNR is {issue.value:.1f} dB{split} (standard error {issue.stderr:.1f}), the gate "
+        f"asks for {issue.limit:g}"
+    )
+
+
 def _speed_sentence(issue: GateIssue) -> str:
     text = f"min_speedup {issue.limit:g}"
     if issue.state == "not_evaluated":
@@ -157,6 +173,7 @@ SENTENCES: dict[GateCode, Callable[[GateIssue], str]] = {
     "engine": lambda issue: f"the engine did not run ({issue.detail})",
     "require_int8": lambda issue: issue.detail,
     "min_speedup": _speed_sentence,
+    "min_sqnr_db": _noise_sentence,
     "parity": lambda issue: f"ONNX Runtime does not follow the fake-quant model in {', '.join(issue.names)}",
     "recipe": lambda issue: f"the chosen recipe failed: {issue.detail}",
     "verification": lambda issue: issue.detail,

@@ -353,6 +353,11 @@ class GateSettings(Frozen):
         "Largest drop of the primary metric, absolute (0.01: one point), plus two standard errors.",
         default=0.01,
     )
+    min_sqnr_db: Annotated[float, Field(gt=0)] | None = field(
+        "Least SQNR of the answers in every stage, dB, less two standard errors; it tells recipes apart "
+        "where a metric cannot.",
+        default=None,
+    )
     require_int8: bool = field(
         "Fail where the engine runs a layer in another precision than asked.", default=True
     )

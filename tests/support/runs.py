@@ -335,9 +335,10 @@ def effects(text: str = "text", **fields: Any) -> Results:
     return sample(**(given | fields))
 
 
-def run_gate(task: str, max_drop: float, **stages: Comparison) -> Gate:
+def run_gate(task: str, max_drop: float, min_sqnr_db: float | None = None, **stages: Comparison) -> Gate:
     """The gate of a run whose stages have these differences from FP32, and nothing else to fail by."""
-    recipe = SimpleNamespace(gate=GateSettings(max_drop=max_drop, require_int8=False), quantizes=True)
+    asked = GateSettings(max_drop=max_drop, min_sqnr_db=min_sqnr_db, require_int8=False)
+    recipe = SimpleNamespace(gate=asked, quantizes=True)
     session: Any = SimpleNamespace(config=SimpleNamespace(task=GLUE[task]), recipe=recipe)
     nothing: dict[str, Any] = dict.fromkeys(("parity", "verification", "engine"))
     rows = {"fp32": StageResult(status="done")}

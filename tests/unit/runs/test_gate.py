@@ -95,6 +95,20 @@ def test_every_stage_and_split_is_judged_but_ptq_before_training(stage: str) -> 
     ]
 
 
+@pytest.mark.parametrize(
+    ("least", "found"),
+    [(None, []), (25.0, []), (26.0, [("min_sqnr_db", "within_noise")]), (27.0, [("min_sqnr_db", "failed")])],
+)
+def test_a_gate_can_ask_for_an_sqnr(least: float | None, found: list[tuple[str, str]]) -> None:
+    versus = comparison(accuracy=(0.0, 0.001)).model_copy(update={"sqnr_db": 25.2, "sqnr_db_stderr": 0.5})
+    gate = run_gate("sst2", 0.01, min_sqnr_db=least, engine=versus)
+    noise = [issue for issue in gate.issues if issue.code == "min_sqnr_db"]
+    assert [(issue.code, issue.state) for issue in noise] == found
+    assert gate.passed == (least != 27)
+    for issue in noise:
+        assert "engine: SQNR is 25.2 dB (standard error 0.5), the gate asks for 2" in issue_sentence(issue)
+
+
 def test_metrics_beside_the_primary_one_are_not_judged() -> None:
     assert run_gate("mrpc", 0.01, fake_quant=comparison(f1=(0.0, 0.0), accuracy=(0.3, 0.0))).passed
 
