@@ -141,7 +141,7 @@ def test_every_mistake_is_named_at_once():
         (HEAD + "export: {gelu: erf}", "export.gelu: Input should be 'exact' or 'tanh'"),
         (HEAD + "export: {gelu: true}", "export.gelu"),
         (HEAD + "gate: {max_drop: .nan}", "gate.max_drop"),
-        (HEAD + "gate: {xyzzy: 1}", "unknown key 'gate.xyzzy', known keys: max_drop, require_int8"),
+        (HEAD + "gate: {xyzzy: 1}", "unknown key 'gate.xyzzy', known keys: max_drop, min_sqnr_db"),
         ("a: " + "[" * 20_000, "not valid recipe YAML"),
         (HEAD + "calibration: {samples: -1}", "calibration.samples"),
         (HEAD + "calibration: {seed: -1}", "calibration.seed"),
