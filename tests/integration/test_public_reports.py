@@ -1,6 +1,8 @@
 """Public reports that were never tried before, as their reporters would: served, or refused by name."""
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,6 +50,35 @@ def test_a_model(report, model, reason, data, tmp_path):
     assert found.reason.startswith(reason), report
     assert bool(found.reason) == bool(reason), (report, found)
     assert found.gap < 1e-3
+
+
+def test_the_tokenizer_of_another_family(data, tmp_path):
+    """huggingface/optimum#1758: BERT with XLM-R's tokenizer, labels of words, CJK and emoji."""
+    zoo.write_model(tmp_path / "model", "bert", "tokens")
+    zoo.write_unigram(tmp_path / "model", ["東京 is fine 😀", "the film in 北京 was bad"] * 8)
+    shutil.copytree(data / "ner", tmp_path / "ner")
+    for path in (tmp_path / "ner").iterdir():
+        rows = [json.loads(text) for text in path.read_text().splitlines()]
+        rows[0]["tokens"][0], rows[1]["tokens"][0] = "東京", "😀"
+        path.write_text("".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
+    options = ("--model", tmp_path / "model", "--task", "tokens", "--data", tmp_path / "ner", *zoo.SMALL)
+    done = call("run", *options, "--backend", "onnxruntime", "--until", "export", "--out", tmp_path / "run")
+    assert done.code == 0, done
+    graph = tmp_path / "run" / "model.fp32.onnx"
+    assert zoo.gap(tmp_path / "model", graph, "tokens", [(3,), (5, 9)]) < 1e-3
+
+
+def test_a_deployed_tokenizer_cuts_by_itself(tmp_path):
+    """knights-analytics/hugot#73: readers of tokenizer.json alone send more tokens than a model takes."""
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    from qdqbench.quantize.deployment.hub import save_tokenizer
+
+    zoo.write_tokenizer(tmp_path, 0)
+    session = SimpleNamespace(tokenizer=AutoTokenizer.from_pretrained(tmp_path))
+    alone = Tokenizer.from_str(save_tokenizer(session, 32)["tokenizer.json"].decode())
+    assert len(alone.encode("a film " * 5000).ids) == 32
 
 
 def test_code_of_a_model_is_never_run(data, tmp_path):
