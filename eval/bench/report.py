@@ -375,6 +375,11 @@ def _verdict(bench: Bench) -> doc.Verdict:
     if bench.errors or not bench.configs:
         state = "bad"
     lines: list[doc.Line] = [("Speed", text, state), ("Machine", hardware(bench), "")]
+    best = [headline_of(bench.systems, config) for config in bench.configs]
+    others = Counter(bench.labels[each.system] for each in best if each and each.system not in OURS)
+    for fastest, count in others.items():
+        where = f"{fastest} at {count} of {len(best)} shapes, not this recipe's backend"
+        lines.append(("Fastest", where, ""))
     return doc.Verdict(
         state, _title(bench, shapes), failures=[*bench.errors, *slow_lines(bench)], lines=lines
     )

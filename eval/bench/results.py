@@ -357,10 +357,12 @@ def speedup_of(config: BenchConfig, system: str, baseline: str) -> Speedup | Non
     return next((s for s in config.speedups if (s.system, s.baseline) == (system, baseline)), None)
 
 
-def headline_of(systems: Sequence[BenchSystem], config: BenchConfig) -> Speedup | None:
-    """Return the recipe's fastest engine, of any backend, over the fastest system without INT8."""
+def headline_of(
+    systems: Sequence[BenchSystem], config: BenchConfig, engines: Sequence[str] = OF_RECIPE
+) -> Speedup | None:
+    """Return the fastest of the recipe's engines, of any backend, over the fastest system without INT8."""
     medians = {row.system: row.median_ms for row in config.rows if row.median_ms is not None}
-    ours = min((name for name in OF_RECIPE if name in medians), key=medians.__getitem__, default="")
+    ours = min((name for name in engines if name in medians), key=medians.__getitem__, default="")
     return over_fastest(systems, config, ours)
 
 
@@ -376,8 +378,11 @@ def config_label(config: BenchConfig, task: str | None) -> str:
     return f"{config.batch} x {task} lengths"
 
 
-def list_speed(bench: Bench) -> Iterator[Speedup]:
-    """Yield the headline of each config with labels and conditions; also those of earlier benches."""
+def list_speed(bench: Bench, engines: Sequence[str] = OF_RECIPE) -> Iterator[Speedup]:
+    """Yield the headline of each config with labels and conditions; also those of earlier benches.
+
+    What is proven and deployed are `OURS`, so a run is judged by these alone.
+    """
     for each in bench.all:
         machine = each.environment.get("cpu" if each.device == "cpu" else "gpu")
         conditions = Conditions(
@@ -390,6 +395,6 @@ def list_speed(bench: Bench) -> Iterator[Speedup]:
         )
         more = {"quick": each.settings.quick, "conditions": conditions}
         for config in each.configs:
-            if (best := headline_of(each.systems, config)) is not None:
+            if (best := headline_of(each.systems, config, engines)) is not None:
                 names = {"system": each.labels[best.system], "baseline": each.labels[best.baseline]}
                 yield best.model_copy(update=names | more)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from qdqbench.eval.bench.report import stale_files
-from qdqbench.eval.bench.results import BENCH_FILE, Bench, list_speed, read_bench, row_of
+from qdqbench.eval.bench.results import BENCH_FILE, OURS, Bench, list_speed, read_bench, row_of
 from qdqbench.eval.metrics.gate import (
     drop_issue,
     judge,
@@ -200,7 +200,7 @@ def cannot_hold(recipe: Recipe) -> str:
 def read_speed(folder: Path) -> list[Speedup]:
     """Return the fastest INT8 engine over the fastest in FP16 by config of each bench, the latest first."""
     found = _read_fresh_bench(folder)
-    return [*list_speed(found)] if found else []
+    return [*list_speed(found, OURS)] if found else []
 
 
 def read_engine_sizes(folder: Path, engine: EngineResult | None) -> list[EngineSize]:

@@ -7,6 +7,7 @@ import pytest
 
 from qdqbench.eval.bench import report
 from qdqbench.eval.bench.results import (
+    OURS,
     BenchKernels,
     BenchRow,
     BenchSystem,
@@ -52,6 +53,14 @@ def test_the_fastest_int8_engine_is_the_one_that_is_compared():
     assert {s.baseline for s in cell.speedups if s.system == "int8-exact"} >= {"int8", "fp16", "torch-fp32"}
     assert column(bench, "1 x 128")["INT8 over the fastest FP16"][1] == Cell("INT8 engine, exact shape 0.6")
     assert report.slow_lines(bench)[0].startswith("1 x 128: INT8 engine is slower than FP16 engine, 0.90x")
+
+
+def test_the_fastest_backend_leads_a_bench_and_does_not_judge_a_run():
+    bench, cell = bench_with("int8-cuda", "INT8 CUDA kernels")
+    assert headline_of(bench.systems, cell).system == "int8-cuda"
+    assert headline_of(bench.systems, cell, OURS).system == "int8"
+    lines = {line[0]: line[1] for line in report.bench_report(bench).verdict.lines}
+    assert lines["Fastest"] == "INT8 CUDA kernels at 1 of 3 shapes, not this recipe's backend"
 
 
 def test_another_recipe_is_over_the_fastest_fp16_too():
