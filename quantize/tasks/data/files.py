@@ -38,6 +38,7 @@ FORMATS = {
 TRAINING, TESTS = ("training",), ("test", "testing")  # usual names of splits, besides the task's own
 JUDGING = ("validation", "valid", "val", "dev", "eval", *TESTS)
 BETWEEN = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "bars"}
+MARKED = ("utf-16", "utf-32")  # by a mark that stands for nothing else
 WINDOWS = "cp1252"  # what spreadsheets of Western languages write where they do not write UTF-8
 HEAD = 1 << 16  # bytes of a file in which its header must end
 CHUNK = 1 << 20
@@ -180,7 +181,8 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
         options = {"converters": dict.fromkeys(task.text_columns, str), "keep_default_na": False}
         options |= {"na_values": missing, "encoding": encoding, "sep": mark}
         if not encoding.startswith("utf-8"):
-            warnings.append(f"{names} is not UTF-8 and was read as {encoding}: look at its texts")
+            said, doubt = (notes, "") if encoding in MARKED else (warnings, ": look at its texts")
+            said.append(f"{names} is not UTF-8 and was read as {encoding}{doubt}")
         if mark != ("\t" if paths[0].suffix == ".tsv" else ","):
             notes.append(f"{names} has {BETWEEN[mark]} between its fields")
     # else a load of local files asks a server, which takes seconds if there is no network
