@@ -323,8 +323,8 @@ def test_batches_hold_all_rows_and_little_padding(lengths, most):
     assert [length for part in parts for length in part] == lengths
     for part, after in pairwise([*parts, []]):
         assert 0 < len(part) <= most
-        assert all(length >= 0.8 * part[0] for length in part[8:])
-        assert not after or len(part) == most or after[0] < 0.8 * part[0]
+        assert all(length >= 0.85 * part[0] for length in part[4:])
+        assert not after or len(part) == most or after[0] < 0.85 * part[0]
 
 
 BODY = 1 << 20
