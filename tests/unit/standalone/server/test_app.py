@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from qdqbench.quantize.deployment.serve import _read_pages
 from qdqbench.quantize.standalone.server import engine, http
+from qdqbench.quantize.standalone.server.fast import FastTokenizer, open_fast
 from qdqbench.quantize.standalone.server.http import Site
 from qdqbench.quantize.standalone.server.server import Failed, require_short_words
 from qdqbench.quantize.standalone.server.settings import Settings
 from qdqbench.quantize.standalone.server.slots import ENGINE_GONE, RECORD, send
 
-from ....support.fake_served import Engine, fake_served
+from ....support.fake_served import Engine, digits, fake_served, tiny_served
 from ....support.http_client import finished
 from ....support.site import Setup, call, called, within
 
@@ -240,6 +242,45 @@ def test_requests_of_an_engine_that_ended_are_503_and_no_answer_comes_late():
 
     finished(main())
     setup.close()
+
+
+class Doubled(FastTokenizer):
+    """One that is fast in name, and marks what it encodes: a 1 becomes a 2."""
+
+    def __init__(self):
+        self.tokenizer = Tokenizer.from_str(digits())
+
+    def encode(self, texts):
+        rows = [row.ids for row in self.tokenizer.encode_batch(texts)]
+        ids = np.array([2 if token == 1 else token for row in rows for token in row], np.int32)
+        return ids, np.array([*map(len, rows)], np.int32), [False] * len(rows)
+
+
+def test_a_faster_tokenizer_gets_printable_ascii_alone():
+    texts = [["1", "1\u00e9", "31"], ["1\n5", "\u00e91"], ["14"]]
+
+    async def main(site):
+        made = await asyncio.gather(*(called(site, "POST", "/v1/predict", {"texts": each}) for each in texts))
+        return [[answer["score"] for answer in each[2]["answers"]] for each in made]
+
+    assert within(main, fake_served(), fast=Doubled()) == [[2, 1, 32], [15, 1], [24]]
+
+
+def test_tokie_gives_the_tokens_of_tokenizers():
+    pytest.importorskip("tokie", reason="needs tokie: pip install 'qdqbench[fast]'")
+    served = tiny_served("predict")
+    texts = ["a good film", "it is awful " * 40, "[SEP] a", ""]
+    fast = open_fast(served.told, served.tokenizer, texts)
+    assert fast is not None
+    ids, lengths, cut = fast.encode(texts)
+    known = Tokenizer.from_str(served.tokenizer)
+    known.no_padding()
+    known.enable_truncation(64)
+    rows = known.encode_batch(texts)
+    assert ids.tolist() == [token for row in rows for token in row.ids]
+    assert (lengths.tolist(), cut) == ([*map(len, rows)], [bool(row.overflowing) for row in rows])
+    pairs = served.told | {"texts": ["a text", "its second text"]}
+    assert open_fast(pairs, served.tokenizer, texts) is None
 
 
 def test_a_front_drops_what_was_asked_by_one_before_it():
