@@ -274,7 +274,8 @@ class Supervisor:
         if child.process.is_alive():
             return
         if not self._announce or child.ready:
-            log(f"{child.kind} process {child.process.pid} ended with status {child.process.exitcode}")
+            if child.process.exitcode:  # 0 is the end of the server
+                log(f"{child.kind} process {child.process.pid} ended with status {child.process.exitcode}")
         else:
             raise Failed(f"a process ended with status {child.process.exitcode} before it was ready")
         row = self.board.metrics[child.place + self.shared.fronts * engine]
