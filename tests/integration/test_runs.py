@@ -14,6 +14,7 @@ import onnx
 import pytest
 from sklearn.metrics import f1_score
 
+from qdqbench.eval.runs.report.verdict import count_linears
 from qdqbench.eval.runs.results import Results
 from qdqbench.eval.verification.blocks import stitch
 from qdqbench.quantize.graph.read import read_model
@@ -248,7 +249,9 @@ def the_report_shows_the_figures(run):
         shown += [
             f"{value:.4f}" for metric, value in stage.metrics.items() if metric in run.found.task["metrics"]
         ]
-    shown += [f"{run.case.int8[0]} of {run.case.int8[0]}"] if run.quantized else []
+    done, linears = count_linears(run.found, run.found.engine)
+    assert done == len(run.found.quantized_layers)
+    shown += [f"{done} of {linears}"] if run.quantized else []
     for figure in shown:
         assert figure in page, figure
         assert figure in text, figure
