@@ -5,16 +5,19 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from qdqbench.eval.metrics import mteb as under_test
-from qdqbench.quantize.tasks.data.encode import Sample
-from qdqbench.quantize.tasks.task import EMBED, get_task
+from qdqbench.quantize.deployment.write import describe_texts
+from qdqbench.quantize.tasks.task import EMBED
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 
 
 @pytest.fixture
 def served(monkeypatch):
-    """A run whose embedding of a text is its number of tokens; at most two rows a batch."""
+    """A run whose embedding of a text is its number of tokens."""
     meta = SimpleNamespace(create_empty=lambda values: values["name"])
     for name, members in {
         "mteb": {},
@@ -26,18 +29,17 @@ def served(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
     sys.modules["mteb.models.abs_encoder"].AbsEncoder = object
 
-    def encode(columns, prompt):
-        assert prompt == ""  # the run's own would stand before documents too
-        ids = [np.ones(len(text.split()), dtype=np.int64) for text in columns["text"]]
-        return [Sample(row, each, 0 * each, False) for row, each in enumerate(ids)]
-
     def run(batch):
-        assert len(batch["input_ids"]) <= 2
+        assert len(batch["input_ids"]) <= under_test.ROWS
         return batch["attention_mask"].sum(axis=1, keepdims=True).astype(np.float32)
 
-    found = SimpleNamespace(name="run", task=EMBED, pad_id=0, encode=encode)
-    found.open_model, found.sizes = lambda model: run, lambda model, rows: [(8, 2)]
-    monkeypatch.setattr(under_test, "open_served", lambda folder, fp32: found)
+    tokenizer = Tokenizer(WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = Whitespace()
+    found = SimpleNamespace(tokenizer=tokenizer.to_str(), open_engine=lambda: run)
+    # the run's own prompt would stand before documents too
+    found.told = {**describe_texts(EMBED.kind, 1, 32), "prompt": "of the run ", "pad_id": 0, "side": "right"}
+    found.told |= {"batch": 2, "inputs": ["input_ids", "attention_mask"], "labels": []}
+    monkeypatch.setattr(under_test.Answering, "of", lambda folder, fp32: found)
     return found
 
 
@@ -49,7 +51,7 @@ def test_each_text_gets_its_own_embedding_in_the_order_of_the_texts(served):
 
 
 def test_other_runs_and_a_missing_library_are_one_sentence(served, monkeypatch):
-    served.task = get_task("sst2")
+    served.told["kind"] = "classification"
     with pytest.raises(UserError, match="run is of classification; MTEB takes embedding models"):
         under_test.mteb_encoder("run")
     monkeypatch.setitem(sys.modules, "mteb.models", None)
