@@ -16,6 +16,7 @@ from qdqbench.eval.metrics.runners import placed
 from qdqbench.eval.stages import stages
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.record import read_record, write_record
+from qdqbench.quantize.calibration.techniques import softmax_scale
 from qdqbench.quantize.calibration.techniques.softmax_scale import LONG
 from qdqbench.quantize.engine.profiles import choose_edges
 from qdqbench.quantize.engine.target import choose_target
@@ -79,7 +80,10 @@ class Target:
             path = session.folder / "bench" / f"model.int8.{backend}.onnx"
             if not (path.is_file() and path.stat().st_mtime > self.graphs["int8"].stat().st_mtime):
                 outputs = session.config.task.kind.outputs
-                traced = trace(session.fake_quant_model, recipe.export.opset, outputs)
+                model = session.fake_quant_model
+                if backend != "cuda":  # no other engine takes codes over the largest of a row
+                    softmax_scale.leave_row_max(model)
+                traced = trace(model, recipe.export.opset, outputs)
                 path.parent.mkdir(exist_ok=True)
                 write_graph(traced, session.plan, wanted, path)
             self.forms[wanted] = path

@@ -226,6 +226,12 @@ def apply_forms(model: "PreTrainedModel", forms: Mapping[str, Form]) -> None:
         attention.p_bmm_quantizer.amax = get_amax(form)
 
 
+def leave_row_max(model: "PreTrainedModel") -> None:
+    """Give attentions whose softmax is over the largest of each row the amax 1, for other engines."""
+    named = model.named_modules()
+    apply_forms(model, {name: PLAIN for name, module in named if getattr(module, ROW_MAX, False)})
+
+
 def get_bias_deltas(
     model: "PreTrainedModel", plan: Plan, centers: dict[str, Float64]
 ) -> dict[str, list[float]]:

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
+from torch import nn
 
 from qdqbench.eval.bench import gpu, peers
 from qdqbench.eval.bench import target as bench_target
@@ -284,7 +285,7 @@ def hopper(device, monkeypatch):
 
 def forms_of(target):
     """Give a session what the other form of its graph is written from."""
-    target.session.fake_quant_model = None
+    target.session.fake_quant_model = nn.Identity()
     target.session.config = SimpleNamespace(task=SimpleNamespace(kind=SimpleNamespace(outputs=())))
     return target
 

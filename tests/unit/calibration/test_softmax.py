@@ -14,6 +14,7 @@ from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX
 from qdqbench.quantize.calibration.record import select_record
 from qdqbench.quantize.calibration.techniques import softmax_scale as softmax
+from qdqbench.quantize.models.attention import ROW_MAX
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -141,6 +142,11 @@ def test_a_softmax_over_the_largest_of_each_row_is_restored(tiny_bert: Path) -> 
     plain = quantizers.forward(load_model(str(tiny_bert)), batch)
     torch.testing.assert_close(exact, plain, rtol=1e-4, atol=1e-4)
     assert torch.equal(quantizers.forward(model, batch), quantizers.forward(again, batch))
+    softmax.leave_row_max(again)
+    for name in bert.ATTENTIONS:
+        attention = again.get_submodule(name)
+        left = attention.p_bmm_quantizer
+        assert (getattr(attention, ROW_MAX), left.unsigned, float(left.amax)) == (False, False, softmax.PLAIN)
 
 
 def test_without_a_bias_the_values_stay_where_they_are(tiny_bert: Path) -> None:
