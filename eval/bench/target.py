@@ -189,14 +189,16 @@ def check_lengths(target: Target, lengths: Sequence[int]) -> None:
 def softmax_notes(target: Target, lengths: Sequence[int]) -> list[str]:
     if not target.session.recipe.int8_attention:
         return []
-    seen = max(int(read_record(target.session.record_path).data["lengths"]["max"]), LONG)
-    longer = [str(length) for length in lengths if length > seen]
-    if not longer:
-        return []
-    return [
-        f"calibration saw {seen} tokens at most: at {', '.join(longer)} the INT8 softmax loses more of the "
-        "attention, and may put the logits over the limit; calibrate on samples as long"
-    ]
+    record, notes = read_record(target.session.record_path), []
+    if any(row.row_max for row in record.softmax):
+        notes.append("engines of TensorRT have softmax_scale: fixed, as row-max is for our kernels alone")
+    seen = max(int(record.data["lengths"]["max"]), LONG)
+    if longer := [str(length) for length in lengths if length > seen]:
+        notes.append(
+            f"calibration saw {seen} tokens at most: at {', '.join(longer)} the INT8 softmax loses more of "
+            "the attention, and may put the logits over the limit; calibrate on samples as long"
+        )
+    return notes
 
 
 def _calibrate(session: Session, *, longest: int) -> list[Path]:

@@ -48,7 +48,7 @@ def drop_issue(comparison: Comparison, max_drop: float, **where: Any) -> GateIss
     return GateIssue(**{"code": "accuracy", "state": "failed", "limit": max_drop, **score, **where})
 
 
-def noise_issues(comparison: Comparison, least_db: float | None, **where: Any) -> list[GateIssue]:
+def sqnr_issues(comparison: Comparison, least_db: float | None, **where: Any) -> list[GateIssue]:
     """Return an SQNR below `min_sqnr_db` as an issue; answers that equal FP32's have none."""
     value, error = comparison.sqnr_db, comparison.sqnr_db_stderr or 0.0
     if least_db is None or value is None or value >= least_db:

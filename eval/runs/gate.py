@@ -12,9 +12,9 @@ from qdqbench.eval.metrics.gate import (
     drop_issue,
     judge,
     judge_shapes,
-    noise_issues,
     samples_to_tell,
     slow_issues,
+    sqnr_issues,
 )
 from qdqbench.eval.metrics.logits import read_logits
 from qdqbench.eval.metrics.results import Gate, GateCode, GateIssue, IssueState, Speedup, StageResult
@@ -94,7 +94,7 @@ def _judge_drops(session: Session, results: Results) -> Iterator[GateIssue]:
     for name, stage in results.stages.items():
         if name == "ptq" or (versus := stage.vs_fp32) is None:  # QAT comes after PTQ
             continue
-        yield from noise_issues(versus, session.recipe.gate.min_sqnr_db, stage=name)
+        yield from sqnr_issues(versus, session.recipe.gate.min_sqnr_db, stage=name)
         for metric, delta in versus.delta.items():
             if metric.removesuffix(SECOND) != primary:
                 continue
@@ -148,7 +148,7 @@ def _baseline_sentence(issue: GateIssue) -> str:
     return f"whether the model reads its input: {text}"
 
 
-def _noise_sentence(issue: GateIssue) -> str:
+def _sqnr_sentence(issue: GateIssue) -> str:
     split = f" on {issue.split}" if issue.split else ""
     return (
         f"{issue.stage}: SQNR is {issue.value:.1f} dB{split} (standard error {issue.stderr:.1f}), the gate "
@@ -173,7 +173,7 @@ SENTENCES: dict[GateCode, Callable[[GateIssue], str]] = {
     "engine": lambda issue: f"the engine did not run ({issue.detail})",
     "require_int8": lambda issue: issue.detail,
     "min_speedup": _speed_sentence,
-    "min_sqnr_db": _noise_sentence,
+    "min_sqnr_db": _sqnr_sentence,
     "parity": lambda issue: f"ONNX Runtime does not follow the fake-quant model in {', '.join(issue.names)}",
     "recipe": lambda issue: f"the chosen recipe failed: {issue.detail}",
     "verification": lambda issue: issue.detail,

@@ -6,7 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 from qdqbench.eval.bench.measure import build_and_prove, write_engine_graph
-from qdqbench.eval.metrics.gate import drop_issue, judge, noise_issues, slow_issues
+from qdqbench.eval.metrics.gate import drop_issue, judge, slow_issues, sqnr_issues
 from qdqbench.eval.metrics.results import GateIssue, Speedup
 from qdqbench.eval.metrics.runners import predict
 from qdqbench.eval.selection.search.report import search_report
@@ -161,7 +161,7 @@ def judge_confirmed(row: ConfirmedRecipe, gate: GateSettings, metric: str) -> li
             if (state := judge(score.drop, score.drop_stderr, gate.max_drop)) is not None:
                 where = {"stage": stage, "split": split, "metric": metric, "state": state}
                 issues.append(drop_issue(score, gate.max_drop, **where))
-            issues += noise_issues(score, gate.min_sqnr_db, stage=stage, split=split)
+            issues += sqnr_issues(score, gate.min_sqnr_db, stage=stage, split=split)
     return issues + slow_issues(row.speedup, gate.min_speedup)
 
 

@@ -182,6 +182,10 @@ def choose_softmax_scales(
     choices = Softmax({}, {}, [])
     sums: dict[str, dict[int, _SoftmaxSums]] = {name: {} for name in plan.attention}
     if not sums:
+        if setting != "fixed":
+            choices.notes.append(
+                f"calibration.softmax_scale: {setting} changes nothing: no attention is in INT8"
+            )
         return choices
     with ExitStack() as hooks, quantizers_off(model):
         for name, by_length in sums.items():

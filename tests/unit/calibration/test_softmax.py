@@ -149,6 +149,14 @@ def test_a_softmax_over_the_largest_of_each_row_is_restored(tiny_bert: Path) -> 
         assert (getattr(attention, ROW_MAX), left.unsigned, float(left.amax)) == (False, False, softmax.PLAIN)
 
 
+@pytest.mark.parametrize("how", ["auto", "fixed", "min-error", "row-max"])
+def test_a_form_of_no_softmax_is_noted(how: str, tiny_bert: Path) -> None:
+    recipe = bert.recipe_with(rules=RULES, calibration={"softmax_scale": how})
+    record = bert.calibrate_model(load_model(str(tiny_bert)), recipe, LONG_BATCHES)[2]
+    note = f"calibration.softmax_scale: {how} changes nothing: no attention is in INT8"
+    assert (note in record.notes) == (how in {"min-error", "row-max"})
+
+
 def test_without_a_bias_the_values_stay_where_they_are(tiny_bert: Path) -> None:
     model: Any = load_model(str(tiny_bert))
     model.get_submodule(bert.LINEARS[2]).bias = None

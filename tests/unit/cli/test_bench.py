@@ -16,7 +16,7 @@ from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench import target as bench_target
 from qdqbench.eval.bench.results import BenchTarget, read_bench, row_of
 from qdqbench.eval.bench.systems import Config, profiles_of
-from qdqbench.quantize.calibration.record import read_record
+from qdqbench.quantize.calibration.record import read_record, write_record
 from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.target import choose_target
@@ -181,6 +181,12 @@ def test_an_int8_softmax_gets_a_scale_for_the_lengths_that_are_measured(tmp_path
     assert bench_target.softmax_notes(target, (128, 320)) == []
     (said,) = bench_target.softmax_notes(target, (320, 512))
     assert "calibration saw 320 tokens at most: at 512 the INT8 softmax loses more" in said
+    record = read_record(target.session.record_path)
+    softmax = [row.model_copy(update={"row_max": True}) for row in record.softmax]
+    write_record(target.session.record_path, record.model_copy(update={"softmax": softmax}))
+    assert bench_target.softmax_notes(target, (128,)) == [
+        "engines of TensorRT have softmax_scale: fixed, as row-max is for our kernels alone"
+    ]
 
 
 def some_target(tmp_path, recipe="bert-int8-linears", kind="shape"):
