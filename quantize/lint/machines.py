@@ -8,7 +8,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from qdqbench.quantize.engine.backend import choose_backend, find_missing_builder, gpu_backend
-from qdqbench.quantize.engine.cuda.match import FAMILIES
+from qdqbench.quantize.engine.cuda.match import BIASED, FAMILIES
 from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES, NORM_PARTS, find_target
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.recipe.schema import Recipe
@@ -60,10 +60,11 @@ def explain_kernels(recipe: Recipe, family: str, config: Any) -> str:
         return ""
     fits = config.hidden_size // config.num_attention_heads in ATTENTION_SIZES
     fits = fits and config.hidden_size <= 128 * NORM_PARTS[-1]
+    fits = fits and (recipe.int8_attention or family not in BIASED)
     if not fits or find_target(gpu.compute_capability) is None or find_missing_builder("cuda"):
         return ""
     row, name = find_machine(gpu, find_cpu()), gpu_backend()
-    if row is not None and row.ran and row.backend == "cuda":
+    if row is not None and row.ran and row.backend == "cuda" and family not in BIASED:
         return (
             f"auto takes cuda, which was faster than TensorRT-RTX on {row.names} at every shape we measured"
         )

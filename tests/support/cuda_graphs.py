@@ -44,9 +44,18 @@ def export(model: Any, recipe: Recipe, outputs: Any = LOGITS) -> onnx.ModelProto
     return finish_graph(trace(quantized.model, 20, outputs), quantized.plan, settings)
 
 
+def _new_model(model_type: str, **sizes: int) -> Any:
+    """Return a random classifier; its bias by distance, if any, is as large as scores."""
+    model = prepare_model(families.new_model(model_type, **sizes))
+    for name, parameter in model.named_parameters():
+        if "relative_attention_bias" in name:
+            parameter.data *= 50
+    return model
+
+
 def write_case(folder: Path, model_type: str, recipe: str) -> None:
     """Export a classifier of a model type."""
-    graph = export(prepare_model(families.new_model(model_type)), load_recipe(recipe))
+    graph = export(_new_model(model_type), load_recipe(recipe))
     save(graph, folder / "model.onnx", recipe)
 
 
@@ -82,7 +91,7 @@ def write_head(folder: Path, head: str, model_type: str = "bert") -> None:
 
 
 def write_wide(folder: Path, recipe: str, head_size: int) -> None:
-    """Export a BERT with heads of a size that kernels take, and 48 more channels than a tile has.
+    """Export a model with heads of a size that kernels take, and 48 more channels than a tile has.
 
     `recipe` may end with another `calibration.softmax_scale`.
     """
@@ -92,5 +101,6 @@ def write_wide(folder: Path, recipe: str, head_size: int) -> None:
         settings = loaded.calibration.model_copy(update={"softmax_scale": softmax})
         loaded = loaded.model_copy(update={"calibration": settings})
     width = {"hidden_size": 2 * head_size, "intermediate_size": 2 * head_size + 48}
-    model = prepare_model(families.new_model("bert", **width, max_position_embeddings=512))
+    family = recipe.partition("-int8")[0]
+    model = _new_model(family, **width, max_position_embeddings=514)
     save(export(model, loaded), folder / "model.onnx", recipe)

@@ -74,6 +74,9 @@ class Recorder:
             self._require(name, getattr(call, part) % 16 == 0 and call.pitch % 16 == 0)
         self._hold(name, start=(call.start, tokens), end=(call.end, tokens))
         self._hold(name, out=(call.out, call.tokens * call.hidden), factor=(call.factor, 4 * call.hidden))
+        if "biased" in name:
+            heads = call.hidden // int(name.split("_")[1])
+            self._hold(name, bias=(call.bias, 4 * heads * (2 * call.span - 1)))
 
     def _hold_norm(self, name: str, first: Any, call: Any) -> None:
         values = call.tokens * call.hidden

@@ -53,6 +53,8 @@ def _find_misfit(operation: Operation, plan: Plan) -> str:  # noqa: PLR0911
             return "an INT8 linear has an activation or a residual, not both"
         case Attention(probability_multiplier=float()) if size not in ATTENTION_SIZES:
             return f"heads of INT8 attention have size {' or '.join(map(str, ATTENTION_SIZES))}, not {size}"
+        case Attention(probability_multiplier=None, biased=True):
+            return "FP16 attention adds no bias by distance, INT8 attention does (recipe int8-attention)"
         case Attention(probability_multiplier=None) if size % 8 or size > _MOST_HALVES:
             return f"heads of FP16 attention have a multiple of 8 channels up to {_MOST_HALVES}, not {size}"
         case Attention():
@@ -171,6 +173,8 @@ def _fits(operation: Operation, plan: Plan) -> bool:
             operation.heads * operation.head_size,
         )
         kind = "fp16" if operation.probability_multiplier is None else "int8"
+        if operation.biased and plan.embed.span is None:
+            return False
         inside = all(0 <= view.column <= tensors[view.tensor].width - width for view in views)
         return inside and made[0].width == width and all(each.kind == kind for each in read)
     if isinstance(operation, Head):
@@ -212,6 +216,8 @@ def list_arrays(
             yield f"{operation.output}.multiplier", _SINGLE, (width,)
     elif isinstance(operation, Attention):
         yield f"{name}.scale", _SINGLE, (width,)
+        if operation.biased:
+            yield f"{name}.bias", _SINGLE, (operation.heads, 2 * (plan.embed.span or 0) - 1)
     else:
         yield from ((f"{codes}.multiplier", _SINGLE, (width,)) for codes in operation.codes)
         if not isinstance(operation, Quantize):

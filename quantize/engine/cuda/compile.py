@@ -109,6 +109,7 @@ def list_instances(operation: Operation, plan: Plan, target: Target) -> list[tup
         case Attention(probability_multiplier=float()):
             coded = plan.tensors[operation.output].kind == "int8"
             flags = f"{operation.head_size}, {str(coded).lower()}, {attention_form(operation)}"
+            flags += f", {str(operation.biased).lower()}"
             return [("attention", f"ATTENTION({attention_name(operation, plan)}, {flags})")]
         case Embed() | Norm():
             name = norm_name(operation, plan.tensors[operation.writes[0]].width)

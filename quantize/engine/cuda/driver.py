@@ -32,12 +32,12 @@ class GemmArguments(c.Structure):
 
 class AttentionArguments(c.Structure):
     _fields_ = (
-        *((name, Pointer) for name in ("q", "k", "v", "start", "end", "factor", "out")),
+        *((name, Pointer) for name in ("q", "k", "v", "start", "end", "factor", "bias", "out")),
         ("most", c.c_int),
         ("heads", c.c_int),
         ("scale", c.c_float),
         ("unit", c.c_float),
-        *((name, c.c_int) for name in ("tokens", "hidden", "pitch")),
+        *((name, c.c_int) for name in ("tokens", "hidden", "pitch", "span")),
     )
 
 

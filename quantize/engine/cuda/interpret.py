@@ -128,8 +128,14 @@ def _attention(
 
     query, key, value = (split(view) for view in (operation.query, operation.key, operation.value))
     made = np.empty((len(tokens.ids), heads * size), np.float32)
+    places = np.arange(max(np.diff(tokens.starts)) if operation.biased else 0)
+    distances = places - places[:, None] + (plan.embed.span or 0) - 1
     for start, stop in zip(tokens.starts, tokens.starts[1:], strict=False):
-        scores = query[:, start:stop] @ key[:, start:stop].transpose(0, 2, 1) * scale
+        products = query[:, start:stop] @ key[:, start:stop].transpose(0, 2, 1)
+        scores = products * scale
+        if operation.biased:
+            bias = arrays[f"{operation.name}.bias"][:, distances[: stop - start, : stop - start]]
+            scores = _multiply_add(products, np.asarray(scale), bias)
         weights = np.exp(scores - scores.max(axis=2, keepdims=True))
         total = weights.sum(axis=2, keepdims=True)
         if inverse is None:  # as a fused attention: divided last

@@ -23,7 +23,8 @@ from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
 
-FAMILIES = ("bert", "roberta", "electra", "distilbert", "albert")  # whose graphs are covered
+FAMILIES = ("bert", "roberta", "electra", "distilbert", "mpnet", "albert")  # whose graphs are covered
+BIASED = ("mpnet",)  # of them: with a bias by distance, for INT8 attention alone; no bench has timed it
 _CODES = " codes"  # behind the owner of nodes that round its tensor
 # of [batch, length, heads, size]: heads before tokens, and with the last two axes swapped
 _SPLIT, _SPLIT_SWAPPED, _SWAPPED = [0, 2, 1, 3], [0, 2, 3, 1], [0, 1, 3, 2]
@@ -87,6 +88,7 @@ class _Matcher(Cover):
         super().__init__(model)
         self.wanted: dict[str, _RequestedForms] = {}
         self.made: set[str] = set()  # tensors [batch, length, ...]
+        self.span: int | None = None  # tokens that a bias by distance is for
         self.tensors: dict[str, plan.Tensor] = {}
         self.constants: dict[str, Array] = {}
         self.operations: list[tuple[str, Operation]] = []  # with their node_owner, the last one first
@@ -227,7 +229,8 @@ class _Matcher(Cover):
         self.constants |= {f"{name}.gamma": gamma, f"{name}.beta": beta}
         forms = self._write(source, wanted, len(gamma)) | {"epsilon": read_attribute(node, "epsilon", 1e-5)}
         if gathers:
-            self._add(plan.Embed(name=name, **forms, **self._tables(gathers, len(gamma))))
+            tables = self._tables(gathers, len(gamma))
+            self._add(plan.Embed(name=name, **forms, **tables, span=self.span))
         else:
             self._add(plan.Norm(name=name, input=self._half(node.input[0]).name, **forms))
 
@@ -265,14 +268,9 @@ class _Matcher(Cover):
     def _positions(self, name: str) -> int | None:
         """Return the id of padding that positions are counted past; None: they are places in the row."""
         if self.kind(name) == "Slice":
-            node = self.take(name, "Slice")
+            node = self._until_length(name, 1)
             table = self.constant(node, 0, 2)
-            ranges = [
-                self.vector(node, 1),
-                self.sizes(node.input[2]),
-                *(self.vector(node, i) for i in (3, 4)),
-            ]
-            if ranges != [[0], ["length"], [1], [1]] or (table != np.arange(table.shape[1])).any():
+            if (table != np.arange(table.shape[1])).any():
                 refuse("positions are no consecutive numbers from 0 on", node)
             return None
         self.made.add(name)
@@ -433,8 +431,8 @@ class _Matcher(Cover):
                 refuse("expected codes of a softmax over the maximum of each row", div)
             weights = div.input[0]
         masked = self.take(self.take(weights, "Softmax").input[0], "Add")
-        scores, mask = sorted(masked.input, key=lambda part: self.kind(part) == "Where")
-        self._mask(mask)
+        scores, mask = sorted(masked.input, key=lambda part: self.kind(part) in {"Where", "Add"})
+        bias = self._bias(mask)
         if self.kind(scores) == "Mul":
             scores, number = self.operands(self.take(scores, "Mul"))
             score_scale = float(number)
@@ -465,6 +463,7 @@ class _Matcher(Cover):
         }
         form |= {"score_scale": score_scale * query.scale * key.scale}
         form |= {"probability_multiplier": 1 / factor if int8 else None, "row_max": total is not None}
+        form["biased"] = self._keep_bias(f"{name}.bias", bias, width // size)
         self._add(plan.Attention(name=name, **views, **form))  # type: ignore[arg-type]
 
     def _over_keys(self, div: onnx.NodeProto, kind: str) -> str:
@@ -486,6 +485,49 @@ class _Matcher(Cover):
             return str(node.input[0])
 
         return self._codes(name, turn, split) if int8 else self._half(split(turn(name)))
+
+    def _bias(self, name: str) -> Array | None:
+        """Cover the mask, and return the bias that it is added to, of each head and distance from q to k."""
+        if self.kind(name) == "Where":
+            self._mask(name)
+            return None
+        added = self.take(name, "Add", shared=True)
+        bias, mask = sorted(added.input, key=lambda part: self.kind(part) == "Where")
+        self._mask(mask)
+        outer = self.take(bias, "Unsqueeze", shared=True)
+        turned = self.take(outer.input[0], "Transpose", perm=[2, 0, 1], shared=True)
+        gather = self.take(turned.input[0], "Gather", shared=True)
+        inner = self._until_length(gather.input[1], 1)
+        buckets = self.constant(self._until_length(inner.input[0], 0), 0, 2)
+        table = self.constant(gather, 0, 2)
+        count = len(buckets)
+        if (
+            self.vector(outer) != [0]
+            or buckets.shape != (count, count)
+            or (buckets[1:, 1:] != buckets[:-1, :-1]).any()
+            or not ((buckets >= 0) & (buckets < len(table))).all()
+        ):
+            refuse("expected a bias by the distance from query to key", gather, outer)
+        return table[[*buckets[::-1, 0], *buckets[0, 1:]]].T
+
+    def _keep_bias(self, name: str, bias: Array | None, heads: int) -> bool:
+        """Add the bias of an attention to the constants, if it has one."""
+        if bias is None:
+            return False
+        span = bias.shape[1] // 2 + 1
+        self.span = self.span or span
+        if (len(bias), span) != (heads, self.span):
+            refuse(f"for {heads} heads and {self.span} tokens, it is of {len(bias)} and {span}", name)
+        self.constants[name] = bias
+        return True
+
+    def _until_length(self, name: str, axis: int) -> onnx.NodeProto:
+        """Cover a Slice of the first places of an axis, as many as a row has."""
+        node = self.take(name, "Slice", shared=True)
+        ranges = [self.vector(node, 1), self.sizes(node.input[2]), self.vector(node, 3), self.vector(node, 4)]
+        if ranges != [[0], ["length"], [axis], [1]]:
+            refuse("expected the places of a row", node)
+        return node
 
     def _mask(self, name: str) -> None:
         """Cover the mask, which gives masked keys the weight 0 exactly."""

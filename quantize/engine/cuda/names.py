@@ -117,7 +117,8 @@ def attention_form(operation: Attention) -> str:
 
 
 def attention_name(operation: Attention, plan: Plan) -> str:
-    return f"{operation.head_size}_{plan.tensors[operation.output].kind}_{attention_form(operation).lower()}"
+    form = attention_form(operation).lower() + ("_biased" if operation.biased else "")
+    return f"{operation.head_size}_{plan.tensors[operation.output].kind}_{form}"
 
 
 def count_parts(width: int) -> int:

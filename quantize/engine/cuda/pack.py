@@ -8,6 +8,7 @@
 | `NAME.scale` | FP32 [N] | INT8 linear: scales of input and weight, over that of codes it writes itself |
 | `NAME.bias` | FP32 [N], FP16 behind FP16 weights | linear, over the same scale |
 | `NAME.residual` | FP32 [N] | linear that adds INT8 codes |
+| `NAME.bias` | FP32 [heads, 2 span - 1] | attention whose scores have a bias by distance |
 | `NAME.scale` | FP32 [H] | attention: scales of softmax and v, over that of codes that it writes |
 | `TENSOR.multiplier` | FP32 [width] | codes of embed, norm, quantize, activations and FP16 linears |
 | `head.NUMBER.weight`, `.bias` | FP32 [N, K], [N] | dense steps |

@@ -77,6 +77,7 @@ class Embed(Quantized):
     epsilon: float
     padding: int | None = None  # id of padding, that positions are counted past; None: the place in the row
     typed: bool = True  # types are an input; else all are 0
+    span: Positive | None = None  # most tokens of a row, if attention has a bias by their distances
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,7 @@ class Attention(_Operation):
 
     An INT8 softmax is codes `rint(p * probability_multiplier)`, whose sum with v's codes is an exact integer.
     With `row_max` p is over the largest of its row, whose code is 255, and the sum is divided by that of
-    the codes.
+    the codes. If `biased`, the score of query i and key j has `NAME.bias[head, j - i + span - 1]` added.
     """
 
     op: Literal["attention"] = "attention"
@@ -133,6 +134,7 @@ class Attention(_Operation):
     score_scale: float  # scales of q and k are in it
     probability_multiplier: float | None = None  # None: FP16 attention
     row_max: bool = False
+    biased: bool = False
     output: str
 
     @property

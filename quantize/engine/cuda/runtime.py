@@ -617,12 +617,14 @@ class CudaEngine:
             rows.start.data_ptr(),
             rows.end.data_ptr(),
             self._at(f"{operation.name}.scale"),
+            self._at(f"{operation.name}.bias") if operation.biased else None,
             made.data_ptr(),
         )
         reach = rows.reach
         while fit_attention(1, reach, size) > self.target.shared:
             reach -= _KEYS
-        call.most, call.scale = reach, operation.score_scale * math.log2(math.e)
+        call.most, call.span = reach, self.plan.embed.span or 0
+        call.scale = operation.score_scale * (1 if operation.biased else math.log2(math.e))
         call.heads = choose_heads(tokens, heads, reach, rows.longest, self._multiprocessors)
         if fit_attention(call.heads, reach, size) > self.target.shared:
             call.heads = 1

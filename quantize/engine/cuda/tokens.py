@@ -43,8 +43,13 @@ def pack_tokens(plan: Plan, arrays: Mapping[str, Array], batch: Mapping[str, Arr
         raise UserError(f"row {empty.argmax()} of the batch has {missing}; give every row one")
     positions = count_positions(ids, plan.embed.padding)
     types = batch[TYPES] if plan.embed.typed else np.zeros_like(ids)
+    begun = (np.diff(kept.astype(np.int8), axis=1, prepend=0) > 0).sum(axis=1)  # runs of tokens
+    if plan.embed.span and begun.max() > 1:
+        raise UserError(
+            f"row {begun.argmax()} has masked tokens between others, whose distances the model counts"
+        )
     given = {name: batch[name][kept] for name in plan.given}
-    return _check(arrays, ids[kept], positions[kept], types[kept], kept.sum(axis=1), kept, given)
+    return _check(plan, arrays, ids[kept], positions[kept], types[kept], kept.sum(axis=1), kept, given)
 
 
 def pack_rows(plan: Plan, arrays: Mapping[str, Array], ids: Array, types: Array, lengths: Array) -> Tokens:
@@ -56,10 +61,11 @@ def pack_rows(plan: Plan, arrays: Mapping[str, Array], ids: Array, types: Array,
         counted = there.cumsum()
         positions = (counted - (counted - there)[before]) * there + padding
     kinds = types if plan.embed.typed else np.zeros_like(ids)
-    return _check(arrays, ids, positions, kinds, lengths, np.empty((0, 0), bool), {})
+    return _check(plan, arrays, ids, positions, kinds, lengths, np.empty((0, 0), bool), {})
 
 
 def _check(  # noqa: PLR0913, PLR0917
+    plan: Plan,
     arrays: Mapping[str, Array],
     ids: Array,
     positions: Array,
@@ -80,6 +86,10 @@ def _check(  # noqa: PLR0913, PLR0917
             raise UserError(
                 f"row {row} has the {part} {values[wrong.argmax()]}; the model has {entries} of them"
             )
+    if plan.embed.span and lengths.max() > plan.embed.span:
+        raise UserError(
+            f"row {lengths.argmax()} has {lengths.max()} tokens; the model has distances of {plan.embed.span}"
+        )
     starts = np.concatenate([[0], lengths.cumsum()])
     ids, positions, types, starts = (each.astype(np.int32) for each in (ids, positions, types, starts))
     return Tokens(ids, positions, types, starts, kept, given)

@@ -8,21 +8,25 @@
 // one is computed. A warp takes 16 of the queries and 128 keys at a time, or the last 64. P is quantized over the sum or
 // the maximum of its row, so a warp with more than 128 keys goes over them twice: for these, then for P . v. Sums of S
 // start at 3 * 2^22, so that their bits are floats. The order of keys within 32 is permuted alike in P and v.
+// If BIASED, scores have a bias by the distance from query to key.
 #include "ptx.cuh"
 
 struct AttentionArguments {
   const i8 *q, *k, *v;     // [T, H] each, rows `pitch` apart
   const int *start, *end;  // [T] first token of a token's row, and the one behind its last
   const float* factor;     // [H] scales of P and v, over that of the context's codes
+  const float* bias;       // [heads, 2 span - 1] by distance, if BIASED
   void* out;               // [T, H] codes or FP16
   int most;                // keys that fit into a buffer of shared memory: a multiple of 128
   int heads;               // of a block
-  float scale;             // scales of q and k / sqrt(head size) * log2(e)
+  float scale;             // scales of q and k / sqrt(head size), times log2(e) unless BIASED
   float unit;              // 1 / scale of P
   int tokens, hidden, pitch;
+  int span;  // most tokens of a row, if BIASED
 };
 
 constexpr int KEYS = 128, QUERIES = 64;
+constexpr float LOG2E = 1.4426950408889634f;
 enum Form { PLAIN, CLAMPED, ROW_MAX };  // of P: over the sum of its row, also beyond 127, or over its maximum
 
 __device__ inline u32 low_bytes(u32 a, u32 b, u32 c, u32 d) {
@@ -38,13 +42,15 @@ __device__ inline float over_quad(float x, bool maximum) {
 }
 
 // Of a warp: 16 queries and up to 128 keys, of one head. A thread has two queries (h), and of 8 keys two.
-template <int D> struct Warp {
+template <int D, bool BIASED> struct Warp {
   static constexpr int CHUNKS = D / 16, PARTS = D / 32;  // of 16 bytes; of the inner product
   int s[KEYS / 8][4], o[CHUNKS][2][4];
   u32 q[PARTS][4];
   float most[2], sum[2], shift[2], unit[2];
   u32 codes[2];  // sum of P, where it is not over the sum of its row
   int lane, quad, t;
+  const float* bias;  // of the first query and the key 0
+  int key;            // of a step: its first
 
   static __device__ inline u32 row_of(const i8* rows, int row, int chunk) {  // swizzled: eight rows are in all banks
     return shared_address(rows + row * D + 16 * (chunk ^ row / (128 / D) % CHUNKS));
@@ -53,10 +59,13 @@ template <int D> struct Warp {
 #pragma unroll
     for (int p = 0; p < PARTS; p++) load_matrices(q[p], row_of(queries, lane % 16, 2 * p + lane / 16));
 #pragma unroll
-    for (int h = 0; h < 2; h++) most[h] = 11534336.0f, sum[h] = 0, shift[h] = 0;  // no S is that small
+    for (int h = 0; h < 2; h++) {
+      most[h] = BIASED ? -1e30f : 11534336.0f;  // no score is that small
+      sum[h] = 0, shift[h] = BIASED ? -most[h] * LOG2E : 0;
+    }
   }
   // s = S, or -infinity for keys outside [low, high) of a query.
-  template <int GROUPS> __device__ inline void score(const i8* keys, int at, const int (&low)[2], const int (&high)[2]) {
+  template <int GROUPS> __device__ inline void score(float scale, const i8* keys, int at, const int (&low)[2], const int (&high)[2]) {
     u32 from = row_of(keys, at + lane / 8 / CHUNKS * 8 + lane % 8, lane / 8 % CHUNKS);
 #pragma unroll
     for (int j = 0; j < 4 * GROUPS; j += 2 / PARTS) {
@@ -69,13 +78,17 @@ template <int D> struct Warp {
       }
     }
     bool whole = low[0] <= 0 && low[1] <= 0 && high[0] >= 32 * GROUPS && high[1] >= 32 * GROUPS;
-    if (__all_sync(~0u, whole)) return;
+    if (!BIASED && __all_sync(~0u, whole)) return;
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       u32 own = ones(high[h]) & ~ones(low[h]);
 #pragma unroll
       for (int i = 0; i < 8 * GROUPS; i++)
-        s[i / 2][2 * h + i % 2] = own >> i & 1 ? s[i / 2][2 * h + i % 2] : 0xFF800000;
+        if (!(own >> i & 1)) s[i / 2][2 * h + i % 2] = 0xFF800000;
+        else if constexpr (BIASED) {
+          float x = __int_as_float(s[i / 2][2 * h + i % 2]) - 12582912.0f;
+          s[i / 2][2 * h + i % 2] = __float_as_int(fmaf(x, scale, bias[key + 2 * t - 8 * h + i / 2 * 8 + i % 2]));
+        }
     }
   }
   __device__ inline u32 ones(int key) const {  // a bit for each of the thread's keys before this one
@@ -170,23 +183,24 @@ template <int D> struct Warp {
   // PASS 0: maximum and sum; 2: P . v with them; 1: both, of keys that are one step.
   template <int GROUPS, int PASS, Form FORM>
   __device__ inline void step(const AttentionArguments& call, const i8* keys, const i8* values, int at, const int (&low)[2], const int (&high)[2]) {
-    score<GROUPS>(keys, at, low, high);
-    if constexpr (PASS < 2 && FORM == ROW_MAX) raise<GROUPS>(0, call.scale), raise<GROUPS>(1, call.scale);
-    else if constexpr (PASS < 2) weigh<GROUPS>(call.scale);
-    if constexpr (PASS == 2 || (PASS == 1 && FORM == ROW_MAX)) weigh_again<GROUPS>(call.scale);
+    score<GROUPS>(call.scale, keys, at, low, high);
+    float scale = BIASED ? LOG2E : call.scale;
+    if constexpr (PASS < 2 && FORM == ROW_MAX) raise<GROUPS>(0, scale), raise<GROUPS>(1, scale);
+    else if constexpr (PASS < 2) weigh<GROUPS>(scale);
+    if constexpr (PASS == 2 || (PASS == 1 && FORM == ROW_MAX)) weigh_again<GROUPS>(scale);
     if constexpr (PASS == 1) finish<FORM>(call.unit);
     if constexpr (PASS > 0) add<GROUPS, FORM>(values, at);
   }
 };
 
-template <int D, bool ONE, bool CODED, Form FORM> __device__ inline void attention_body(const AttentionArguments& call) {
+template <int D, bool ONE, bool CODED, Form FORM, bool BIASED> __device__ inline void attention_body(const AttentionArguments& call) {
   constexpr int CHUNKS = D / 16, STEP = 128 / CHUNKS;  // of 16 bytes; rows a copy
   extern __shared__ __align__(128) i8 memory[];
   int buffer = (QUERIES + 2 * call.most + 4) * D;  // queries, keys, values, factors
   int thread = threadIdx.x, warp = thread / 32;
   int window = blockIdx.x * QUERIES, head0 = blockIdx.y * call.heads, first = window + 16 * warp;
   int heads = min(call.heads, call.hidden / D - head0);
-  Warp<D> w;
+  Warp<D, BIASED> w;
   w.lane = thread % 32, w.quad = w.lane / 4, w.t = w.lane % 4;
   launch_next();
   wait_previous();
@@ -196,6 +210,7 @@ template <int D, bool ONE, bool CODED, Form FORM> __device__ inline void attenti
   for (int h = 0; h < 2; h++) {
     int row = min(first + w.quad + 8 * h, call.tokens - 1);
     begin[h] = call.start[row], end[h] = call.end[row];
+    if (BIASED && first + w.quad + 8 * h >= call.tokens) end[h] = 0;  // no distances
   }
   if (first < call.tokens) low = call.start[first], high = call.end[min(first + 15, call.tokens - 1)];
   bool whole_range = ONE || to - from <= call.most, once = whole_range && high - low <= KEYS;  // one load, one pass
@@ -230,11 +245,13 @@ template <int D, bool ONE, bool CODED, Form FORM> __device__ inline void attenti
     if (n + 1 < heads && whole_range) load_head(n + 1), copies_wait<1>(); else copies_wait<0>();
     __syncthreads();
     w.start(qs + 16 * warp * D);
+    if constexpr (BIASED) w.bias = call.bias + (head0 + n) * (2 * call.span - 1) + call.span - 1 - first - w.quad;
 
     // Steps of the keys from key0 on. They lie `at` after the buffer's first, `base`; earlier ones were in a step.
     int at, lows[2], highs[2];
     auto place = [&](int key0, int base) {
       at = min(key0 - base, call.most - KEYS);
+      if constexpr (BIASED) w.key = base + at;
 #pragma unroll
       for (int h = 0; h < 2; h++)
         lows[h] = max(begin[h], key0) - base - at, highs[h] = min(end[h], base + call.most) - base - at;
@@ -274,10 +291,10 @@ template <int D, bool ONE, bool CODED, Form FORM> __device__ inline void attenti
 }
 
 // One step of keys is enough for all rows of all blocks, or any number of steps.
-#define ATTENTION_OF(NAME, D, ONE, CODED, FORM)                                                          \
+#define ATTENTION_OF(NAME, D, ONE, ...)                                                                  \
   extern "C" __global__ void __launch_bounds__(128, 3) attention_##NAME(const AttentionArguments call) { \
-    attention_body<D, ONE, CODED, FORM>(call);                                                            \
+    attention_body<D, ONE, __VA_ARGS__>(call);                                                           \
   }
-#define ATTENTION(NAME, D, CODED, FORM)             \
-  ATTENTION_OF(NAME##_short, D, true, CODED, FORM)  \
-  ATTENTION_OF(NAME##_long, D, false, CODED, FORM)
+#define ATTENTION(NAME, D, ...)                    \
+  ATTENTION_OF(NAME##_short, D, true, __VA_ARGS__) \
+  ATTENTION_OF(NAME##_long, D, false, __VA_ARGS__)

@@ -1,5 +1,7 @@
 """The arithmetic of the interpreter, and token-packed rows."""
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from qdqbench.quantize.engine.cuda.interpret import dot, interpret, round_codes
 from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.pack import pack
-from qdqbench.quantize.engine.cuda.tokens import pack_tokens, spread
+from qdqbench.quantize.engine.cuda.tokens import pack_rows, pack_tokens, spread
 from qdqbench.quantize.utils.errors import UserError
 
 from ....support.cuda_graphs import batch_for, write_case, write_head
@@ -94,6 +96,28 @@ def test_a_token_that_is_masked_inside_a_row_keeps_the_places_of_the_others(case
     batch["attention_mask"][0, 2] = 0
     first = 0 if plan.embed.padding is None else plan.embed.padding + 1
     assert (pack_tokens(plan, arrays, batch).positions - first).tolist() == [0, 1, 3, 4]
+
+
+def test_rows_have_the_distances_that_a_bias_is_for(made_once):
+    """Padding before the tokens changes none of them."""
+    name = "mpnet", "mpnet-int8-attention"
+    folder = made_once(f"cuda-{'-'.join(name)}", lambda path: write_case(path, *name))
+    graph = onnx.load(folder / "model.onnx")
+    plan, arrays = pack(match_graph(graph))
+    batch = batch_for(graph, (9, 4, 16))
+    plan = replace(plan, operations=(*plan.operations[:-1], replace(plan.head, pooling="mean")))
+    later = {key: np.roll(array[:2], 3, axis=1) for key, array in batch.items()}
+    for row, answers in enumerate(interpret(plan, arrays, later)["logits"]):
+        alone = interpret(plan, arrays, row_of(batch, row))["logits"][0]
+        np.testing.assert_allclose(alone, answers, rtol=1e-5, atol=1e-6)
+    batch["attention_mask"][1, 2] = 0
+    with pytest.raises(UserError, match="row 1 has masked tokens between others"):
+        pack_tokens(plan, arrays, batch)
+    long = {key: np.ones((2, 131), np.int64) for key in batch}  # all at the place of padding
+    with pytest.raises(UserError, match="row 0 has 131 tokens; the model has distances of 130"):
+        pack_tokens(plan, arrays, long)
+    with pytest.raises(UserError, match="row 1 has 131 tokens"):
+        pack_rows(plan, arrays, *np.ones((2, 132), np.int64), np.array([1, 131]))
 
 
 def test_rows_that_cannot_be_run_are_refused_by_their_number(case):

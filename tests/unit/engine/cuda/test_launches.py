@@ -29,7 +29,7 @@ PLAN = {  # a layer of attention and one of a feed-forward network
     "inputs": ["input_ids", "attention_mask", "token_type_ids"],
     "tensors": {name: {"kind": kind, "width": times * WIDTH} for name, (kind, times) in KINDS.items()},
     "operations": [
-        {"op": "embed", "name": "embed", "epsilon": 1e-12, "half": "h", "codes": ["c"]},
+        {"op": "embed", "name": "embed", "epsilon": 1e-12, "half": "h", "codes": ["c"], "span": 64},
         {"op": "linear", "name": "qkv", "input": "c", "weight": "int8", "output": "qkv"},
         {
             "op": "attention",
@@ -42,6 +42,7 @@ PLAN = {  # a layer of attention and one of a feed-forward network
             "score_scale": 1e-4,
             "probability_multiplier": 127.0,
             "row_max": False,
+            "biased": True,
             "output": "ctx",
         },
         {"op": "linear", "name": "out", "input": "ctx", "weight": "int8", "residual": "h", "output": "s"},
@@ -71,6 +72,8 @@ FIELDS = {  # of any operation, view, tensor or answer
     "half": [*KINDS, None],
     "probability_multiplier": [127.0, 255.0, 254.0, 0.0, -1.0, None],
     "row_max": [True, False],
+    "biased": [False],
+    "span": [None, 1, 15, 16, 1000],
     "epsilon": [0.0, -1.0, 1e-12, 1e30],
     "pooling": ["tokens", "first", "mean", "last"],
     "padding": [0, 5, None],
