@@ -190,6 +190,11 @@ def _references(part: Any) -> Iterator[str]:
 # What is supported
 
 
+def _recipes_of_cuda(family: str) -> str:
+    every = "those with INT8 attention" if family in match.BIASED else "all of its recipes"
+    return every if family in match.FAMILIES else ""
+
+
 def supported_page() -> str:
     """Return the body of support.md: families, their model types and recipes, and kinds of tasks."""
     free, names = family_free_recipes(), [family.name for family in FAMILIES]
@@ -199,7 +204,7 @@ def supported_page() -> str:
             family.name,
             _list(family.model_types),
             _list(family.inputs),
-            "all of its recipes" if family.name in match.FAMILIES else "",
+            _recipes_of_cuda(family.name),
         ]
         for family in FAMILIES
     ]
