@@ -549,7 +549,7 @@ class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
     duration: float = field("Seconds of latency per system and shape, over all rounds.", default=1.0, gt=0)
     iterations: int | None = field("Inferences per round, instead of --duration.", default=None, ge=1)
     baselines: bool = field(
-        "Also measure PyTorch, torch.compile, unpadded FP16 and other quantizers.", default=True
+        "Also measure PyTorch, torch.compile, unpadded FP16 and FP8, and other quantizers.", default=True
     )
     fp32: bool = field("Also measure the FP32 engine.", default=True)
     cost_per_hour: float | None = field(

@@ -191,7 +191,7 @@ def marker(folder: Path, mode: str, pair: Pair) -> Path:
 @dataclass
 class GpuWork(systems.SharedWork):
     background: Background
-    unpadded: peers.UnpaddedEncoder | None = None
+    unpadded: dict[str, peers.UnpaddedEncoder] = field(default_factory=dict)  # by precision
     compiles: dict[tuple[str, Pair], str] = field(default_factory=dict)  # task by mode and (batch, length)
 
 
@@ -405,10 +405,16 @@ def _unpadded_encoder(here: systems.Preparation[GpuWork], system: systems.System
     session = here.target.session
     if reason := peers.refusal(session.fp32_model.config.model_type, here.target.family.name):
         raise UserError(reason)
-    if here.work.unpadded is None:
-        model = peers.sdpa_model(session.new_model(), system.precision, "cuda")
-        here.work.unpadded = peers.UnpaddedEncoder(model)
-    return here.work.unpadded
+    found = gpu.compute_capability if (gpu := find_gpu()) else "0.0"
+    if system.precision == "fp8" and tuple(map(int, found.split("."))) < peers.FIRST_FP8:
+        raise UserError(f"GPUs of compute capability 8.9 and newer multiply FP8, and this one has {found}")
+    if system.precision not in here.work.unpadded:
+        encoder = peers.UnpaddedEncoder(peers.sdpa_model(session.new_model(), "fp16", "cuda"))
+        if system.precision == "fp8":
+            rows = [row for batch in here.batches for row in peers.unpadded_rows(batch)]
+            encoder.use_fp8(peers.pack_rows(rows[: peers.FP8_ROWS], 1, encoder.positions_of))
+        here.work.unpadded[system.precision] = encoder
+    return here.work.unpadded[system.precision]
 
 
 class PackedKernels:

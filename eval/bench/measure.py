@@ -53,7 +53,7 @@ LEAST_FOR_P99 = 100  # with fewer launches the 99th percentile is just the maxim
 MOST_TEXTS = 4096  # that rows begin with
 LEAST_ROWS = 4  # to check: two can have the same logits in BF16
 # A fast wrong answer is no result: INT8 q, k and v without an INT8 softmax gave 0.8.
-MAX_REL_ERROR = {"int8": 0.5, "fp16": 0.1, "bf16": 0.1, "fp32": 0.1}
+MAX_REL_ERROR = {"int8": 0.5, "fp8": 0.5, "fp16": 0.1, "bf16": 0.1, "fp32": 0.1}
 INPUT_SETS = 4
 
 
@@ -85,7 +85,7 @@ class ReadySystem:
     """Something to measure: one lane per stream, all alike."""
 
     name: str
-    precision: str  # int8, fp16, bf16 or fp32
+    precision: str  # int8, fp8, fp16, bf16 or fp32
     lanes: Sequence[Lane]
     timer: Timer
     shared: Mapping[int, Sequence[Lane]] = field(default_factory=dict)  # CPU lanes, by how many share it

@@ -5,7 +5,8 @@ as the engines do, at fixed shapes too, where it is all ones: without one, trans
 graph is captured or traced, and SDPA then computes attention in FP32.
 
 Unpadded, the strongest: tokens of all rows lie one after the other, attention takes where each row starts
-(flash-attention's varlen form), and each size of a launch is one CUDA graph.
+(flash-attention's varlen form), and each size of a launch is one CUDA graph. In FP8 its linears are, in E4M3
+with one static scale for an input and one for a weight.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -142,8 +143,19 @@ REFUSED = {
     "modernbert": "its attention rotates and has windows",
 }
 TOKEN_STEP = 64  # launches are rounded up to it, for tensor cores
+FIRST_FP8 = (8, 9)  # compute capability
+FP8_ROWS = 64  # whose largest inputs of linears are the scales
+LARGEST_FP8 = 448.0  # of E4M3
 LAUNCH_TOKENS = (2048, 4096, 8192, 16384, 32768, 65536)  # sizes of a launch that are tried
 Int32 = npt.NDArray[np.int32]
+
+
+class Scaled(NamedTuple):
+    """A weight in E4M3 [N, K], its scale, and that of its linear's input."""
+
+    codes: "torch.Tensor"
+    scale: "torch.Tensor"
+    input_scale: "torch.Tensor"
 
 
 @dataclass(frozen=True)
@@ -226,7 +238,7 @@ class UnpaddedEncoder:
         self.embeddings: Any = base.get_submodule(family.embeddings)
         self.project: Any = dict(base.named_modules()).get(family.embeddings_linear)
         weights = {name: _layer_weights(model, name) for name in family.layer_names(model)}
-        self.layers = [weights[name] for name in family.runs(model)]
+        self.layers: list[list[Any]] = [weights[name] for name in family.runs(model)]
         self.eps = float(_norm(model, family.layer_names(model)[0], "attention").eps)
         self.of_tokens = any("length" in axes for axes in name_outputs(model).values())
         self.pooling = str(getattr(getattr(model, "pooling", None), "mode", "cls"))
@@ -268,6 +280,23 @@ class UnpaddedEncoder:
         ids = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
         answers = self._head(**{TOKENS: ids, MASK: torch.ones_like(ids)})
         return answers[0] if self.of_tokens else answers
+
+    def use_fp8(self, packing: Packing) -> None:
+        """Round the linears of layers to E4M3, with scales from the rows of a launch."""
+        import torch
+
+        packed = torch.from_numpy(packing.launches[0]).to(self.layers[0][0].device)
+        ids, positions, types = packed[: 3 * packing.tokens].view(3, packing.tokens)
+        rounded = []
+        with torch.inference_mode():
+            hidden = self._embedded(ids[None], positions[None], types[None])[0]
+            sizes = packed[3 * packing.tokens :], packing.longest, self.heads, self.eps, self.activation
+            for weights in self.layers:
+                seen: list[torch.Tensor] = []
+                hidden = encoder_layer(hidden, *sizes, *weights, seen=seen)
+                linears = dict(zip(LINEARS, seen, strict=True))
+                rounded.append([_round(each, linears.get(at)) for at, each in enumerate(weights)])
+        self.layers, self.how = rounded, self.how.replace("tokens", "tokens, linears in E4M3")
 
     @staticmethod
     def feed(packing: Packing) -> list[Int32]:
@@ -314,10 +343,24 @@ def encoder_layer(  # noqa: PLR0913, PLR0917  (torch.compile takes tensors, and 
     heads: int,
     eps: float,
     activation: Callable[..., Any],
-    *weights: "torch.Tensor",
+    *weights: Any,  # tensors, and `Scaled` ones
+    seen: "list[torch.Tensor] | None" = None,
 ) -> "torch.Tensor":
-    """Compute a post-norm encoder layer on packed tokens [tokens, hidden]; q, k and v are one product."""
-    from torch.nn.functional import layer_norm, linear
+    """Compute a post-norm encoder layer on packed tokens [tokens, hidden]; q, k and v are one product.
+
+    `seen` gets the largest input of each linear.
+    """
+    import torch
+    from torch.nn.functional import layer_norm
+
+    def linear(x: torch.Tensor, weight: torch.Tensor | Scaled, bias: torch.Tensor) -> torch.Tensor:
+        if seen is not None:
+            seen.append(x.abs().amax().float())
+        if isinstance(weight, torch.Tensor):
+            return torch.nn.functional.linear(x, weight, bias)
+        codes = _codes_of(x, weight.input_scale)
+        scales, form = (weight.input_scale, weight.scale), {"out_dtype": x.dtype, "use_fast_accum": x.is_cuda}
+        return torch._scaled_mm(codes, weight.codes.t(), *scales, bias=bias, **form)  # type: ignore[arg-type]
 
     qkv, qkv_bias, out, out_bias, norm, norm_bias, up, up_bias, down, down_bias, last, last_bias = weights
     tokens, width = hidden.shape
@@ -326,6 +369,23 @@ def encoder_layer(  # noqa: PLR0913, PLR0917  (torch.compile takes tensors, and 
     hidden = layer_norm(hidden + linear(context, out, out_bias), (width,), norm, norm_bias, eps)
     inner = activation(linear(hidden, up, up_bias))
     return layer_norm(hidden + linear(inner, down, down_bias), (width,), last, last_bias, eps)
+
+
+LINEARS = 0, 2, 6, 8  # places of their weights
+
+
+def _codes_of(x: "torch.Tensor", scale: "torch.Tensor") -> "torch.Tensor":
+    import torch
+
+    return (x.float() / scale).clamp(-LARGEST_FP8, LARGEST_FP8).to(torch.float8_e4m3fn)
+
+
+def _round(weight: "torch.Tensor", largest: "torch.Tensor | None") -> "torch.Tensor | Scaled":
+    """Return a weight in E4M3 with the scale of its linear's inputs; what is no weight of one stays."""
+    if largest is None:
+        return weight
+    scale = weight.abs().amax().float() / LARGEST_FP8
+    return Scaled(_codes_of(weight, scale), scale, largest / LARGEST_FP8)
 
 
 def packed_attention(

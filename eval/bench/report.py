@@ -56,7 +56,7 @@ MARKERS = {  # by color, which is never the only difference
         "compile-fp32": "d",
         "compile-bf16": "D",
     },
-    svg.VERMILLION: {"unpadded-fp16": "p", "nncf-openvino": "h"},
+    svg.VERMILLION: {"unpadded-fp16": "p", "unpadded-fp8": "P", "nncf-openvino": "h"},
 }
 SYSTEM_STYLES = {name: (color, mark) for color, marks in MARKERS.items() for name, mark in marks.items()}
 OTHER_STYLE = (svg.VERMILLION, "8")  # INT8 by other recipes
@@ -68,6 +68,7 @@ NAMED_RATIOS = (  # that tables show besides the headline
     *(("int8", name) for name in ("int8-cuda", *TENSORRT_SYSTEMS)),
     ("int8", "compile-fp16"),
     ("int8", "unpadded-fp16"),
+    ("int8", "unpadded-fp8"),
     ("int8", "nncf-openvino"),
 )
 ENGINE_SHAPES = {

@@ -20,7 +20,7 @@ TENSORRT_SYSTEMS = [f"int8-{name}{shapes}" for name in TENSORRT for shapes in ("
 OF_RECIPE = (*OURS, "int8-cuda", *TENSORRT_SYSTEMS)  # INT8 engines of the recipe, by any backend
 Device = Literal["gpu", "cpu"]
 Shape = tuple[int, int]  # batch, length
-Precision = Literal["int8", "fp16", "bf16", "fp32"]
+Precision = Literal["int8", "fp8", "fp16", "bf16", "fp32"]
 EngineShapes = Literal["both", "exact", "recipe"]
 
 

@@ -107,6 +107,7 @@ TABLE = (
     System("gpu", "autotune-fp16", "max-autotune FP16, CUDA graph", "compile", "fp16",
            mode="max-autotune-no-cudagraphs"),
     System("gpu", "unpadded-fp16", "unpadded FP16, CUDA graph", "unpadded", "fp16"),
+    System("gpu", "unpadded-fp8", "unpadded FP8, CUDA graph", "unpadded", "fp8"),
     System("cpu", "int8-openvino", "INT8 OpenVINO", "int8", "int8", "openvino"),
     System("cpu", "int8-onnxruntime", "INT8 ONNX Runtime", "int8", "int8", "onnxruntime"),
     System("cpu", "bf16-openvino", "OpenVINO BF16", "export", "bf16", "openvino"),

@@ -210,7 +210,7 @@ def read_engine_sizes(folder: Path, engine: EngineResult | None) -> list[EngineS
     sizes = []
     for system in bench.systems:
         same = system.backend.partition(" ")[0] == engine.backend and not system.name.endswith("-exact")
-        if same and system.precision != "int8":
+        if same and system.precision != "int8" and system.precision != "fp8":  # noqa: PLR1714  (types)
             rows = (row_of(config, system.name) for config in bench.configs)
             count = next((row.engine_bytes for row in rows if row and row.engine_bytes is not None), None)
             if count is not None:

@@ -74,7 +74,7 @@ class Peer:
 class FakeEncoder(peers.UnpaddedEncoder):
     """Computes nothing: a launch of many tokens takes longer than its share."""
 
-    of_tokens = False
+    of_tokens, rounded = False, []
 
     def __init__(self, model):
         self.model = model
@@ -82,6 +82,9 @@ class FakeEncoder(peers.UnpaddedEncoder):
     @staticmethod
     def positions_of(ids):
         return np.arange(len(ids))
+
+    def use_fp8(self, packing):
+        self.rounded.append(packing.tokens)
 
     def bind(self, packing, shape):
         return SimpleNamespace(detail="CUDA graph")
@@ -172,7 +175,7 @@ def test_who_takes_part(tmp_path):
 
     engines = ["int8", "int8-exact", "int8-cuda", "fp16", "fp16-exact", "fp32"]
     torch = ["torch-fp32", "torch-fp16-eager", "torch-fp16"]
-    torch += ["compile-fp16-eager", "compile-fp16", "autotune-fp16", "unpadded-fp16"]
+    torch += ["compile-fp16-eager", "compile-fp16", "autotune-fp16", "unpadded-fp16", "unpadded-fp8"]
     assert names(target) == engines + torch
     assert names(target, baselines=False, fp32=False) == engines[:5]
     assert names(target, engine_shapes="recipe", baselines=False) == ["int8", "int8-cuda", "fp16", "fp32"]
@@ -236,7 +239,8 @@ def test_what_can_be_done_before_is_done_in_processes_and_once(device, tmp_path)
     assert sorted(len(spec.shapes) for spec in specs) == [1] * 8 + [2] * 2
     for batch in options.batches:
         entries = prepare(device, target, options, Config(batch, 128, None))
-        assert {entry.row.status for entry in entries.values()} == {"done"}
+        skipped = [name for name, entry in entries.items() if entry.row.status != "done"]
+        assert skipped == ["unpadded-fp8"]  # no GPU here has it
     assert sorted(device.models) == ["fp16", "fp16", "fp32"]  # the unpadded one has a model of its own
     modes = ["default", "max-autotune-no-cudagraphs"]
     assert device.compiled == [("fp16", mode, False) for mode in modes] * 3
@@ -404,6 +408,17 @@ def test_a_family_without_an_unpadded_form_is_skipped_by_name(device, tmp_path, 
     row = prepare(device, target, OPTIONS, Config(1, 16, None))["unpadded-fp16"].row
     assert row.status == "skipped"
     assert row.reason.startswith(f"no unpadded form for {model_type}: its ")
+
+
+def test_fp8_takes_part_where_a_gpu_has_it(device, tmp_path, monkeypatch):
+    target, config = a_target(tmp_path), Config(1, 16, None)
+    monkeypatch.setattr(FakeEncoder, "rounded", [])
+    for capability, status in (("8.6", "skipped"), ("8.9", "done"), ("12.0", "done")):
+        monkeypatch.setattr(gpu, "find_gpu", lambda has=capability: Gpu("any", has, None))
+        row = prepare(device, target, OPTIONS, config)["unpadded-fp8"].row
+        assert row.status == status
+        assert status == "done" or row.reason.endswith("multiply FP8, and this one has 8.6")
+    assert FakeEncoder.rounded == [8 * 16]  # once, with rows of all inputs
 
 
 def test_an_engine_that_is_not_built_is_an_error_and_a_baseline_that_does_not_run_is_skipped(

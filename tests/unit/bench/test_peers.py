@@ -209,6 +209,25 @@ def test_a_classifier_answers_as_transformers_does(model_type, launches):
     assert torch.allclose(found, reference, atol=2e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("model_type", ["bert", "albert"])
+def test_in_fp8_linears_round_their_inputs_and_weights(model_type):
+    model = new_model(model_type).half()
+    encoder = peers.UnpaddedEncoder(model, compiled=False)
+    packing = peers.pack_rows(peers.unpadded_rows(padded(model)), 1, encoder.positions_of)
+    run = partial(
+        encoder.forward, torch.from_numpy(packing.launches[0]), tokens=packing.tokens, longest=packing.longest
+    )
+    with torch.inference_mode():
+        half = run().float()
+        encoder.use_fp8(packing)
+        error = (run().float() - half).norm() / half.norm()
+    assert 0.005 < error < 0.4
+    assert "linears in E4M3" in encoder.how
+    for weights in encoder.layers:
+        scaled = [each for each in weights if isinstance(each, peers.Scaled)]
+        assert [each.codes.float().abs().max() for each in scaled] == [448] * 4
+
+
 @pytest.mark.parametrize("model_type", ["mpnet", "deberta-v2", "modernbert"])
 def test_other_attentions_are_refused_by_name(model_type):
     family = family_of(AutoConfig.for_model(model_type)).name
