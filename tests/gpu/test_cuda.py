@@ -372,10 +372,14 @@ def test_lanes_of_several_streams_do_not_disturb_each_other(case):
         wanted = engine.run(batches[len(alone) - 1])
         for name, answer in alone[-1].items():
             assert np.abs(answer.cpu().numpy() - wanted[name]).max() <= 1e-3 * np.abs(wanted[name]).max()
+    others = [
+        torch.ones(size, device="cuda") for size in (1 << 8, 1 << 16, 1 << 20, 1 << 24) for _ in range(8)
+    ]
     for _ in range(50):
         for bound in bounds:
             bound.launch()
     torch.cuda.synchronize()
+    assert all(bool((each == 1).all()) for each in others)  # nothing writes to what was freed
     for bound, answers in zip(bounds, alone, strict=True):
         assert all(torch.equal(bound.outputs[name], answer) for name, answer in answers.items())
 

@@ -213,6 +213,7 @@ class BoundTokens:
     outputs: dict[str, Any]
     stream: Any
     _graph: Any
+    _scratch: Any  # which the graph writes to, so it lives as long
     detail = "CUDA graph"
 
     def launch(self) -> None:
@@ -395,7 +396,7 @@ class CudaEngine:
         graph, (_, _, device), answers = self._capture(tokens, rows, longest, reach, pool, scratch)
         torch.cuda.synchronize()
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        return BoundTokens({PACKED: device}, answers, stream, graph)
+        return BoundTokens({PACKED: device}, answers, stream, graph, scratch)
 
     def load(self, tokens: Tokens) -> _Rows:
         """Return inputs on the GPU, for a run without a CUDA graph."""

@@ -1,5 +1,6 @@
 """What the runtime decides on the host: buckets, graphs, tiles, buffers, and the order of weights."""
 
+import weakref
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -232,3 +233,21 @@ def test_a_head_folds_activations_into_its_dense_steps(pooling, steps, widths, l
     for name, wanted in compute(head, PLAN, arrays, values, tokens).items():
         assert made[name].dtype == torch.float32
         np.testing.assert_allclose(made[name][: len(wanted)].numpy(), wanted, rtol=0.01, atol=0.02)
+
+
+def test_what_a_bound_graph_writes_to_lives_as_long(monkeypatch):
+    """Sums of split GEMMs went into memory that was freed, and that another model had by then."""
+    engine, kept = object.__new__(CudaEngine), []
+    engine.device, engine.target, engine._multiprocessors = "cpu", find_target("8.0"), 2
+
+    def capture(*given):
+        kept.append(weakref.ref(given[-1]))
+        return None, (None, None, None), {}
+
+    monkeypatch.setattr(engine, "_capture", capture)
+    for name in ("graph_pool_handle", "synchronize", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    bound = engine.bind(64, 1, 64, 128)
+    assert kept[0]() is not None
+    del bound
+    assert kept[0]() is None
