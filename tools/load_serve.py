@@ -1,6 +1,7 @@
 """Load on `qdqbench serve` over loopback: rates, latencies and CPU time as JSON; nothing may be lost.
 
-    python -m tools.load_serve RUN [--texts FILE] [--seconds 3] [--clients 1] [--out load.json]
+    python -m tools.load_serve RUN [--texts FILE] [--seconds 3] [--clients 1] [--tokens 128] [--out load.json]
+    python -m tools.load_serve RUN --peer litserve       another server, or engine, in place of ours
     python -m tools.load_serve RUN --files DATA     rows a second of `predict`, and their share of the engine
     python -m tools.load_serve --noop TOKENIZER_JSON     an engine that computes nothing: the server's cost
     python -m tools.load_serve --fake                    an engine of 40 ms a batch and 4 ms a row
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+import numpy as np
 import psutil
 
 from qdqbench.quantize.utils.system.cpu import find_cpu, usable_cores
@@ -39,7 +41,13 @@ KILLS = 6
 LAST_S = 20.0  # that clients wait for their last answers
 IDLE_S = 5.0  # that a connection is kept for the next request
 CLOSE = 0.1  # probabilities of the same text in batches of other shapes; those of the fake engine are exact
-LOADS = [(1, 1), (64, 1), (200, 1), (8, 32), (16, 32)]  # connections, and texts of a request
+LOADS = "1x1,64x1,200x1,8x32,16x32"  # connections, and texts of a request
+HELD = [  # texts of a request, share of the full rate, and connections
+    ("poisson_70", 1, 0.7, 400),
+    ("poisson_70_of_32", 32, 0.7, 400),
+    ("overload_300", 32, 3.0, 900),
+]
+MOST_RATE = 1000.0  # of the clients that check each answer
 QUANTILES = {"p50_ms": 0.5, "p99_ms": 0.99, "p999_ms": 0.999}
 BAD = [
     (b"{", 400),
@@ -129,7 +137,7 @@ class Load:
             self.expected.append(body["answers"])
         await client.close()
 
-    async def at_rate(self, seconds, rate, *, poisson=False, seed=0):
+    async def at_rate(self, seconds, rate, *, seed=0):
         """Requests that come at their times, whether earlier ones are answered or not."""
         seen, draw, asked = Seen(), random.Random(seed), []
         start = at = time.perf_counter()
@@ -137,7 +145,7 @@ class Load:
             if (wait := at - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
             asked.append(asyncio.create_task(self.one(seen, draw.randrange(len(self.texts)))))
-            at += draw.expovariate(rate) if poisson else 1 / rate
+            at += 1 / rate
         await asyncio.gather(*asked)
         return seen, time.perf_counter() - start
 
@@ -148,7 +156,7 @@ class Load:
 
 
 class Driver(asyncio.Protocol):
-    """A connection that asks again as soon as it is answered, or at given times."""
+    """A connection that asks again as soon as it is answered, or when its turn comes."""
 
     def __init__(self, shared):
         self.shared, self.buffer, self.number = shared, b"", random.randrange(len(shared.requests))
@@ -156,14 +164,21 @@ class Driver(asyncio.Protocol):
     def connection_made(self, transport):
         self.transport = transport
         self.shared.open.add(self)
-        self.ask()
+        self.free()
 
     def connection_lost(self, exc):
         self.shared.open.discard(self)
 
-    def ask(self):
-        self.number = (self.number + 1) % len(self.shared.requests)
-        self.begun = time.perf_counter()
+    def free(self):
+        if self.shared.rate:
+            self.shared.idle.append(self)
+        elif time.perf_counter() < self.shared.end:
+            self.ask(time.perf_counter())
+        else:
+            self.transport.close()
+
+    def ask(self, begun):
+        self.number, self.begun = (self.number + 1) % len(self.shared.requests), begun
         self.transport.write(self.shared.requests[self.number])
 
     def data_received(self, data):
@@ -174,10 +189,28 @@ class Driver(asyncio.Protocol):
         at = self.buffer.find(b"content-length: ") + 16
         if len(self.buffer) < head + 4 + int(self.buffer[at : self.buffer.find(b"\r", at)]):
             return
-        self.shared.statuses[int(self.buffer[9:12])] += 1
-        self.buffer, now = b"", time.perf_counter()
-        self.shared.seconds.append(now - self.begun)
-        self.ask() if now < self.shared.end else self.transport.close()
+        status = int(self.buffer[9:12])
+        self.shared.statuses[status] += 1
+        self.buffer = b""
+        if status == 200:
+            self.shared.seconds.append(time.perf_counter() - self.begun)
+        self.free()
+
+
+async def ask_at_rate(shared, pinned):
+    """Ask over idle connections, in a Poisson process; what is asked late counts from its time."""
+    draw, due = random.Random(os.getpid()), time.perf_counter()
+    while (now := time.perf_counter()) < shared.end:
+        while due < now:
+            if not shared.idle:
+                break
+            shared.idle.pop().ask(due)
+            due += draw.expovariate(shared.rate)
+        await asyncio.sleep(0 if pinned else 0.001)
+    while len(shared.idle) < len(shared.open) and time.perf_counter() < shared.end + LAST_S:
+        await asyncio.sleep(0.01)
+    for each in shared.open:
+        each.transport.close()
 
 
 def drive(  # noqa: PLR0917
@@ -185,6 +218,7 @@ def drive(  # noqa: PLR0917
     connections,
     requests,
     seconds,
+    rate,
     core,
     out,
 ):
@@ -194,12 +228,13 @@ def drive(  # noqa: PLR0917
     shared = Seen()
     begun = time.perf_counter()
     shared.requests, shared.end, shared.open = requests, begun + seconds, set()
+    shared.rate, shared.idle = rate, []
 
     async def main():
         loop = asyncio.get_running_loop()
         for _ in range(connections):
             await loop.create_connection(lambda: Driver(shared), "127.0.0.1", port)
-        await asyncio.sleep(seconds)
+        await (ask_at_rate(shared, core is not None) if rate else asyncio.sleep(seconds))
         while shared.open and time.perf_counter() < shared.end + LAST_S:
             await asyncio.sleep(0.01)
 
@@ -217,47 +252,59 @@ def post(path, value):
     return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
-def saturate(  # noqa: PLR0917
-    pid,
-    port,
-    texts,
-    connections,
-    count,
-    seconds,
-    clients,
-):
-    """Rates, latencies, and CPU microseconds of the server by kind of process, under a closed loop."""
-    draw, queue = random.Random(count), multiprocessing.get_context("spawn").SimpleQueue()
-    requests = [post("/v1/predict", {"texts": draw.choices(texts, k=count)}) for _ in range(200)]
-    cores, clients = usable_cores(), min(clients, connections)
-    shares = [connections // clients + (n < connections % clients) for n in range(clients)]
-    before = cpu_seconds(pid)
-    children = [
-        multiprocessing.get_context("spawn").Process(
-            target=drive,
-            args=(port, share, requests, seconds, cores[-1 - n] if clients > 1 else None, queue),
+@dataclass(frozen=True)
+class Asking:
+    """A server under load, and how it is asked."""
+
+    pid: int
+    port: int
+    path: str
+    texts: list
+    seconds: float
+    clients: int  # processes
+
+    def requests(self, count):
+        draw = random.Random(count)
+        drawn = (draw.choices(self.texts, k=count) for _ in range(200))
+        if self.path == "/v1/embeddings":
+            return [post(self.path, {"input": each, "encoding_format": "base64"}) for each in drawn]
+        return [post(self.path, {"texts": each}) for each in drawn]
+
+    def load(self, connections, count, rate=0.0):
+        """Rates, latencies, and CPU microseconds of the server by kind of process.
+
+        Args:
+            rate: requests a second, in a Poisson process; 0: each connection asks again once it is answered.
+        """
+        queue, context = (
+            multiprocessing.get_context("spawn").SimpleQueue(),
+            multiprocessing.get_context("spawn"),
         )
-        for n, share in enumerate(shares)
-    ]
-    for child in children:
-        child.start()
-    seen = Seen()
-    for _ in children:
-        times, statuses, taken = queue.get()
-        seconds = max(seconds, taken)
-        seen.seconds += times
-        seen.statuses += statuses
-    for child in children:
-        child.join()
-    after, total = cpu_seconds(pid), max(sum(seen.statuses.values()), 1)
-    spent = {name: 1e6 * (after[name] - before.get(name, 0.0)) / total for name in after}
-    return seen.told(seconds) | {
-        "connections": connections,
-        "texts_per_request": count,
-        "texts_per_s": round(seen.statuses[200] * count / seconds, 1),
-        "cpu_us_per_request": {name: round(each, 1) for name, each in spent.items()},
-        "cpu_us_per_text": round(sum(spent.values()) / count, 2),
-    }
+        requests, cores, clients = self.requests(count), usable_cores(), min(self.clients, connections)
+        shares = [connections // clients + (n < connections % clients) for n in range(clients)]
+        before, seconds = cpu_seconds(self.pid), self.seconds
+        children = []
+        for n, share in enumerate(shares):
+            core = cores[-1 - n] if clients > 1 else None
+            given = (self.port, share, requests, seconds, rate / clients, core, queue)
+            children.append(context.Process(target=drive, args=given))
+            children[-1].start()
+        seen = Seen()
+        for _ in children:
+            times, statuses, taken = queue.get()
+            seconds = max(seconds, taken)
+            seen.seconds += times
+            seen.statuses += statuses
+        for child in children:
+            child.join()
+        after, total = cpu_seconds(self.pid), max(sum(seen.statuses.values()), 1)
+        spent = {name: 1e6 * (after[name] - before.get(name, 0.0)) / total for name in after}
+        return {"connections": connections, "texts_per_request": count, "rate": round(rate, 1)} | {
+            **seen.told(seconds),
+            "texts_per_s": round(seen.statuses[200] * count / seconds, 1),
+            "cpu_us_per_request": {name: round(each, 1) for name, each in spent.items()},
+            "cpu_us_per_text": round(sum(spent.values()) / count, 2),
+        }
 
 
 def processes_of(pid, kind=""):
@@ -324,14 +371,9 @@ async def stopped(load, process, rate):
 
 
 async def hold(load, process, seconds, rate):
-    """Latency at 70 %, overload, kills, bad input and the end."""
+    """Kills, bad input and the end."""
     await load.learn()
-    found = {}
-    for name, share, poisson in (("poisson_70", 0.7, True), ("overload_300", 3.0, False)):
-        seen, duration = await load.at_rate(seconds, share * rate, poisson=poisson)
-        found[name] = seen.told(duration) | {"rate": round(share * rate, 1)}
-    found["overload_300"]["share_of_full_rate"] = round(found["overload_300"]["answered_per_s"] / rate, 3)
-    found["killed"] = await kill(load, process.pid, 3 * seconds, 0.5 * rate)
+    found = {"killed": await kill(load, process.pid, 3 * seconds, 0.5 * rate)}
     client = Client(load.port)
     statuses = [(await client.post("/v1/predict", body))[0] for body, _ in BAD]
     found["bad_input"] = {"asked": [status for _, status in BAD], "got": statuses}
@@ -344,11 +386,11 @@ async def hold(load, process, seconds, rate):
 def verdict(found):
     """What does not hold, in words."""
     wrong = []
-    for name in ("poisson_70", "overload_300", "killed"):
-        part = found[name]
-        counts = ("lost", "wrong", "503_without_retry_after", *(["asked_again"] if name != "killed" else []))
-        wrong += [f"{name}: {part[what]} {what}" for what in counts if part[what]]
-        if strange := sorted({*part["statuses"]} - {"200", "503"}):
+    part = found["killed"]
+    counts = ("lost", "wrong", "503_without_retry_after")
+    wrong += [f"killed: {part[what]} {what}" for what in counts if part[what]]
+    for name in ("poisson_70", "poisson_70_of_32", "overload_300", "killed"):
+        if strange := sorted({*found[name]["statuses"]} - {"200", "503"}):
             wrong.append(f"{name}: statuses {strange}")
     if found["bad_input"]["asked"] != found["bad_input"]["got"]:
         wrong.append("bad input")
@@ -361,13 +403,15 @@ def verdict(found):
 
 def start(arguments):
     """The server's process and its port."""
-    settings = {"port": 0, "queue": 4096 if arguments.noop else 64}
     if arguments.fake or arguments.noop:
-        order = (
-            {"per_batch": 0.04, "per_row": 0.004} if arguments.fake else {"tokenizer": str(arguments.noop)}
-        )
-        order = order if arguments.fake else order | {"texts": str(arguments.texts or "")}
-        command = [sys.executable, "-m", "tests.support.fake_served", json.dumps(settings | {"order": order})]
+        order = {"per_batch": 0.04, "per_row": 0.004}
+        if arguments.noop:
+            order = {"tokenizer": str(arguments.noop), "texts": str(arguments.texts or "")}
+        settings = {"port": 0, "queue": 4096 if arguments.noop else 64, "order": order}
+        command = [sys.executable, "-m", "tests.support.fake_served", json.dumps(settings)]
+    elif arguments.peer:
+        command = [sys.executable, "-m", "tools.serve_peers", arguments.run, arguments.peer]
+        command += [arguments.queue, arguments.fronts or 1]
     else:
         command = [sys.executable, "-m", "qdqbench", "serve", arguments.run, "--port", "0", "--no-fp32"]
         command += ["--queue", arguments.queue, *(["--fronts", arguments.fronts] if arguments.fronts else [])]
@@ -385,24 +429,49 @@ def engine_rate(run, texts, seconds):
     from qdqbench.quantize.deployment.opened import Answering
 
     model = Answering.of(Path(run)).open_model()
-    rows = [row for _, row in model.encoder.encode(texts)] * max(1, 512 // len(texts))
-    model._run(rows)  # prepares
+    coded = model.encoder.code(texts * max(1, 8192 // len(texts)))
+    if not model.packs:
+        coded = coded.pick(np.arange(min(len(coded.lengths), 2048)))
+    model.run(coded)  # prepares
     count, begun, before = 0, time.perf_counter(), time.process_time()
     while time.perf_counter() < begun + seconds:
-        model._run(rows)
-        count += len(rows)
+        model.run(coded)
+        count += len(coded.lengths)
     spent = time.process_time() - before
     return count / (time.perf_counter() - begun), 1e6 * spent / count
 
 
-def files_rate(run, data, alone):
+def lengthen(texts, tokens, tokenizer):
+    """Texts of so many tokens, made of given ones."""
+    from tokenizers import Tokenizer
+
+    known, draw = Tokenizer.from_str(tokenizer), random.Random(0)
+    known.no_truncation()
+    room = tokens - known.num_special_tokens_to_add(False)
+    whole = (" ".join(draw.choices(texts, k=tokens)) for _ in range(200))
+    return [text[: known.encode(text, add_special_tokens=False).offsets[room - 1][1]] for text in whole]
+
+
+async def endpoint(port):
+    """The path that is asked."""
+    paths = (await get(port, "/v1/model"))[2]["endpoints"]
+    return "/v1/embeddings" if "/v1/embeddings" in paths else paths[0]
+
+
+def files_rate(arguments, alone):
     """Rows a second of `predict` on files, and their share of the engine's rate."""
     from qdqbench.quantize.deployment.predict import predict_files
     from qdqbench.quantize.deployment.predict_options import PredictOptions
 
     with tempfile.TemporaryDirectory() as folder:
-        made = predict_files(PredictOptions(run=run, data=data, out=Path(folder) / "answers.parquet"))
+        out, data = Path(folder) / "answers.parquet", arguments.files
+        begun = time.perf_counter()
+        made = predict_files(
+            PredictOptions(run=arguments.run, data=data, out=out, processes=arguments.processes)
+        )
+        whole = time.perf_counter() - begun
     return {
+        "seconds_with_loading": round(whole, 2),
         "rows": made.rows,
         "rows_per_s": round(made.rows_per_second, 1),
         "processes": made.processes,
@@ -426,36 +495,46 @@ def main():
     parser.add_argument("--clients", type=int, default=1, help="client processes")
     parser.add_argument("--queue", type=int, default=1024, help="of the server of a run")
     parser.add_argument("--fronts", type=int, help="of the server of a run")
+    parser.add_argument("--tokens", type=int, help="make texts of so many tokens")
+    parser.add_argument("--loads", default=LOADS, help="connections x texts of a request, as in 64x1,16x32")
+    parser.add_argument("--peer", help="in place of our server or engine; see tools/serve_peers.py")
     parser.add_argument("--files", type=Path, help="data of `predict`: measure this in place of the server")
+    parser.add_argument("--processes", type=int, help="of `predict`")
     parser.add_argument("--costs-only", action="store_true", help="no overload, kills and bad input")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     texts = numbers(200)
     if arguments.texts:
         texts = [line for line in arguments.texts.read_text(encoding="utf-8").splitlines() if line]
+    if arguments.tokens:
+        from qdqbench.quantize.deployment.opened import Answering
+
+        texts = lengthen(texts, arguments.tokens, Answering.of(Path(arguments.run)).tokenizer)
     alone, cost = engine_rate(arguments.run, texts[:2000], arguments.seconds) if arguments.run else (0.0, 0.0)
+    found = {"engine_alone": {"texts_per_s": round(alone, 1), "cpu_us_per_text": round(cost, 2)}}
     if arguments.files:
-        return tell(
-            {"engine_alone_texts_per_s": alone} | files_rate(arguments.run, arguments.files, alone), arguments
-        )
+        return tell(found | files_rate(arguments, alone), arguments)
     process, port, ready = start(arguments)
-    found = {"ready_s": round(ready, 2), "loads": []}
-    found |= {"engine_alone": {"texts_per_s": round(alone, 1), "cpu_us_per_text": round(cost, 2)}}
+    found |= {"ready_s": round(ready, 2), "loads": []}
+    rates, wrong = {1: 0.0, 32: 0.0}, []
     try:
-        for connections, count in LOADS:
-            load = saturate(
-                process.pid, port, texts, connections, count, arguments.seconds, arguments.clients
-            )
-            if (
-                alone
-            ):  # the second one also says on cores that others use what the server takes from the engine
-                load["share_of_engine"] = round(load["texts_per_s"] / alone, 3)
-                load["share_by_cpu"] = round(cost / load["cpu_us_per_text"], 3)
-            found["loads"].append(load)
-        wrong = []
+        path = "/v1/predict" if arguments.peer == "litserve" else asyncio.run(endpoint(port))
+        asking = Asking(process.pid, port, path, texts, arguments.seconds, arguments.clients)
+        for load in arguments.loads.split(","):
+            connections, count = map(int, load.split("x"))
+            made = asking.load(connections, count)
+            if alone:  # the second share says, also on cores that others use, what the server takes
+                made["share_of_engine"] = round(made["texts_per_s"] / alone, 3)
+                made["share_by_cpu"] = round(cost / (made["cpu_us_per_text"] or 1.0), 3)
+            found["loads"].append(made)
+            rates[count] = max(rates.get(count, 0.0), made["answered_per_s"])
+        for name, count, share, connections in HELD:
+            if rates[count] and not arguments.noop:
+                made = asking.load(connections, count, share * rates[count])
+                found[name] = made | {"share_of_full_rate": round(made["answered_per_s"] / rates[count], 3)}
         if not arguments.costs_only and not arguments.noop:
-            rate = max(each["answered_per_s"] for each in found["loads"] if each["texts_per_request"] == 1)
-            found |= asyncio.run(hold(Load(port, texts[:200]), process, arguments.seconds, rate))
+            load = Load(port, texts[:200])
+            found |= asyncio.run(hold(load, process, arguments.seconds, min(rates[1], MOST_RATE)))
             wrong = verdict(found)
     finally:
         process.kill()

@@ -1,7 +1,8 @@
 """A run that is opened to answer: its engine and graph by their hashes, and what answers are made with."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,13 +20,15 @@ from qdqbench.quantize.pipeline.graphs import FP32, graph_path
 from qdqbench.quantize.pipeline.outcomes import Skipped, engine_file, read_built
 from qdqbench.quantize.pipeline.pipeline import require_recorded
 from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.standalone.fast import open_fast
 from qdqbench.quantize.standalone.model import Model
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 
-# of a batch, by backend: those that need no padding are filled by more, and a CPU by a few rows
-MOST_ROWS = {"cuda": 1024, "openvino": 32, "onnxruntime": 32}
+# of a batch on a CPU, which a few rows fill
+MOST_ROWS = 32
+TEXTS = 1000  # of each split, on which a faster tokenizer must agree
 INPUTS = ["input_ids", "attention_mask", "token_type_ids"]  # of which an engine takes its own
 
 
@@ -90,6 +93,7 @@ class Answering:
     graph: ModelFile
     fp32: ModelFile | None = None
     fp32_backend: BackendName = "onnxruntime"
+    texts: tuple[str, ...] = ()  # of the run
 
     @classmethod
     def of(cls, folder: Path, *, fp32: bool = False) -> "Answering":
@@ -104,7 +108,8 @@ class Answering:
             )
         tokenizer: Any = session.tokenizer
         most = max(each.max[0] for each in profiles if each.max[1] >= opened.max_length)
-        batch = min(MOST_ROWS.get(opened.sidecar.backend, most), most)
+        batch = min(MOST_ROWS, most) if backend in CPU_BACKENDS else most
+        told = describe_task(session, opened.max_length) | {"batch": batch, "inputs": INPUTS}
         return cls(
             backend=opened.sidecar.backend,
             made_with=f"{opened.sidecar.backend} {opened.sidecar.version}",
@@ -112,9 +117,10 @@ class Answering:
             int8=session.recipe.quantizes,
             task=task.name,
             columns=task.text_columns,
-            told=describe_task(session, opened.max_length) | {"batch": batch, "inputs": INPUTS},
+            told=told,
             outputs=tuple(task.kind.outputs),
             tokenizer=tokenizer.backend_tokenizer.to_str(),
+            texts=(*_read_texts(session),) if find_spec("tokie") and len(told["texts"]) == 1 else (),
             engine=opened.engine,
             graph=opened.graph,
             fp32=ModelFile(unquantized, files.sha256(unquantized)) if fp32 else None,
@@ -122,8 +128,9 @@ class Answering:
         )
 
     def open_model(self, threads: int | None = None, batch: int | None = None) -> Model:
-        """Load the engine with a tokenizer."""
-        return Model(self.told, Tokenizer.from_str(self.tokenizer), self.open_engine(threads), batch)
+        """Load the engine with a tokenizer, and a faster one where that gives the same tokens."""
+        fast, tokenizer = open_fast(self.told, self.tokenizer, self.texts), Tokenizer.from_str(self.tokenizer)
+        return Model(self.told, tokenizer, self.open_engine(threads), batch, fast)
 
     def open_fp32(self) -> Callable[..., Any]:
         """Load the FP32 model on this CPU."""
@@ -148,3 +155,9 @@ class Answering:
         for part in parts:
             part.check()  # again: it may have changed while it was read
         return run
+
+
+def _read_texts(session: Session) -> Iterator[str]:
+    column = session.config.task.text_columns[0]
+    for split, _ in session.eval_splits.values():
+        yield from (text for text in split.dataset[:TEXTS][column] if isinstance(text, str))

@@ -8,8 +8,7 @@ import os
 import shutil
 import signal
 import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
     Executor,
@@ -21,6 +20,7 @@ from concurrent.futures import (
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
@@ -198,34 +198,34 @@ def choose_kept(answering: Answering, schema: pa.Schema, keep: Sequence[str] | N
     return kept
 
 
-@dataclass(frozen=True)
-class _Work:
-    """Everything that a process gets with a part."""
+class _Parts:
+    """Answers parts with an engine, which is loaded with the first."""
 
-    key: str
-    answering: Answering
-    predictor: Mapping[str, Any]  # arguments of `Predictor`
-    folder: Path
+    def __init__(self, folder: Path, load: Callable[[], Predictor]) -> None:
+        self.folder, self._load = folder, load
+        self._predictor: Predictor | None = None
+
+    def answer(self, number: int, data: bytes) -> int:
+        """Answer a part, write it, and return its rows."""
+        self._predictor = self._predictor or self._load()
+        made = self._predictor(pa.ipc.open_stream(data).read_all())
+        with files.atomic_path(_part(self.folder, number)) as temporary:
+            pa.parquet.write_table(made, temporary)
+        return len(made)
 
 
-_predictors: dict[str, Predictor] = {}  # of this process, by the key of the work
+_parts: list[_Parts] = []  # of a process of the pool
 
 
-def _answer(work: _Work, number: int, data: bytes) -> int:
-    """Answer a part, write it, and return its rows."""
-    if work.key not in _predictors:
-        _predictors[work.key] = Predictor(work.answering, **work.predictor)
-    made = _predictors[work.key](pa.ipc.open_stream(data).read_all())
-    with files.atomic_path(_part(work.folder, number)) as temporary:
-        pa.parquet.write_table(made, temporary)
-    return len(made)
+def _answer_here(number: int, data: bytes) -> int:
+    return _parts[0].answer(number, data)
 
 
 def _part(folder: Path, number: int) -> Path:
     return folder / f"{number:08d}.parquet"
 
 
-def _start(slots: Any) -> None:
+def _start(slots: Any, parts: _Parts) -> None:
     """Begin a process: it takes its share of the devices, and ends with the one that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent()
@@ -235,22 +235,24 @@ def _start(slots: Any) -> None:
     os.environ["RAYON_NUM_THREADS"] = str(len(cores))
     with suppress(OSError, AttributeError):  # no such call
         os.sched_setaffinity(0, cores)
+    _parts.append(parts)
 
 
 @contextmanager
-def _executor(count: int, on_cpu: bool) -> Iterator[Executor]:
+def _executor(count: int, gpus: int, parts: _Parts) -> Iterator[tuple[Executor, Callable[..., int]]]:
+    """Yield processes, each with its share of the devices, and what they run; one is a thread of this one."""
     if count == 1:
         with ThreadPoolExecutor(1) as thread:
-            yield thread
+            yield thread, parts.answer
         return
     context, cores = get_context("spawn"), usable_cores()
     slots = context.SimpleQueue()
-    gpus = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
-    gpus = gpus or [str(number) for number in range(count)]
+    named = [each for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each]
+    named = named or [*map(str, range(gpus))]
     for place in range(count):
-        slots.put((None if on_cpu else gpus[place % len(gpus)], cores[place::count] or cores))
-    with ProcessPoolExecutor(count, context, _start, (slots,)) as pool:
-        yield pool
+        slots.put((named[place % len(named)] if gpus else None, cores[place::count] or cores))
+    with ProcessPoolExecutor(count, context, _start, (slots, parts)) as pool:
+        yield pool, _answer_here
 
 
 def predict_files(options: PredictOptions) -> Predicted:
@@ -292,15 +294,15 @@ def answer_files(answering: Answering, options: PredictOptions, size: int = ROWS
         limit=options.limit,
         rows=size,
     )
-    on_cpu = answering.backend in CPU_BACKENDS
-    count = options.processes or (1 if on_cpu else max(1, count_gpus()))
+    gpus = 0 if answering.backend in CPU_BACKENDS else max(1, count_gpus())
+    count = options.processes or max(1, gpus)
     given = options.model_dump(include={"prompt", "threads", "batch"})
-    work = _Work(uuid.uuid4().hex, answering, given | {"text_columns": texts, "keep": kept}, folder)
+    parts = _Parts(folder, partial(Predictor, answering, **given, text_columns=texts, keep=kept))
     files.remove_abandoned(out)
     with _owned(folder, job):
-        with _executor(count, on_cpu) as executor:
+        with _executor(count, gpus, parts) as (executor, answer):
             try:
-                told = _answer_parts(executor, work, rows, job, ahead=AHEAD * count)
+                told = _answer_parts(partial(executor.submit, answer), folder, rows, job, ahead=AHEAD * count)
             except BrokenProcessPool as error:
                 raise UserError(
                     "a process of this call was killed or could not start (in a script, call predict under "
@@ -308,7 +310,6 @@ def answer_files(answering: Answering, options: PredictOptions, size: int = ROWS
                 ) from error
             finally:
                 executor.shutdown(cancel_futures=True)
-                _predictors.pop(work.key, None)
         columns, unanswered = _join(folder, out, told, answering)
     shutil.rmtree(folder, ignore_errors=True)
     return Predicted(
@@ -339,9 +340,11 @@ class _Told:
         return (self.rows - self.first) / self.seconds if self.seconds else 0.0
 
 
-def _answer_parts(executor: Executor, work: _Work, rows: Rows, job: Job, *, ahead: int) -> _Told:
+def _answer_parts(
+    submit: Callable[..., Future[int]], folder: Path, rows: Rows, job: Job, *, ahead: int
+) -> _Told:
     """Have every part answered that is not finished, with no more than `ahead` of them in memory."""
-    told, finished, waiting = _Told(), dict(_finished(work.folder)), dict[Future[int], float]()
+    told, finished, waiting = _Told(), dict(_finished(folder)), dict[Future[int], float]()
 
     def take(most: int) -> None:
         while len(waiting) > most:
@@ -364,7 +367,7 @@ def _answer_parts(executor: Executor, work: _Work, rows: Rows, job: Job, *, ahea
         sink = pa.BufferOutputStream()
         with pa.ipc.new_stream(sink, part.schema) as stream:
             stream.write_table(part)
-        waiting[executor.submit(_answer, work, number, sink.getvalue().to_pybytes())] = at
+        waiting[submit(number, sink.getvalue().to_pybytes())] = at
     take(0)
     return told
 

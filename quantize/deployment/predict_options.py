@@ -33,6 +33,6 @@ class PredictOptions(Options):
         "Threads of each engine on a CPU (default: its share of the cores).", default=None, ge=1
     )
     batch: int | None = field(
-        "Most rows of a batch (default: 32 on a CPU, 1024 for cuda, else the profile's).", default=None, ge=1
+        "Most rows of a batch that is padded (default: 32 on a CPU, else the profile's).", default=None, ge=1
     )
     overwrite: bool = field("Replace the file, and parts of a killed call.", default=False)

@@ -2,19 +2,16 @@
 
 from collections.abc import Iterator
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 from qdqbench.quantize.deployment.opened import Answering
 from qdqbench.quantize.deployment.serve_options import ServeOptions
-from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.standalone.server.settings import Served
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import LOOK
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.system.gpu import count_gpus
 
-TEXTS = 1000  # of the run, on which a faster tokenizer must agree
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 PAGES = Path(__file__).parent / "pages"
 
@@ -34,17 +31,10 @@ def open_served(folder: Path, options: ServeOptions) -> Served:
         tokenizer=answering.tokenizer,
         models={"engine": partial(answering.open_engine, None), **fp32},
         gpus=0 if on_cpu else max(1, count_gpus()),
-        texts=tuple(_read_texts(folder)) if find_spec("tokie") and len(told["texts"]) == 1 else (),
+        texts=answering.texts,
         about={"task": answering.task, "columns": [*answering.columns], "int8": answering.int8},
         pages=dict(_read_pages()),
     )
-
-
-def _read_texts(folder: Path) -> Iterator[str]:
-    session = Session(read_config(folder), folder)
-    column = session.config.task.text_columns[0]
-    for split, _ in session.eval_splits.values():
-        yield from (text for text in split.dataset[:TEXTS][column] if isinstance(text, str))
 
 
 def _read_pages() -> Iterator[tuple[str, tuple[bytes, str]]]:

@@ -2,7 +2,9 @@
 
 import json
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from .answers import ANSWERS, Answer, Row
-from .runtimes import Infer, open_runtime, read
-from .texts import Encoder, Refused, pad_rows
+from .runtimes import Infer, Launched, launch, open_runtime, read
+from .texts import Coded, Encoder, Refused
+
+PACKED_TOKENS = 16_384  # of a batch, for an engine that needs no padding
 
 
 class Model:
@@ -20,15 +24,26 @@ class Model:
 
     Args:
         infer: answers [rows, width], or [rows, length, width], of tokens, int64 [rows, length] by name.
-        batch: most rows of a batch; None: as `told`.
+        batch: most rows of a batch that is padded; None: as `told`.
+        fast: a tokenizer for texts of printable ASCII.
     """
 
     def __init__(
-        self, told: Mapping[str, Any], tokenizer: Any, infer: Infer, batch: int | None = None
+        self,
+        told: Mapping[str, Any],
+        tokenizer: Any,
+        infer: Infer,
+        batch: int | None = None,
+        fast: Any = None,
     ) -> None:
         self.told, self.infer, self.batch = told, infer, batch or told["batch"]
         options = {name: told[name] for name in ("words", "stride", "truncation", "side")}
-        self.encoder = Encoder(tokenizer, told["max_length"], **options)
+        self.encoder = Encoder(tokenizer, told["max_length"], **options, fast=fast)
+
+    @property
+    def packs(self) -> bool:
+        """Return whether rows need no padding."""
+        return bool(getattr(self.infer, "launch", None))
 
     def predict(self, samples: Sequence[Any], prompt: str | None = None) -> list[Answer]:
         """Return an answer for each sample.
@@ -39,34 +54,49 @@ class Model:
         Raises:
             Refused: a context would be read in too many windows, or an answer is no number.
         """
+        if not samples:
+            return []
         if self.encoder.stride:
             self.encoder.require_few_windows(samples)
         if prompt := self.told["prompt"] if prompt is None else prompt:
             samples = [f"{prompt}{text}" for text in samples]
-        coded = [*self.encoder.encode(samples)]
-        made = self._run([row for _, row in coded])
+        coded = self.encoder.code(samples)
         rows: list[list[Row]] = [[] for _ in samples]
-        for (number, row), answers in zip(coded, made, strict=True):
-            rows[number].append(Row(row, answers))
-        return ANSWERS[self.told["kind"]](samples, rows, self.told["labels"]) if samples else []
+        for number, *row in zip(coded.numbers.tolist(), coded.rows, self.run(coded), strict=True):
+            rows[number].append(Row(*row))
+        return ANSWERS[self.told["kind"]](samples, rows, self.told["labels"])
 
-    def _run(self, rows: Sequence[Any]) -> list[npt.NDArray[Any]]:
+    def run(self, coded: Coded) -> list[npt.NDArray[Any]]:
         """Return the answers of each row, run in batches of rows of like length."""
-        ids = [np.array(row.ids, dtype=np.int64) for row in rows]
-        order = sorted(range(len(rows)), key=lambda row: -len(ids[row]))
-        made: list[Any] = [None] * len(rows)
-        for start in range(0, len(order), self.batch):
-            part = order[start : start + self.batch]
-            types = [rows[row].type_ids for row in part]
-            batch = pad_rows([ids[row] for row in part], types, self.told["pad_id"])
-            found: Any = self.infer({name: batch[name] for name in self.told["inputs"]})
-            if self.told["over_tokens"]:
-                found = [answers[: len(ids[row])] for row, answers in zip(part, found, strict=True)]
-            if not all(np.isfinite(each).all() for each in (found if self.told["over_tokens"] else [found])):
-                raise Refused("the model answers NaN or infinity here; take another runtime")
-            for row, answers in zip(part, found, strict=True):
-                made[row] = answers
+        order = np.argsort(-coded.lengths, kind="stable")
+        lengths, under_way = coded.lengths[order], deque[tuple[Any, Launched]]()
+        sorted_answers = list[npt.NDArray[Any]]()
+
+        def take(most: int) -> None:
+            while len(under_way) > most:
+                part, launched = under_way.popleft()
+                found = launched.read()
+                if not np.isfinite(found).all():
+                    raise Refused("the model answers NaN or infinity here; take another runtime")
+                ends = part.cumsum()[:-1]
+                sorted_answers.extend(np.split(found, ends) if self.told["over_tokens"] else found)
+
+        for first, last in pairwise(self._split(lengths)):
+            padded = coded.pick(order[first:last]).pad()
+            under_way.append((lengths[first:last], launch(self.infer, self.told, *padded)))
+            take(1)  # the host prepares one while the device computes another
+        take(0)
+        made: list[Any] = [None] * len(order)
+        for place, answers in zip(order.tolist(), sorted_answers, strict=True):
+            made[place] = answers
         return made
+
+    def _split(self, lengths: npt.NDArray[Any]) -> list[int]:
+        """Return where batches begin, and the end: by tokens where rows are not padded."""
+        if self.packs:
+            batch = (lengths.cumsum() - lengths) // PACKED_TOKENS
+            return [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(lengths)]
+        return [*range(0, len(lengths), self.batch), len(lengths)]
 
     def main(self) -> None:
         """Answer the texts of the command line, or else the lines of standard input; a line of JSON each."""

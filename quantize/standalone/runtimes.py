@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,55 @@ Infer = Callable[[Arrays], npt.NDArray[Any]]  # the answers [rows, width], or [r
 Told = Mapping[str, Any]  # model.json
 CPU = Path("/proc/cpuinfo")
 STEP = 16  # tokens: lengths that TensorRT meets are padded to multiples of it
+
+
+class Launched(Protocol):
+    """A batch under way."""
+
+    def query(self) -> bool:
+        """Return whether it is done."""
+
+    def read(self) -> npt.NDArray[Any]:
+        """Wait, and return the answers [rows, width], or [tokens, width] of all rows in a line."""
+
+
+class Done(NamedTuple):
+    """A batch that is answered."""
+
+    answers: npt.NDArray[Any]
+
+    def query(self) -> bool:
+        return True
+
+    def read(self) -> npt.NDArray[Any]:
+        return self.answers
+
+
+class Flight(NamedTuple):
+    """A batch that the device computes, while the host does something else."""
+
+    batch: Any
+    outputs: Sequence[str]
+
+    def query(self) -> bool:
+        return bool(self.batch.query())
+
+    def read(self) -> npt.NDArray[Any]:
+        made = self.batch.read()
+        return join([made[name] for name in self.outputs]).astype(np.float32, copy=False)
+
+
+def launch(infer: Any, told: Told, ids: Any, types: Any, mask: npt.NDArray[np.bool_]) -> Launched:
+    """Start rows [B, L]: an engine that needs no padding gets their tokens in a line, and computes on."""
+    if packed := getattr(infer, "launch", None):
+        return packed(ids[mask], types[mask].astype(np.int32), mask.sum(1))  # type: ignore[no-any-return]
+    tokens = {
+        "input_ids": np.where(mask, ids, told["pad_id"]),
+        "attention_mask": mask,
+        "token_type_ids": np.where(mask, types, 0),
+    }
+    made = infer({name: tokens[name].astype(np.int64) for name in told["inputs"]})
+    return Done(made[:, : mask.shape[1]][mask] if told["over_tokens"] else made)
 
 
 def open_runtime(name: str, folder: Path, told: Told) -> Infer:
@@ -71,11 +120,17 @@ def open_cuda(folder: Path, told: Told) -> Infer:
     file = refuse(reader.parse_engine, data, "cuda.engine", told["cuda"])
     model = refuse(kernels.load_engine, file, kernels.CudaEngine, folder / "cuda.engine.tiles.json")
 
-    def infer(tokens: Arrays) -> npt.NDArray[Any]:
-        made = refuse(model.run, tokens)
-        return join([made[name] for name in told["outputs"]])
+    outputs = [*told["outputs"]]
 
-    return infer
+    class Kernels:
+        def __call__(self, tokens: Arrays) -> npt.NDArray[Any]:
+            made = refuse(model.run, tokens)
+            return join([made[name] for name in outputs])
+
+        def launch(self, *rows: Any) -> Flight:
+            return Flight(refuse(model.launch, *rows), outputs)
+
+    return Kernels()
 
 
 def open_tensorrt(module: str, folder: Path, told: Told) -> Infer:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import psutil
@@ -16,6 +16,7 @@ from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile, fit_batch
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.engine.runtime.engine import Arrays, BoundRun, Engine
 from qdqbench.quantize.engine.sidecar import check_sidecar, note_sidecar, read_sidecar
+from qdqbench.quantize.standalone.runtimes import Flight
 from qdqbench.quantize.standalone.texts import pad_batch
 from qdqbench.quantize.tasks.types.kind import LOGITS, join_outputs
 from qdqbench.quantize.utils.arrays import Array, Float32, Int64
@@ -110,20 +111,6 @@ class CompiledEngine(AbstractContextManager["CompiledEngine"]):
         pass
 
 
-@dataclass(frozen=True)
-class Flight:
-    """A batch that the device computes, while the host does something else."""
-
-    batch: Any
-    outputs: Sequence[str]
-
-    def query(self) -> bool:
-        return bool(self.batch.query())
-
-    def read(self) -> Float32:
-        return np.asarray(join_outputs(self.batch.read(), self.outputs), dtype=np.float32)
-
-
 class EngineRunner(AbstractContextManager["EngineRunner"]):
     """Callable on one batch: int64 [B, L] arrays to float32 answers [B, width] or [B, L or more, width]."""
 
@@ -139,7 +126,7 @@ class EngineRunner(AbstractContextManager["EngineRunner"]):
             has = ", ".join(engine.outputs)
             raise UserError(f"{engine.name} has no output {', '.join(lost)} but {has}")
 
-    def _launch(self, ids: Int64, types: Int64, lengths: Int64) -> "Flight":
+    def _launch(self, ids: Int64, types: Int64, lengths: Int64) -> Flight:
         """Start rows whose tokens stand in a line; answers are those of rows, or of all tokens in a line."""
         assert isinstance(self.engine, CompiledEngine)
         assert self.engine.launch is not None

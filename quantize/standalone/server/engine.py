@@ -3,14 +3,14 @@
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
-from ..runtimes import Infer
+from ..runtimes import Infer, Launched, launch
 from .metrics import Counts
 from .slots import RECORD, Array, Board, Slots, read_records, send, split_records
 
@@ -21,40 +21,8 @@ LEAST_ROWS, SHORTER = 4, 0.85  # a batch of so many ends where a row is so much 
 WARM_S = 3.0  # that further shapes are prepared for
 
 
-class Launched(Protocol):
-    """A batch under way."""
-
-    def query(self) -> bool:
-        """Return whether it is done."""
-
-    def read(self) -> Array:
-        """Wait, and return the answers [rows, width], or [tokens, width] of all rows in a line."""
-
-
-class Done(NamedTuple):
-    """A batch that is answered."""
-
-    answers: Array
-
-    def query(self) -> bool:
-        return True
-
-    def read(self) -> Array:
-        return self.answers
-
-
 class Refusing(RuntimeError):
     """A model that cannot be served with these settings; its text is one sentence."""
-
-
-def run_rows(infer: Infer, told: Mapping[str, Any], ids: Array, types: Array, mask: Array) -> Array:
-    """Return the answers of padded rows [B, L]: [B, width], or [B, L, width] over tokens."""
-    tokens = {
-        "input_ids": np.where(mask, ids, told["pad_id"]),
-        "attention_mask": mask,
-        "token_type_ids": np.where(mask, types, 0),
-    }
-    return infer({name: tokens[name].astype(np.int64) for name in told["inputs"]})
 
 
 def split_lengths(lengths: Sequence[int], most: int) -> list[int]:
@@ -76,7 +44,7 @@ def warm_up(infer: Infer, told: Mapping[str, Any], timeout_s: float) -> tuple[in
         most_s = timeout_s if rows == 1 else timeout_s / 2
         for _ in range(2):  # what is slow once may only be new
             start = time.monotonic()
-            made = run_rows(infer, told, ids, ids, ids == 0)
+            made = launch(infer, told, ids, ids, ids == 0).read()
             if (seconds := time.monotonic() - start) <= most_s:
                 break
         else:
@@ -88,7 +56,7 @@ def warm_up(infer: Infer, told: Mapping[str, Any], timeout_s: float) -> tuple[in
         if rows == told["batch"]:
             break
         rows = min(2 * rows, told["batch"])
-    return fits, slowest, int(np.prod(made.shape[1:]))
+    return fits, slowest, made.shape[1] * (length if told["over_tokens"] else 1)
 
 
 def warm_up_packed(infer: Any, told: Mapping[str, Any], tokens: int) -> tuple[int, float, int]:
@@ -126,7 +94,7 @@ class Worker:
         self.infer, self.told, self.model, self.number = infer, told, model, number
         self.rows, self.tokens, self.slots, self.board, self.counts = rows, tokens, slots, board, counts
         self.pipe, self.fronts = waiting, fronts
-        self.launch: Callable[..., Launched] | None = getattr(infer, "launch", None)
+        self.packed = bool(getattr(infer, "launch", None))
         self.waiting = np.empty(0, RECORD)
         self.sorted = deque[Array]()  # batches of one window
         self.flying = deque[tuple[Array, Launched, float]]()
@@ -156,7 +124,7 @@ class Worker:
         records: Array = self.waiting
         records = records[self.slots.epochs[records["slot"]] == records["epoch"]]
         lengths = self.slots.lengths[records["slot"]]
-        if self.launch is not None:
+        if self.packed:
             count = max(1, int(np.searchsorted(lengths.cumsum(), self.tokens, "right")))
             self.waiting = records[count:]
             return records[:count]
@@ -175,19 +143,15 @@ class Worker:
         self.board.busy[self.number] = self.board.busy[self.number] or now
         slots, lengths = records["slot"], self.slots.lengths[records["slot"]]
         longest = int(lengths.max())
-        if self.launch is None:
+        if not self.packed:
             longest = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self.slots.shape.length)
         mask = np.arange(longest) < lengths[:, None]
         ids, types = self.slots.ids[slots, :longest], self.slots.types[slots, :longest]
-        if self.launch is None:
-            launched: Launched = Done(run_rows(self.infer, self.told, ids, types, mask))
-        else:
-            launched = self.launch(ids[mask], types[mask].astype(np.int32), lengths)
-        for waited in (now - self.slots.since[slots]).tolist():
-            self.counts.observe("qdqbench_queue_seconds", self.model, waited)
+        launched = launch(self.infer, self.told, ids, types, mask)
+        self.counts.observe("qdqbench_queue_seconds", self.model, *(now - self.slots.since[slots]).tolist())
         self.counts.observe("qdqbench_batch_rows", self.model, len(records))
         self.counts.add("qdqbench_text_tokens_total", self.model, int(lengths.sum()))
-        padding = 0 if self.launch else mask.size - int(lengths.sum())
+        padding = 0 if self.packed else mask.size - int(lengths.sum())
         self.counts.add("qdqbench_padding_tokens_total", self.model, padding)
         self.flying.append((records, launched, now))
 
@@ -195,13 +159,12 @@ class Worker:
         """Write the answers of the oldest batch and tell the fronts."""
         records, launched, begun = self.flying.popleft()
         made, slots = launched.read(), records["slot"]
-        if self.told["over_tokens"] and self.launch is not None:
+        if self.told["over_tokens"]:
             ends = self.slots.lengths[slots].cumsum()
             for slot, part in zip(slots, np.split(made, ends[:-1]), strict=True):
                 self.slots.answers[slot, : part.size] = part.ravel()
         else:
-            made = made.reshape(len(slots), -1)[:, : self.slots.shape.width]
-            self.slots.answers[slots, : made.shape[1]] = made
+            self.slots.answers[slots] = made
         fronts = self.slots.front_of(slots)
         for front in np.unique(fronts).tolist():
             for data in split_records(records[fronts == front]):

@@ -16,14 +16,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from ..answers import ANSWERS, Row
-from ..texts import Encoder, Refused
-from .fast import FastTokenizer
+from ..fast import FastTokenizer
+from ..texts import Coded, Encoder, Refused
 from .interfaces import Interfaces, Refusal, Samples
 from .metrics import Counts
 from .settings import ENGINE, FP32, Served, Settings
@@ -45,23 +45,6 @@ def log(text: str) -> None:
             os.write(2, line)
     except (OSError, ValueError):
         pass
-
-
-class Coded(NamedTuple):
-    numbers: Array  # of the sample that each row is of, ascending
-    rows: Sequence[Any]  # as `tokenizers` gives them; None from a faster one
-    lengths: Array
-    cut: Sequence[bool]
-    ids: Array  # of all rows in a line
-    types: Array
-
-    def pick(self, order: Array) -> "Coded":
-        """Return some rows, in this order."""
-        lengths, places = self.lengths[order], order.tolist()
-        starts = np.repeat((self.lengths.cumsum() - self.lengths)[order], lengths)
-        at = starts + np.arange(len(starts)) - np.repeat(lengths.cumsum() - lengths, lengths)
-        rows, cut = ([part[place] for place in places] for part in (self.rows, self.cut))
-        return Coded(self.numbers[order], rows, lengths, cut, self.ids[at], self.types[at])
 
 
 @dataclass(slots=True, eq=False)
@@ -99,9 +82,9 @@ class Front:
     ) -> None:
         self.served, self.settings, self.place, self.models = served, settings, place, models
         self.slots, self.board, self.counts = slots, board, counts
-        self.pipe, self.engines, self.fast, self._leave = answers, engines, fast, leave
+        self.pipe, self.engines, self._leave = answers, engines, leave
         self.interfaces = Interfaces(served, settings)
-        self.encoder, self._slow_encoder = (self._make_encoder() for _ in range(2))
+        self.encoder, self._slow_encoder = (self._make_encoder(each) for each in (fast, None))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         shape = slots.shape
         firsts = [shape.first(place, number) for number in range(len(models))]
@@ -122,10 +105,10 @@ class Front:
         self._sweep()
         self.counts.set("qdqbench_workers", "front", 1)
 
-    def _make_encoder(self) -> Encoder:
+    def _make_encoder(self, fast: FastTokenizer | None) -> Encoder:
         told = self.served.told
         options = {name: told[name] for name in ("words", "stride", "truncation", "side")}
-        return Encoder(Tokenizer.from_str(self.served.tokenizer), told["max_length"], **options)
+        return Encoder(Tokenizer.from_str(self.served.tokenizer), told["max_length"], **options, fast=fast)
 
     # Admission
 
@@ -240,47 +223,13 @@ class Front:
     def encode(self, samples: Sequence[Any], encoder: Encoder | None = None) -> Coded:
         """Return the rows of samples; raises a Refusal where a context would take too many."""
         encoder = encoder or self.encoder
-        if self.fast is not None:
-            plain = self.fast.find(samples)
-            if plain.any():
-                return self._encode_fast(samples, plain, encoder)
         if encoder.stride:
             encoder.require_few_windows(samples)
             count = sum(encoder.count_windows(samples))
             if count > (most := self.settings.queue):
                 why = f"the texts make {count} rows, more than the {most} of the queue; send fewer or shorter"
                 raise Refusal(413, why)
-        numbers, rows = zip(*encoder.encode(samples), strict=True)
-        ids, types = [row.ids for row in rows], [row.type_ids for row in rows]
-        lengths = np.fromiter(map(len, ids), np.int32, len(ids))
-        total, flat = int(lengths.sum()), chain.from_iterable
-        tokens = np.fromiter(flat(ids), np.int32, total), np.fromiter(flat(types), np.int8, total)
-        return Coded(np.array(numbers), rows, lengths, [bool(row.overflowing) for row in rows], *tokens)
-
-    def _encode_fast(self, samples: Sequence[Any], plain: Array, encoder: Encoder) -> Coded:
-        """Encode plain texts by the faster tokenizer, and the others as always."""
-        assert self.fast is not None
-        places = np.flatnonzero(plain)
-        ids, lengths, cut = self.fast.encode([samples[place] for place in places.tolist()])
-        made = Coded(places, [None] * len(places), lengths, cut, ids, np.zeros(len(ids), np.int8))
-        if plain.all():
-            return made
-        others = np.flatnonzero(~plain)
-        coded = [
-            (row.ids, bool(row.overflowing))
-            for _, row in encoder.encode([samples[n] for n in others.tolist()])
-        ]
-        more = np.array([len(ids) for ids, _ in coded], np.int32)
-        rest = np.array([token for ids, _ in coded for token in ids], np.int32)
-        whole = Coded(
-            np.concatenate([places, others]),
-            [None] * len(samples),
-            np.concatenate([lengths, more]),
-            [*cut, *(each for _, each in coded)],
-            np.concatenate([ids, rest]),
-            np.zeros(len(ids) + len(rest), np.int8),
-        )
-        return whole.pick(np.argsort(whole.numbers))
+        return encoder.code(samples)
 
     def _submit(self, batch: Sequence[Asked], coded: Coded) -> None:
         """Write the rows of requests into slots, and tell the engines."""
@@ -319,12 +268,9 @@ class Front:
         return True
 
     def _write(self, taken: Array, coded: Coded) -> None:
-        slots, longest = self.slots, int(coded.lengths.max())
-        mask = np.arange(longest) < coded.lengths[:, None]
-        for target, flat in ((slots.ids, coded.ids), (slots.types, coded.types)):
-            block = np.zeros(mask.shape, target.dtype)
-            block[mask] = flat
-            target[taken, :longest] = block
+        slots, (ids, types, _) = self.slots, coded.pad()
+        longest = ids.shape[1]
+        slots.ids[taken, :longest], slots.types[taken, :longest] = ids, types
         slots.lengths[taken] = coded.lengths
         self._announce(taken)
 

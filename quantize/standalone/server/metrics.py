@@ -96,7 +96,8 @@ class Counts:
     def set(self, name: str, value: str, number: float) -> None:
         self._row[self._places[name, value]] = number
 
-    def observe(self, name: str, value: str, number: float) -> None:
-        at, buckets = self._places[name, value], self._buckets[name]
-        self._row[at + bisect_left(buckets, number)] += 1
-        self._row[at + len(buckets) + 1] += number
+    def observe(self, name: str, value: str, *numbers: float) -> None:
+        at, buckets, row = self._places[name, value], self._buckets[name], self._row
+        for number in numbers:
+            row[at + bisect_left(buckets, number)] += 1
+        row[at + len(buckets) + 1] += sum(numbers)

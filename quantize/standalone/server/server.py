@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from ..fast import FastTokenizer, open_fast
 from ..runtimes import open_runtime, read
 from .engine import Refusing, Worker, warm_up, warm_up_packed
-from .fast import FastTokenizer, open_fast
 from .front import Front, log
 from .http import BACKLOG, Site, make_metrics
 from .http import Connection as Client

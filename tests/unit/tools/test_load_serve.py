@@ -10,11 +10,11 @@ def part(**more):
 
 
 def test_what_does_not_hold_is_found():
-    found = {name: part() for name in ("poisson_70", "killed")}
+    found = {name: part() for name in ("poisson_70", "poisson_70_of_32", "killed")}
     found["overload_300"] = part(statuses={"200": 9, "503": 9})
     found |= {"bad_input": {"asked": [400], "got": [400]}, "stopped": {"status": 0, "wrong": 0}}
     assert verdict(found) == []
-    found["overload_300"] |= {"lost": 2}
+    found["killed"] |= {"lost": 2}
     found["killed"]["statuses"] |= {"500": 1}
     found["killed"]["asked_again"] = 1  # a front was killed
     found["stopped"]["status"] = 1

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from qdqbench.quantize.deployment.serve import _read_pages
+from qdqbench.quantize.standalone.fast import FastTokenizer, open_fast
 from qdqbench.quantize.standalone.server import engine, http
-from qdqbench.quantize.standalone.server.fast import FastTokenizer, open_fast
 from qdqbench.quantize.standalone.server.http import Site
 from qdqbench.quantize.standalone.server.server import Failed, require_short_words
 from qdqbench.quantize.standalone.server.settings import Settings
 from qdqbench.quantize.standalone.server.slots import ENGINE_GONE, RECORD, send
+from qdqbench.quantize.standalone.texts import Coded
 
 from ....support.fake_served import Engine, digits, fake_served, tiny_served
 from ....support.http_client import finished
@@ -253,7 +254,10 @@ class Doubled(FastTokenizer):
     def encode(self, texts):
         rows = [row.ids for row in self.tokenizer.encode_batch(texts)]
         ids = np.array([2 if token == 1 else token for row in rows for token in row], np.int32)
-        return ids, np.array([*map(len, rows)], np.int32), [False] * len(rows)
+        lengths, none = np.array([*map(len, rows)], np.int32), [None] * len(rows)
+        return Coded(
+            np.arange(len(rows)), none, lengths, [False] * len(rows), ids, np.zeros(len(ids), np.int8)
+        )
 
 
 def test_a_faster_tokenizer_gets_printable_ascii_alone():
@@ -272,7 +276,7 @@ def test_tokie_gives_the_tokens_of_tokenizers():
     texts = ["a good film", "it is awful " * 40, "[SEP] a", ""]
     fast = open_fast(served.told, served.tokenizer, texts)
     assert fast is not None
-    ids, lengths, cut = fast.encode(texts)
+    _, _, lengths, cut, ids, _ = fast.encode(texts)
     known = Tokenizer.from_str(served.tokenizer)
     known.no_padding()
     known.enable_truncation(64)

@@ -6,9 +6,10 @@ from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from .slots import Array
+from .texts import Coded, Encoder
 
 
 class FastTokenizer:
@@ -23,7 +24,7 @@ class FastTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(max_length=max_length + 1)  # one more tells that text was cut
 
-    def find(self, samples: Sequence[Any]) -> Array:
+    def find(self, samples: Sequence[Any]) -> npt.NDArray[np.bool_]:
         """Return which samples are texts of printable ASCII."""
         if type(samples[0]) is not str:
             return np.zeros(len(samples), bool)
@@ -32,13 +33,14 @@ class FastTokenizer:
             return np.ones(len(samples), bool)
         return np.array([text.isascii() and text.isprintable() for text in samples])
 
-    def encode(self, texts: Sequence[str]) -> tuple[Array, Array, Sequence[bool]]:
-        """Return the ids of all texts in a line, their lengths, and whether each was cut."""
+    def encode(self, texts: Sequence[str]) -> Coded:
+        """Return the rows of texts of printable ASCII."""
         ids, lengths = self._tokenizer.encode_batch_flat(texts)
         cut = lengths > self.max_length
         if cut.any():  # the last but one goes, the special token behind it stays
             ids, lengths = np.delete(ids, lengths.cumsum()[cut] - 2), lengths - cut
-        return ids, lengths.astype(np.int32), cut.tolist()
+        numbers, types = np.arange(len(texts)), np.zeros(len(ids), np.int8)
+        return Coded(numbers, [None] * len(texts), lengths.astype(np.int32), cut.tolist(), ids, types)
 
 
 def open_fast(told: Any, tokenizer: str, texts: Sequence[str]) -> FastTokenizer | None:
@@ -52,14 +54,10 @@ def open_fast(told: Any, tokenizer: str, texts: Sequence[str]) -> FastTokenizer 
         fast = FastTokenizer(tokenizer, told["max_length"])
     except Exception:  # not installed, or of a kind that it does not know
         return None
-    known = Tokenizer.from_str(tokenizer)
-    known.no_padding()
-    known.enable_truncation(told["max_length"])
     texts = [*texts, " ".join(texts)[:20_000]]
     asked = [text for text, plain in zip(texts, fast.find(texts), strict=True) if plain]
-    rows = known.encode_batch(asked)
-    ids, lengths, cut = fast.encode(asked)
-    if ids.tolist() != [token for row in rows for token in row.ids] or lengths.tolist() != [*map(len, rows)]:
+    if not asked:
         return None
-    same_cut = cut == [bool(row.overflowing) for row in rows]
-    return fast if asked and same_cut and not any(sum(row.type_ids) for row in rows) else None
+    known = Encoder(Tokenizer.from_str(tokenizer), told["max_length"]).code(asked)
+    pairs = zip(known._replace(rows=[]), fast.encode(asked)._replace(rows=[]), strict=True)
+    return fast if all(np.array_equal(*pair) for pair in pairs) else None

@@ -1,0 +1,58 @@
+"""Rows in batches: padded or packed, each answer is that of its own text."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from qdqbench.quantize.standalone import model
+from qdqbench.quantize.standalone.model import Model
+from qdqbench.quantize.standalone.texts import Refused
+
+from ...support.fake_served import Engine, Packing, digits, fake_told
+from .server.test_app import Doubled
+
+
+@pytest.mark.parametrize("engine", [Engine, Packing])
+@given(texts=st.lists(st.integers(0, 10**6), min_size=1, max_size=40), tokens=st.integers(1, 40))
+def test_each_text_gets_its_own_answer(engine, texts, tokens):
+    opened = Model(fake_told(batch=3), Tokenizer.from_str(digits()), engine())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(model, "PACKED_TOKENS", tokens)
+        assert [each["score"] for each in opened.predict([*map(str, texts)])] == texts
+    assert opened.predict([]) == []
+    with pytest.raises(Refused, match="NaN"):
+        opened.predict(["1", "nan"])
+
+
+class Tokens(Packing):
+    """One that answers each token with its id and its place."""
+
+    def launch(self, ids, types, lengths):
+        class Launched:
+            def read(self):
+                places = np.concatenate([np.arange(length) for length in lengths])
+                return np.stack([ids, places], axis=1).astype(np.float32)
+
+        return Launched()
+
+    def __call__(self, batch):
+        ids = np.pad(batch["input_ids"], ((0, 0), (0, 3)))  # as an engine pads to a profile
+        return np.stack([ids, ids * 0 + np.arange(ids.shape[1])], axis=2).astype(np.float32)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_tokens_get_their_own_answers(packed):
+    told = fake_told(kind="token classification", over_tokens=True, words=True, batch=2)
+    engine = Tokens()
+    opened = Model(told, Tokenizer.from_str(digits()), engine if packed else engine.__call__)
+    coded = opened.encoder.code([["12", "3"], ["4"], ["5", "6", "789"]])
+    for ids, answers in zip(np.split(coded.ids, coded.lengths.cumsum()[:-1]), opened.run(coded), strict=True):
+        assert answers.tolist() == [[token, place] for place, token in enumerate(ids.tolist())]
+
+
+def test_rows_of_both_tokenizers_keep_their_order():
+    opened = Model(fake_told(), Tokenizer.from_str(digits()), Engine(), fast=Doubled())
+    scores = [each["score"] for each in opened.predict(["1", "1\u00e9", "31", "\u00e914", "5"])]
+    assert scores == [2, 1, 32, 14, 5]
