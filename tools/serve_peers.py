@@ -1,15 +1,17 @@
 """Peers of `serve`, asked by tools/load_serve.py as our server is.
 
-    python -m tools.serve_peers RUN unpadded QUEUE FRONTS     our fronts, before an unpadded FP16 encoder
-    python -m tools.serve_peers RUN litserve QUEUE FRONTS     `litserve`, before the engine of the run
-    python -m tools.serve_peers RUN transformers TEXTS        transformers in this process, FP16 on a GPU
+python -m tools.serve_peers RUN unpadded QUEUE FRONTS     our fronts, before an unpadded FP16 encoder
+python -m tools.serve_peers RUN litserve QUEUE FRONTS     `litserve`, before the engine of the run
+python -m tools.serve_peers RUN transformers TEXTS        transformers in this process, FP16 on a GPU
 """
 
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from urllib.request import urlopen
 
 import numpy as np
 
@@ -104,10 +106,22 @@ def serve_lit(run, queue, fronts):
             return {"answers": output}
 
     api = Api(max_batch_size=BATCH, batch_timeout=0.001, api_path="/v1/predict")
-    print("http://127.0.0.1:8765", flush=True)
+    threading.Thread(target=announce, daemon=True).start()
     litserve.LitServer(api, accelerator="cpu", timeout=60).run(
         host="127.0.0.1", port=8765, num_api_servers=fronts, log_level="error", generate_client_file=False
     )
+
+
+def announce():
+    """Print the address as soon as it answers."""
+    while True:
+        try:
+            urlopen("http://127.0.0.1:8765/health").read()
+        except OSError:
+            time.sleep(0.1)
+        else:
+            print("http://127.0.0.1:8765", flush=True)
+            return
 
 
 def time_transformers(run, texts):
