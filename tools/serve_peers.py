@@ -10,6 +10,8 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -21,6 +23,7 @@ from qdqbench.quantize.deployment.serve import ServeOptions, open_served
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.standalone.server.server import serve
 
+litserve = import_module("litserve") if find_spec("litserve") else None
 SIZES = (2048, 4096, 8192, 16_384)  # tokens of a launch, each compiled by torch.compile
 BATCH = 64  # texts that `litserve` and transformers take at once
 
@@ -82,34 +85,37 @@ def serve_unpadded(run, queue, fronts):
     serve(served, options.settings(), lambda url, _: print(url, flush=True))
 
 
+class Api(litserve.LitAPI if litserve else object):
+    """Texts to answers by the engine of a run."""
+
+    run = None
+
+    def setup(self, device):
+        self.model = Answering.of(Path(self.run)).open_model()
+
+    def decode_request(self, request):
+        return request["texts"]
+
+    def batch(self, inputs):
+        return inputs
+
+    def predict(self, requests):
+        answers = iter(self.model.predict([text for texts in requests for text in texts]))
+        return [[next(answers) for _ in texts] for texts in requests]
+
+    def unbatch(self, output):
+        return output
+
+    def encode_response(self, output):
+        return {"answers": output}
+
+
 def serve_lit(run, queue, fronts):
-    import litserve
-
-    class Api(litserve.LitAPI):
-        def setup(self, device):
-            self.model = Answering.of(run).open_model()
-
-        def decode_request(self, request):
-            return request["texts"]
-
-        def batch(self, inputs):
-            return inputs
-
-        def predict(self, requests):
-            answers = iter(self.model.predict([text for texts in requests for text in texts]))
-            return [[next(answers) for _ in texts] for texts in requests]
-
-        def unbatch(self, output):
-            return output
-
-        def encode_response(self, output):
-            return {"answers": output}
-
     api = Api(max_batch_size=BATCH, batch_timeout=0.001, api_path="/v1/predict")
+    api.run = str(run)
+    server = litserve.LitServer(api, accelerator="cpu", timeout=60)
     threading.Thread(target=announce, daemon=True).start()
-    litserve.LitServer(api, accelerator="cpu", timeout=60).run(
-        host="127.0.0.1", port=8765, num_api_servers=fronts, log_level="error", generate_client_file=False
-    )
+    server.run("127.0.0.1", 8765, fronts, log_level="error", generate_client_file=False)
 
 
 def announce():
