@@ -46,8 +46,8 @@ DEPLOYED = [  # of a run for TensorRT-RTX
         *("onnx/model_quantized.onnx", "openvino/openvino_model.bin", "openvino/openvino_model.xml"),
         *("recipe.yaml", "requirements.txt", "run_onnxruntime.py", "run_openvino.py", "run_tensorrt.py"),
         *("run_tensorrt_rtx.py", "sentence_bert_config.json", "serve.py"),
-        *(f"standalone/{name}.py" for name in ("__init__", "answers", "model", "runtimes")),
-        *(f"standalone/server/{name}.py" for name in ("__init__", "engine", "fast", "front", "http")),
+        *(f"standalone/{name}.py" for name in ("__init__", "answers", "fast", "model", "runtimes")),
+        *(f"standalone/server/{name}.py" for name in ("__init__", "engine", "front", "http")),
         *(
             f"standalone/server/{name}.py"
             for name in ("interfaces", "metrics", "server", "settings", "slots")
