@@ -316,7 +316,7 @@ def _holds(answers: Any, drawn: Callable[[Any, Any], Any], max_drop: float, seed
     parts = got[times[0], rows], reference[times[1], rows], fp32[0, rows]
     found = checks.check_answers(
         get_task("sst2"), *parts, gold[rows], samples=np.arange(len(rows)),
-        cost=checks.QuantizationCost.of(parts[1], parts[2]), max_drop=max_drop, seed=seed,
+        cost=checks.QuantizationCost.of(parts[1], parts[2], len(rows)), max_drop=max_drop, seed=seed,
     )  # fmt: skip
     return found.holds
 

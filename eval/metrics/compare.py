@@ -6,7 +6,7 @@ import numpy as np
 
 from qdqbench.eval.metrics.results import COSINE_EDGES, Agreement, Comparison
 from qdqbench.quantize.tasks import metrics
-from qdqbench.quantize.tasks.metrics import NOISE, Gold
+from qdqbench.quantize.tasks.metrics import NOISE, RULE_OF_THREE, Gold
 from qdqbench.quantize.tasks.task import EMBED, Task
 from qdqbench.quantize.tasks.types.embedding import NEIGHBORS
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats
@@ -61,6 +61,9 @@ def compare(
     systems = [metrics.predict(task, each, gold) for each in both]
     found = metrics.bootstrap(task, gold, systems, seed=seed, resamples=metrics.RESAMPLES)
     errors = {name: float(np.std(values[1] - values[0], ddof=1)) for name, values in found.items()}
+    for name, error in errors.items():
+        if delta[name] and not error:  # all changed alike, as one sample does: no resample tells of others
+            errors[name] = RULE_OF_THREE**0.5 / len(gold)
     right = [hits for each in systems if (hits := kind.right(kind.table(each, gold))) is not None]
     primary = task.metrics[0]
     reference = reference_answers.astype(np.float64)

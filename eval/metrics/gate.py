@@ -5,9 +5,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from qdqbench.eval.metrics.results import Comparison, GateIssue, Speedup, SpeedVerdict
-from qdqbench.quantize.tasks.metrics import NOISE
+from qdqbench.quantize.tasks.metrics import NOISE, RULE_OF_THREE
 
-RULE_OF_THREE = 3  # samples that may differ where none did (Hanley and Lippman-Hand 1983), at 95 %
 LEAST_SAMPLES = 10  # a correlation of two is 1 or -1 and has no standard error
 SPEED_RANKS: tuple[SpeedVerdict, ...] = ("slower", "inconclusive", "as fast", "faster")  # worst first
 MOST_SAMPLES = 10**9  # that are asked for: a drop at `max_drop` itself takes any number
@@ -30,7 +29,7 @@ def samples_to_tell(drop: float, stderr: float, max_drop: float, n: int, *, coun
 
     They do where two standard errors are at most `max_drop`, and the drop is not between that and noise.
     A standard error shrinks with the root of n. Where samples are counted right or wrong and none of n
-    differed, as many as three in n may (Hanley and Lippman-Hand 1983): it is at least the root of 3 over n.
+    differed, as many as three in n may: it is at least the root of 3 over n.
     """
     room = drop - max_drop if max_drop < drop <= limit(stderr, max_drop) else max_drop
     if room <= 0:  # no drop is allowed, so that noise judges alone

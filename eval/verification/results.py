@@ -73,15 +73,15 @@ class PaddingCheck(Strict):
     )
     mean_limit: float = field(
         "Limit of the mean: three times a sum. Its first part is the mean logit difference of fake-quant and "
-        "FP32, at least 1% of the logits' root mean square. Its second part is three standard errors of such "
-        "a mean over `n` samples."
+        "FP32, more the fewer samples tell it; at least 1% of the logits' root mean square. Its second part "
+        "is three standard errors of such a mean over `n` samples."
     )
     max_abs_logit_diff: float | None = field(
         "Largest spread of a logit over the settings; null without a finite sample."
     )
     max_limit: float = field(
-        "Limit of the largest: twice the largest logit difference of fake-quant and FP32, at least 10% of "
-        "the logits' root mean square."
+        "Limit of the largest: twice the largest logit difference of fake-quant and FP32, and more the fewer "
+        "samples tell it; at least 10% of the logits' root mean square."
     )
 
     @property
@@ -97,15 +97,16 @@ class PredictionsCheck(Strict):
     nonfinite: int = field("Samples with a NaN or infinite logit; where there are any, the rest is null.")
     metric: str = field("Primary metric of the task.")
     drop: float | None = field(
-        "Metric of the reference minus that of the engine; null with `nonfinite` samples."
+        "Metric of the reference minus that of the engine; null with `nonfinite` samples, with fewer than "
+        "ten, and with labels that have no score."
     )
     drop_limit: float | None = field(
-        "Limit of `drop`: the gate's `max_drop` plus two paired standard errors; null with `drop`."
+        "Limit of `drop`: the gate's `max_drop`, and what chance adds in one of 1,000 checks; null with it."
     )
     disagreements: int | None = field("Samples whose predicted class differs; null for regression.")
     disagreement_limit: float | None = field(
-        "Limit of `disagreements` in samples: those that quantization itself changes plus `max_drop` of "
-        "all, plus two standard errors; null with them."
+        "Limit of `disagreements` in samples: those that quantization itself changes, `max_drop` of "
+        "all, and what chance adds to both in one of 1,000 checks; null with them."
     )
     mean_abs_logit_diff: float | None = field(
         "Mean absolute logit difference from the reference; null with `nonfinite` samples."
@@ -114,8 +115,8 @@ class PredictionsCheck(Strict):
         "Mean absolute logit difference of the reference from FP32, over all samples drawn."
     )
     mean_limit: float = field(
-        "Limit of `mean_abs_logit_diff`: twice the mean logit difference of fake-quant and FP32, at least "
-        "2% of the logits' root mean square."
+        "Limit of `mean_abs_logit_diff`: twice the mean logit difference of fake-quant and FP32, and more "
+        "the fewer samples tell it; at least 2% of the logits' root mean square."
     )
     ks_statistic: float | None = field(
         "Two-sample Kolmogorov-Smirnov statistic of the logits of the label with the smallest p; else null."
@@ -125,9 +126,8 @@ class PredictionsCheck(Strict):
 
     @property
     def holds(self) -> bool:
-        pairs = [(self.drop, self.drop_limit), (self.mean_abs_logit_diff, self.mean_limit)]
-        if self.disagreements is not None:
-            pairs.append((self.disagreements, self.disagreement_limit))
+        told = ((self.drop, self.drop_limit), (self.disagreements, self.disagreement_limit))
+        pairs = [(self.mean_abs_logit_diff, self.mean_limit), *(each for each in told if each[0] is not None)]
         return not self.nonfinite and _within(*pairs, (self.ks_p_limit, self.ks_p))
 
 

@@ -11,6 +11,7 @@ from qdqbench.quantize.utils.errors import CheckFailed
 
 Gold = Any  # what the kind of a task scores against, as its `TaskKind` says; its length is that in samples
 NOISE = 2  # standard errors up to which a difference is noise
+RULE_OF_THREE = 3  # samples that may differ where none did (Hanley and Lippman-Hand 1983), at 95 %
 RESAMPLES = 1000
 BLOCK = 1 << 20  # resampled counts held at a time (8 MiB)
 

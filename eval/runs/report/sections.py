@@ -284,10 +284,10 @@ def _answer_blocks(verification: Verification) -> list[doc.Block]:
         text += f" {answers.nonfinite} have NaN or infinite logits."
     else:
         differ = "" if answers.disagreements is None else f", {answers.disagreements} answers differ"
+        score = "" if answers.drop is None else f"{label(answers.metric)} {-answers.drop:+.4f}"
         text += (
-            f": {label(answers.metric)} "
-            f"{-(answers.drop or 0):+.4f} against {label(verification.reference)}{differ}, mean logit "
-            f"difference {number(answers.mean_abs_logit_diff)} (quantization itself costs "
+            f": {score or 'not enough to score'} against {label(verification.reference)}{differ}, "
+            f"mean logit difference {number(answers.mean_abs_logit_diff)} (quantization itself costs "
             f"{number(answers.quantization_mean_abs_logit_diff)}), Kolmogorov-Smirnov "
             f"{number(answers.ks_statistic)} (p {number(answers.ks_p)})."
         )

@@ -66,6 +66,18 @@ class Encoded:
         np.maximum.at(longest, self._sample_of_rows, self.lengths)
         return longest
 
+    @property
+    def distinct(self) -> Int64:
+        """The first of the samples that have the same tokens, ascending."""
+        texts: dict[int, bytes] = {}
+        for row, sample in enumerate(self._sample_of_rows.tolist()):
+            parts = self.input_ids[row], self.token_type_ids[row]
+            texts[sample] = texts.get(sample, b"") + b"".join(part.tobytes() + b"|" for part in parts)
+        first: dict[bytes, int] = {}
+        for sample, text in texts.items():
+            first.setdefault(text, sample)
+        return np.array([*first.values()], dtype=np.int64)
+
     @cached_property
     def answers(self) -> Int64:
         if self.positions is None:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qdqbench.eval.metrics.compare import compare, compare_with_divergence, divergence
+from qdqbench.eval.metrics.gate import judge
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.tasks.types.classification import REGRESSION
@@ -168,3 +169,11 @@ def test_the_error_of_an_sqnr_is_that_of_resampled_answers():
         powers = [np.square(each[rows]).sum() for each in (reference, answers - reference)]
         drawn.append(10 * np.log10(powers[0] / powers[1]))
     assert found.sqnr_db_stderr == pytest.approx(np.std(drawn), rel=0.15)
+
+
+@pytest.mark.parametrize(("n", "told"), [(1, False), (2, False), (3, False), (4, True)])
+def test_few_samples_that_are_all_lost_have_an_error(n, told):
+    """Their bootstrap has no spread: one flipped answer of one row was a drop of 100 % that failed a gate."""
+    found = compare(SST2, *case(n, n, 0), seed=0)
+    assert found.drop == 1
+    assert (judge(found.drop, found.drop_stderr, 0.01) == "failed") == told

@@ -169,7 +169,7 @@ def logits(n: int = 256, labels: int = 2, noise: float = 0.0, seed: int = 0) -> 
     return (base + noise * np.random.default_rng(seed).normal(size=base.shape)).astype(np.float32)
 
 
-COST = QuantizationCost.of(logits(noise=0.2, seed=1), logits())
+COST = QuantizationCost.of(logits(noise=0.2, seed=1), logits(), 256)
 
 
 def answers(got: Any, task: Any = SST2, reference: Any = None, max_drop: float = 0.01) -> Any:
@@ -178,7 +178,7 @@ def answers(got: Any, task: Any = SST2, reference: Any = None, max_drop: float =
     reference = logits(len(got), labels_of, 0.2, 1) if reference is None else reference
     truth = logits(len(got), labels_of, 1.0, 5)
     labels = truth[:, 0] if task.kind is REGRESSION else truth.argmax(1)
-    cost = QuantizationCost.of(reference, fp32)
+    cost = QuantizationCost.of(reference, fp32, len(got))
     each = np.arange(len(got))
     return checks.check_answers(
         task, got, reference, fp32, labels, samples=each, cost=cost, max_drop=max_drop, seed=0
@@ -190,7 +190,7 @@ def words(got: Any, reference: Any, many: int) -> Any:
     samples = np.repeat(np.arange(len(got) // many), many)
     gold = Tagged(reference.argmax(1), np.bincount(samples), ("O", "B-A"))
     task = get_task("tokens").model_copy(update={"num_labels": 2})
-    cost = QuantizationCost.of(reference, reference + np.float32(1.0))
+    cost = QuantizationCost.of(reference, reference + np.float32(1.0), len(gold))
     return checks.check_answers(
         task, got, reference, reference, gold, samples=samples, cost=cost, max_drop=0.01, seed=0
     )
@@ -237,7 +237,7 @@ def test_many_words_within_rounding_pass_and_a_wrong_distribution_fails() -> Non
     reference[::10] = rng.normal(size=(600, 2)) * 2
     reference = reference.astype(np.float32)
     rounded = reference + np.float32(0.01)
-    assert stats.ks_2samp(reference[:, 0], rounded[:, 0], method="asymp").pvalue < checks.KS_P / 2
+    assert stats.ks_2samp(reference[:, 0], rounded[:, 0], method="asymp").pvalue < checks.FALSE_ALARM / 2
     assert words(rounded, reference, 24).holds
     wrong = words(reference + np.float32(0.3), reference, 24)
     assert wrong.ks_p < wrong.ks_p_limit
@@ -321,7 +321,7 @@ def test_a_rare_answer_that_rounding_changes_much_is_no_fault_of_padding() -> No
     fp32, rng = logits(), np.random.default_rng(2)
     cost = 0.04 * rng.normal(size=fp32.shape)
     cost[::64] *= 50
-    judged = QuantizationCost.of((fp32 + cost).astype(np.float32), fp32)
+    judged = QuantizationCost.of((fp32 + cost).astype(np.float32), fp32, len(fp32))
     assert judged.mean < 0.1
     settings_of = np.stack([logits(16)] * 3)
     settings_of[2, 3] += 1.4
@@ -332,7 +332,7 @@ def test_a_rare_answer_that_rounding_changes_much_is_no_fault_of_padding() -> No
 
 def test_the_cost_has_a_floor_where_nothing_is_quantized() -> None:
     same = logits()
-    cost = QuantizationCost.of(same, same)
+    cost = QuantizationCost.of(same, same, len(same))
     assert cost.mean == pytest.approx(0.01 * np.sqrt((same**2).mean()), rel=1e-4)
     assert cost.worst == pytest.approx(5 * cost.mean)
 
@@ -593,3 +593,41 @@ def test_logits_near_zero_are_no_fault_of_the_head() -> None:
     got[7] += 0.2  # a fault of one sample is one still
     sums.add(got, truth, truth, np.ones((64, 1)))
     assert not sums.check().holds
+
+
+@pytest.mark.parametrize(("task", "labels"), [(SST2, 2), (STSB, 1)])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 10, 30])
+def test_another_rounding_of_few_samples_is_no_fault(n: int, task: Any, labels: int) -> None:
+    """At one row 16 of 100 failed: what quantization costs one sample was taken for what it may cost."""
+
+    def drawn(seed: int, kind: int) -> Any:
+        return np.random.default_rng((seed, kind)).normal(size=(n, labels)).astype(np.float32)
+
+    for seed in range(60):
+        fp32 = drawn(seed, 0)
+        reference, got = (fp32 + np.float32(0.2) * drawn(seed, kind) for kind in (1, 2))
+        cost = QuantizationCost.of(reference, fp32, n)
+        truth = fp32[:, 0] if labels == 1 else fp32.argmax(1)
+        found = checks.check_answers(
+            task, got, reference, fp32, truth, samples=np.arange(n), cost=cost, max_drop=0.01, seed=0
+        )
+        assert found.holds, found
+
+
+@pytest.mark.parametrize(("n", "wrong"), [(10, 8), (96, 16), (256, 22)])
+def test_how_many_answers_quantization_flips_is_an_estimate(n: int, wrong: int) -> None:
+    """It flipped none of 96 here, the limit was 2.9, and a correct engine with 3 others failed."""
+    base = np.full((n, 2), [0.1, 0.0], np.float32)
+    base[:, 0] += np.linspace(0, 3, n, dtype=np.float32)
+    truth, cost = np.zeros(n, np.int64), QuantizationCost(5.0, 5.0, 0.0)
+
+    def check_flipped(flipped: int) -> Any:
+        got = base.copy()
+        got[:flipped] = got[:flipped, ::-1]
+        return checks.check_answers(
+            SST2, got, base, base, truth, samples=np.arange(n), cost=cost, max_drop=0.01, seed=0
+        )
+
+    assert check_flipped(3).holds
+    found = check_flipped(wrong)
+    assert found.disagreements == wrong > found.disagreement_limit

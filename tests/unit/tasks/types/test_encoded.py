@@ -83,3 +83,15 @@ def test_several_outputs_become_one():
     assert join_outputs(outputs, ["start", "end"])[1, 2].tolist() == [5, 11]
     tensors = {name: torch.from_numpy(value) for name, value in outputs.items()}
     assert join_outputs(tensors, outputs).tolist() == join_outputs(outputs, outputs).tolist()
+
+
+def test_samples_of_the_same_tokens_are_one():
+    """In ids and types, row for row; a sample of two rows is not the sample of both as one."""
+    ids = [np.array(each, dtype=INT) for each in ([1, 2], [3], [1, 2], [1, 2], [3], [1, 2, 3])]
+    types = [np.zeros_like(row) for row in ids]
+    assert Encoded(ids, types, np.zeros(6), 0).distinct.tolist() == [0, 1, 5]
+    types[2] = np.ones_like(types[2])
+    assert Encoded(ids, types, np.zeros(6), 0).distinct.tolist() == [0, 1, 2, 5]
+    types[2] = np.zeros_like(types[2])
+    samples = np.array([0, 0, 1, 2, 2, 3], dtype=INT)
+    assert Encoded(ids, types, np.zeros(6), 0, None, samples, np.zeros(4)).distinct.tolist() == [0, 1, 3]
