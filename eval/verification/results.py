@@ -73,8 +73,8 @@ class PaddingCheck(Strict):
     )
     mean_limit: float = field(
         "Limit of the mean: three times a sum. Its first part is the mean logit difference of fake-quant and "
-        "FP32, more the fewer samples tell it; at least 1% of the logits' root mean square. Its second part "
-        "is three standard errors of such a mean over `n` samples."
+        "FP32, at least 1% of the logits' root mean square. Its second part is three standard errors of such "
+        "a mean over `n` samples. Both are larger the fewer samples tell them."
     )
     max_abs_logit_diff: float | None = field(
         "Largest spread of a logit over the settings; null without a finite sample."
