@@ -178,9 +178,9 @@ def read(folder: Path, name: str) -> bytes:
     built = folder / f"{name}.sha256"
     sums = built if built.is_file() else folder / "SHA256SUMS"
     try:
-        data, known = (folder / name).read_bytes(), sums.read_text(encoding="utf-8").splitlines()
+        data, known = (folder / name).read_bytes(), sums.read_text("utf-8", "replace").splitlines()
     except OSError as error:
-        raise SystemExit(str(error)) from error
+        raise SystemExit(f"{error.filename}: {error.strerror}; deploy the run again") from error
     if f"{hashlib.sha256(data).hexdigest()}  {name}" not in known:
         why = f"is not what was deployed or built here: see {sums.name}; deploy the run again"
         raise SystemExit(f"{name} {why}")

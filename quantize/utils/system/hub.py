@@ -25,7 +25,9 @@ def commit_of(repository: str, kind: RepoKind, revision: str | None = None) -> s
         return revision
     try:
         commit = HfApi().repo_info(repository, repo_type=kind, revision=revision, timeout=TIMEOUT_S).sha
-    except (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+    except HFValidationError as error:  # of many words, which speak of arguments of a library
+        raise HubError(f"an id of a {kind} there is NAME or OWNER/NAME") from error
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise HubError(f"no such {kind} on the hub: {_reason(error)}") from error
     except Exception as error:  # without a connection: OSError, ValueError, or a class of its own
         commit = _cached(repository, kind, revision)

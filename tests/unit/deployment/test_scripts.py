@@ -206,7 +206,13 @@ def test_no_file_that_changed_or_went_is_used(deployed, name):
         with pytest.raises(SystemExit, match=told):
             open_folder(deployed, "onnxruntime")
     (deployed / name).unlink()
-    with pytest.raises(SystemExit, match=f"No such file or directory: '.*{name}'"):
+    with pytest.raises(SystemExit, match=rf"{name}: No such file or directory; deploy the run again"):
+        open_folder(deployed, "onnxruntime")
+
+
+def test_sums_that_are_no_text_are_a_sentence(deployed):
+    (deployed / "SHA256SUMS").write_bytes(b"\xff\xfe\n")
+    with pytest.raises(SystemExit, match=r"model\.json is not what was deployed"):
         open_folder(deployed, "onnxruntime")
 
 
