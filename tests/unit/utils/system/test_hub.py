@@ -135,8 +135,3 @@ def test_what_is_not_on_the_hub_is_one_sentence(hub, tmp_path):
     with pytest.raises(UserError, match="is a folder, which has no revision 'v1'; drop --revision"):
         identity.model_fingerprint(str(tmp_path), "v1")
     assert source_commit(get_task("sst2"), str(tmp_path)) is None
-
-
-def test_what_cannot_be_an_id_is_told_without_the_words_of_the_library():
-    with pytest.raises(HubError, match=r"^an id of a model there is NAME or OWNER/NAME$"):
-        commit_of("/no/such/folder", "model")
