@@ -1,1 +1,1 @@
-"""A model against FP32: logits, comparison, parity, divergence."""
+"""A model against FP32: logits, comparison, parity."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 
+from qdqbench.eval.metrics.compare import measure_powers
 from qdqbench.eval.metrics.logits import read_logits
 from qdqbench.eval.metrics.results import Change, ChangedPrediction, ChangedPredictions, Classes, ClassRow
 from qdqbench.quantize.pipeline.session import Session
@@ -134,8 +135,7 @@ class PairedAnswers:
 
     @cached_property
     def distance(self) -> Float64:
-        both = self.fp32.astype(np.float64), self.answers.astype(np.float64)
-        return np.asarray(self.task.kind.divergence(*both, self.gold), dtype=np.float64)
+        return measure_powers(self.task.kind, self.fp32, self.answers, self.gold).noise
 
 
 def list_changed_answers(

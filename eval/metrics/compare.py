@@ -1,6 +1,6 @@
 """A stage against FP32 on the same samples."""
 
-from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,16 +9,53 @@ from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.metrics import NOISE, RULE_OF_THREE, Gold
 from qdqbench.quantize.tasks.task import EMBED, Task
 from qdqbench.quantize.tasks.types.embedding import NEIGHBORS
+from qdqbench.quantize.tasks.types.kind import TaskKind
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats
+from qdqbench.quantize.utils.errors import CheckFailed
 
 
-def divergence(task: Task, reference: Floats, answers: Floats, gold: Gold) -> Float64:
-    """Return the divergence of answers [answers, width] from FP32's by sample, float64 [samples].
+class Powers(NamedTuple):
+    """Powers by sample of FP32's answers and of the difference from them, in units of FP32's mean power."""
 
-    Classes: KL(FP32 || candidate) of the probabilities, in nat; of a sample with several answers their mean.
-    Regression: squared difference over the variance of FP32's outputs, which must not be zero.
+    signal: Float64  # [samples]
+    noise: Float64  # [samples]
+    output: str | None  # that they are of, the worst; None where the model has one
+
+
+def measure_powers(kind: TaskKind, reference: Floats, answers: Floats, gold: Gold) -> Powers:
+    """Return the powers of FP32's answers and of the difference, both [answers, width].
+
+    SQNR is -10 log10 of the mean of `noise`. A sample has the sum over its answers.
+
+    Raises:
+        CheckFailed: FP32 answers 0 to every sample.
     """
-    return task.kind.divergence(reference.astype(np.float64), answers.astype(np.float64), gold)
+    outputs, samples = [*kind.outputs], kind.answer_samples(gold)
+
+    def by_sample(values: Floats) -> Float64:
+        squares = np.square(values.astype(np.float64))
+        columns = squares.T if len(outputs) > 1 else squares.sum(axis=1)[None]  # outputs are the last axis
+        return np.array([np.bincount(samples, column, len(gold)) for column in columns])
+
+    signals, noises = by_sample(reference), by_sample(answers.astype(np.float64) - reference)
+    means = signals.mean(axis=1, keepdims=True)
+    if not means.all():
+        raise CheckFailed("FP32 answers 0 to every sample; the model or the data is broken")
+    worst = int((noises / means).mean(axis=1).argmax())
+    output = outputs[worst] if len(outputs) > 1 else None
+    return Powers(signals[worst] / means[worst], noises[worst] / means[worst], output)
+
+
+def compute_decibels(above: Float64, below: Float64) -> tuple[float | None, float | None]:
+    """Return 10 log10 of the ratio of two sums over samples, and its standard error by the delta method.
+
+    Both are None where a sum is 0.
+    """
+    one, other = float(above.sum()), float(below.sum())
+    if not (one and other):
+        return None, None
+    error = float(np.sqrt(np.square(below / other - above / one).sum()))
+    return float(10 * (np.log10(one) - np.log10(other))), 10 / float(np.log(10)) * error
 
 
 def agreement_of(reference: Floats, answers: Floats, *, seed: int) -> Agreement:
@@ -51,7 +88,7 @@ def compare(
     1993), both stages scored on the same resamples.
 
     Raises:
-        CheckFailed: wrong shape, NaN or infinite answers.
+        CheckFailed: wrong shape, NaN or infinite answers; FP32's are all 0.
         UserError: regression labels that are all equal.
     """
     gold = metrics.select_reference(task, gold, reference_answers)
@@ -66,13 +103,8 @@ def compare(
             errors[name] = RULE_OF_THREE**0.5 / len(gold)
     right = [hits for each in systems if (hits := kind.right(kind.table(each, gold))) is not None]
     primary = task.metrics[0]
-    reference = reference_answers.astype(np.float64)
-    difference = answers.astype(np.float64) - reference
-    parts: Iterable[tuple[Array, Array, str | None]] = [(reference, difference, None)]
-    if len(kind.outputs) > 1:  # along the last axis
-        parts = zip(reference.T, difference.T, kind.outputs, strict=True)
-    told = [(_compute_sqnr(one, apart), name) for one, apart, name in parts]
-    (sqnr, sqnr_error), worst = min(told, key=lambda each: np.inf if each[0][0] is None else each[0][0])
+    powers = measure_powers(kind, reference_answers, answers, gold)
+    sqnr, sqnr_error = compute_decibels(powers.signal, powers.noise)
     return Comparison(
         delta=delta,
         delta_stderr=errors,
@@ -80,23 +112,12 @@ def compare(
         disagreements=int((systems[0] != systems[1]).sum()) if right else None,
         mcnemar_p=_mcnemar(*right) if right else None,
         within_noise=abs(delta[primary]) <= NOISE * errors[primary],
-        mean_abs_logit_diff=float(np.abs(difference).mean()),
+        mean_abs_logit_diff=float(np.abs(answers.astype(np.float64) - reference_answers).mean()),
         sqnr_db=sqnr,
         sqnr_db_stderr=sqnr_error,
-        sqnr_output=worst,
+        sqnr_output=powers.output,
         agreement=agreement_of(reference_answers, answers, seed=seed) if kind.embeds else None,
     )
-
-
-def compare_with_divergence(
-    task: Task, reference_answers: Floats, answers: Floats, gold: metrics.Gold, *, seed: int
-) -> tuple[Comparison, Float64]:
-    """Compare as `compare` does; return the divergence of each sample too, float64 [samples]."""
-    comparison = compare(task, reference_answers, answers, gold, seed=seed)
-    each = divergence(task, reference_answers, answers, gold)
-    error = float(each.std(ddof=1) / np.sqrt(len(each))) if len(each) > 1 else 0.0
-    update = {"divergence": float(each.mean()), "divergence_stderr": error}
-    return comparison.model_copy(update=update), each
 
 
 def _mcnemar(before: Array, after: Array) -> float:
@@ -105,13 +126,3 @@ def _mcnemar(before: Array, after: Array) -> float:
 
     lost, won = int((before & ~after).sum()), int((~before & after).sum())
     return float(stats.binomtest(lost, lost + won).pvalue) if lost + won else 1.0
-
-
-def _compute_sqnr(reference: Array, difference: Array) -> tuple[float | None, float | None]:
-    """Return 10 log10 of the ratio of powers, and its standard error over answers by the delta method; dB."""
-    signals, noises = ((values**2).reshape(len(values), -1).sum(axis=1) for values in (reference, difference))
-    signal, noise = float(signals.sum()), float(noises.sum())
-    if not (signal and noise):
-        return None, None
-    error = float(np.sqrt(np.square(noises / noise - signals / signal).sum()))
-    return float(10 * (np.log10(signal) - np.log10(noise))), 10 / float(np.log(10)) * error

@@ -71,16 +71,17 @@ def differing(versus: Comparison) -> str:
     return "" if versus.disagreements is None else f"{versus.disagreements:,} of {versus.n:,}"
 
 
-def sqnr(versus: Comparison) -> str:
+def sqnr(versus: Comparison) -> Cell:
+    """Return SQNR with its standard error: 28.1 ± 0.3 dB."""
     if versus.sqnr_db is None:
-        return "equal"
+        return Cell("equal", sort=999.0)  # above all others
     error = "" if versus.sqnr_db_stderr is None else f" ± {versus.sqnr_db_stderr:.1f}"
-    return f"{versus.sqnr_db:.1f}{error} dB{f' ({versus.sqnr_output})' if versus.sqnr_output else ''}"
+    return Cell(f"{versus.sqnr_db:.1f}{error} dB{f' ({versus.sqnr_output})' if versus.sqnr_output else ''}")
 
 
-def divergence(versus: Comparison) -> Cell:
-    value = versus.distance
-    return Cell(f"{value:.2e} ± {versus.divergence_stderr:.0e}", short=f"{value:.2e}", sort=value)
+def noise_share(versus: Comparison, whole: Comparison) -> str:
+    """Return the noise power over that of another model, empty where that has none: 40%."""
+    return f"{versus.noise_power / whole.noise_power:.0%}" if whole.noise_power else ""
 
 
 def speed(ratio: Speedup | None) -> Cell:

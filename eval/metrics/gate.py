@@ -47,12 +47,19 @@ def drop_issue(comparison: Comparison, max_drop: float, **where: Any) -> GateIss
     return GateIssue(**{"code": "accuracy", "state": "failed", "limit": max_drop, **score, **where})
 
 
+def missing_db(comparison: Comparison, least_db: float | None) -> float:
+    """Return how far SQNR and two of its standard errors are below `min_sqnr_db`; 0: it does not fail."""
+    if least_db is None or comparison.sqnr_db is None:
+        return 0.0
+    return max(0.0, least_db - comparison.sqnr_db - NOISE * (comparison.sqnr_db_stderr or 0.0))
+
+
 def sqnr_issues(comparison: Comparison, least_db: float | None, **where: Any) -> list[GateIssue]:
     """Return an SQNR below `min_sqnr_db` as an issue; answers that equal FP32's have none."""
     value, error = comparison.sqnr_db, comparison.sqnr_db_stderr or 0.0
     if least_db is None or value is None or value >= least_db:
         return []
-    state = "within_noise" if value >= least_db - NOISE * error else "failed"
+    state = "failed" if missing_db(comparison, least_db) else "within_noise"
     told = {"value": value, "stderr": error, "limit": least_db, "n": comparison.n}
     return [GateIssue(**{"code": "min_sqnr_db", "state": state, **told, **where})]
 

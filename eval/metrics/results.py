@@ -2,9 +2,9 @@
 
 import math
 import re
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import field_validator, model_validator
 
 from qdqbench.quantize.utils.schema import Strict, field
 
@@ -52,7 +52,7 @@ class Comparison(Strict):
         "10 log10(power of the FP32 logits / power of the difference), in dB; null when the logits are equal."
     )
     sqnr_db_stderr: float | None = field(
-        "Standard error of `sqnr_db` over answers, in dB; null with it, or in older files.", default=None
+        "Standard error of `sqnr_db` over samples, in dB; null with it, or in older files.", default=None
     )
     sqnr_output: str | None = field(
         "Output that `sqnr_db` is of, the worst; null where the model has one.", default=None
@@ -60,12 +60,13 @@ class Comparison(Strict):
     agreement: Agreement | None = field(
         "Embeddings against those of FP32; null for other models.", default=None
     )
-    divergence: float | None = field(
-        "Mean divergence of the predictions per sample; null for a stage of `run`.", default=None
-    )
-    divergence_stderr: float | None = field(
-        "Standard error of `divergence` over samples; null with it.", default=None
-    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop(cls, values: Any) -> Any:
+        """Leave out what runs had as null until 0.1.0."""
+        gone = {"divergence", "divergence_stderr"}
+        return {key: value for key, value in values.items() if value is not None or key not in gone}
 
     @property
     def drop(self) -> float:
@@ -77,9 +78,9 @@ class Comparison(Strict):
         return next(iter(self.delta_stderr.values()))
 
     @property
-    def distance(self) -> float:
-        assert self.divergence is not None
-        return self.divergence
+    def noise_power(self) -> float:
+        """Return the power of the difference over that of FP32's logits; 0 where these are equal."""
+        return 0.0 if self.sqnr_db is None else float(10 ** (-self.sqnr_db / 10))
 
 
 class ParityRow(Strict):
@@ -184,8 +185,7 @@ class ChangedPrediction(Strict):
         "prediction of the same kind), or `moved` (a score)."
     )
     distance: float = field(
-        "Divergence of the two predictions: KL divergence in nat; for scores the squared difference over "
-        "FP32's variance; for embeddings 1 - cosine."
+        "Squared difference of the sample's logits from FP32's, over the mean power of FP32's."
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from qdqbench.eval.bench.results import BENCH_FILE
 from qdqbench.eval.metrics import figures
 from qdqbench.eval.metrics.answers import Predictions, find_changed, predict_answers, sample_texts
-from qdqbench.eval.metrics.compare import compare
+from qdqbench.eval.metrics.compare import compare, measure_powers
 from qdqbench.eval.metrics.logits import Logits, read_answers
 from qdqbench.eval.metrics.results import Comparison, GateCode, GateState, Speedup
 from qdqbench.eval.runs.gate import read_speed
@@ -93,7 +93,9 @@ class ComparedSample(Strict):
     predictions: dict[str, SamplePrediction] = field(
         "Predictions by run; those of FP32 as `FP32`, or `FP32 of NAME` if the runs have different models."
     )
-    distance: float = field("Divergence of the two predictions that differ most.")
+    distance: float = field(
+        "Squared difference of the logits over the mean power, of the two models that differ most."
+    )
 
 
 class ComparedLayer(Strict):
@@ -111,7 +113,7 @@ class ComparedLayer(Strict):
 class RunComparison(Tabular):
     """A whole comparison."""
 
-    schema_version: Literal[3] = field("Version of this schema.", default=3)
+    schema_version: Literal[4] = field("Version of this schema.", default=4)
     created: str = field("Time of the end, ISO 8601, UTC.")
     command: str = field("Command line.")
     runs: list[ComparedRun] = field("Runs, in the order given.")
@@ -339,10 +341,11 @@ def _changed_samples(runs: list[LoadedRun], notes: list[str]) -> tuple[list[Comp
         name = FP32 if len(models) == 1 else f"{FP32} of {run.name}"
         columns[name] = predict_answers(run.task, run.fp32, run.gold, run.classes)
     columns |= {run.name: run.predictions for run in runs}
-    everything = [first.fp32.astype(np.float64), *(run.answers.astype(np.float64) for run in runs)]
+    everything = [first.fp32, *(run.answers for run in runs)]
     if len({answers.shape for answers in everything}) > 1:
         raise UserError("their answers have other widths")
-    distances = [first.task.kind.divergence(a, b, first.gold) for a, b in combinations(everything, 2)]
+    pairs = combinations(everything, 2)
+    distances = [measure_powers(first.task.kind, *pair, first.gold).noise for pair in pairs]
     distance = np.max(distances, axis=0)  # of the two that differ most, [samples]
     if first.predictions.is_discrete:
         changed = [find_changed(a, b) for a, b in combinations(columns.values(), 2)]

@@ -45,7 +45,7 @@ class EngineSize(Strict):
     bytes: int = field("Size of the engine in bytes.")
 
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 RESULTS_FILE = "results.json"

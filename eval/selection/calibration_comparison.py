@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from qdqbench.eval.metrics import figures
+from qdqbench.eval.metrics.compare import compute_decibels
 from qdqbench.eval.metrics.runners import placed
 from qdqbench.eval.selection.trials.calibrations import (
     QuantizerToggles,
@@ -37,7 +38,7 @@ from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
-from qdqbench.quantize.report.formats import DIVERGENCES, cleaned, label, seconds, sentence
+from qdqbench.quantize.report.formats import cleaned, label, seconds, sentence
 from qdqbench.quantize.tasks.metrics import NOISE
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.progress import reporter
@@ -53,14 +54,14 @@ class CalibrationRow(Strict):
     """One calibration section."""
 
     trial: Trial = field("Recipe with another calibration section.")
-    best: bool = field("True for the lowest divergence on the draw.", default=False)
-    above_best: float | None = field(
-        "Divergence minus that of the best row, paired by sample; null if it failed.", default=None
+    best: bool = field("True for the highest SQNR on the draw.", default=False)
+    below_best_db: float | None = field(
+        "SQNR of the best row minus that of this one, in dB; null if either has none.", default=None
     )
-    above_best_stderr: float | None = field(
-        "Standard error of `above_best`, paired by sample; null if it failed.", default=None
+    below_best_db_stderr: float | None = field(
+        "Standard error of `below_best_db`, paired by sample; null with it.", default=None
     )
-    ties: bool = field("True if `above_best` is at most two standard errors.", default=False)
+    ties: bool = field("True if `below_best_db` is at most two standard errors.", default=False)
 
     @property
     def section(self) -> Calibration:
@@ -274,15 +275,15 @@ def compare_trials(tried: list[Trial]) -> list[CalibrationRow]:
         failure = tried[0].failure
         assert failure is not None
         raise UserError(f"no combination gave a model that works; the recipe as it is: {failure.text}")
-    best = min(done, key=lambda trial: trial.divergence)
+    best = min(done, key=lambda trial: trial.noise_power)
     rows = []
     for trial in tried:
-        row = CalibrationRow(trial=trial.model_copy(update={"divergences": []}))
+        row = CalibrationRow(trial=trial.model_copy(update={"noise_powers": []}), best=trial is best)
         if not trial.failure:
-            more = np.array(trial.divergences) - np.array(best.divergences)
-            row.best, row.above_best = trial is best, float(more.mean())
-            row.above_best_stderr = float(more.std(ddof=1) / np.sqrt(len(more)))
-            row.ties = row.above_best <= NOISE * row.above_best_stderr
+            pair = np.array(trial.noise_powers), np.array(best.noise_powers)
+            below, error = row.below_best_db, row.below_best_db_stderr = compute_decibels(*pair)
+            equal = trial.noise_power == best.noise_power
+            row.ties = equal if below is None or error is None else below <= NOISE * error
         rows.append(row)
     return rows
 
@@ -297,14 +298,14 @@ def calibration_report(methods: CalibrationComparison) -> doc.Report:
     charts = [doc.Chart(partial(_draw_split, methods, split)) for split in (DRAW, *list(methods.fp32)[:1])]
     data, best = methods.data, methods.best.trial
     caption = (
-        f"The best row is chosen on {data['split']} data only: by the divergence from FP32 on "
+        f"The best row is chosen on {data['split']} data only: by the SQNR of the logits on "
         f"{data['samples']} rows that calibration ({data['calibration']} rows) did not see. Validation "
         + ("is the judge and chose nothing." if methods.fp32 else "was not looked at.")
     )
     explanation = (
-        f"Divergence is {DIVERGENCES[methods.divergence]}; ± is one standard error over the samples. "
-        "= marks rows that are not worse than the best one by more than two standard errors, paired by "
-        "sample.",
+        "SQNR is the power of FP32's logits over that of the difference, the noise power; ± is one standard "
+        "error over the samples. = marks rows that are not worse than the best one by more than two standard "
+        "errors, paired by sample.",
         "Against FP32 is INT8 minus FP32 in fake-quant with the paired standard error; within noise (~) are "
         "differences of at most two of them. amax / rms is the largest of an activation. Time is that of the "
         "passes over the calibration data, also where rows share them, and of what the row adds.",
@@ -316,9 +317,8 @@ def calibration_report(methods: CalibrationComparison) -> doc.Report:
         *(doc.Prose(text, "quiet") for text in (caption, *explanation)),
     ]
     share = _share(methods, best)
-    tiles = [
-        doc.Tile("divergence of the best", f"{best.divergence:.2e}", f"{share} of the recipe's" * bool(share))
-    ]
+    of = f"{share} of the recipe's noise power" * bool(share)
+    tiles = [doc.Tile("SQNR of the best", figures.sqnr(best.scores[DRAW]).text, of)]
     for split in methods.fp32:
         versus, title = best.scores[split], f"{_metric(methods, split)} against FP32"
         tiles.append(doc.Tile(title, figures.change(versus).text, figures.noise(versus)))
@@ -337,14 +337,14 @@ def calibration_report(methods: CalibrationComparison) -> doc.Report:
 
 def calibration_headline(methods: CalibrationComparison) -> str:
     best, given = methods.best, methods.given
-    text = f"Best: {best.name}, with a divergence of {best.trial.divergence:.2e}"
+    text = f"Best: {best.name}, with an SQNR of {figures.sqnr(best.trial.scores[DRAW]).text}"
     if best is given:
         text += "; that is the recipe as it is."
     elif given.trial.failure:
         text += "; the recipe as it is failed."
     else:
         noise = ", which is within noise" if given.ties else ""
-        text += f" against {given.trial.divergence:.2e} of the recipe as it is{noise}."
+        text += f" against {figures.sqnr(given.trial.scores[DRAW]).text} of the recipe as it is{noise}."
     scores = [
         f"{_metric(methods, split)} {figures.change(versus).text}"
         for split in methods.fp32
@@ -360,14 +360,14 @@ def _metric(methods: CalibrationComparison, split: str) -> str:
 
 def _share(methods: CalibrationComparison, trial: Trial) -> str:
     given = methods.given.trial
-    return "" if given.failure or not given.divergence else f"{trial.divergence / given.divergence:.0%}"
+    return "" if given.failure else figures.noise_share(trial.scores[DRAW], given.scores[DRAW])
 
 
 def _table(methods: CalibrationComparison) -> doc.Table:
     metrics = [_metric(methods, split) for split in methods.fp32]
     pairs = [name for metric in metrics for name in (metric, f"{metric} against FP32")]
     return doc.Table(
-        ["method", "divergence", "of the recipe's", *pairs, "time", "SQNR", "amax / rms"],
+        ["method", "SQNR", "of the recipe's noise power", *pairs, "time", "amax / rms"],
         [_row(methods, each) for each in methods.rows],
         look="full sortable",
         screen=(0, 1, *range(4, 3 + len(pairs), 2)),
@@ -391,11 +391,10 @@ def _row(methods: CalibrationComparison, method: CalibrationRow) -> doc.Row:
         scores += [doc.Cell(f"{value:.4f}"), figures.change(versus)]
     return doc.row(
         name,
-        figures.divergence(trial.scores[DRAW]),
+        figures.sqnr(trial.scores[DRAW]),
         _share(methods, trial),
         *scores,
         f"{trial.calibration.seconds:.0f} s",
-        figures.sqnr(trial.scores[DRAW]),
         None if widest is None else f"{widest:.0f}",
         chosen=method.best,
     )
@@ -413,8 +412,9 @@ def _draw_split(methods: CalibrationComparison, split: str) -> str:
     title = f"{label(methods.metric)} against FP32, {split}"
     figure, axes = svg.axes_of(0.7 + 0.24 * len(rows))
     if is_draw:
-        title = "divergence from FP32, train rows"
-        points = [(versus.distance, versus.divergence_stderr or 0.0) for _, versus in rows]
+        title = "SQNR of the logits, dB, train rows"
+        rows = [each for each in rows if each[1].sqnr_db is not None]
+        points = [(versus.sqnr_db, versus.sqnr_db_stderr or 0.0) for _, versus in rows]
     else:
         points = [(-versus.drop, versus.drop_stderr) for _, versus in rows]
         axes.axvline(0.0, color=svg.MUTED, linewidth=0.8)
@@ -424,11 +424,8 @@ def _draw_split(methods: CalibrationComparison, split: str) -> str:
     labels = [f"{_shorten(method.name)}{' (recipe)' if method.is_given else ''}" for method, _ in rows]
     axes.set_yticks(range(len(rows)), labels)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    if is_draw and all(value > 0 for value, _ in points):
-        svg.log_scale(axes, "x")
-    else:
-        axes.ticklabel_format(axis="x", style="sci", scilimits=(-2, 3))
-        axes.locator_params(axis="x", nbins=5)
+    axes.ticklabel_format(axis="x", style="sci", scilimits=(-2, 3))
+    axes.locator_params(axis="x", nbins=5)
     axes.tick_params(axis="y", length=0)
     svg.dress(axes, f"{title}; star: best", grid="x")
-    return svg.svg_of(figure, "methods-divergence" if is_draw else "methods-delta", title)
+    return svg.svg_of(figure, "methods-sqnr" if is_draw else "methods-delta", title)

@@ -355,7 +355,7 @@ class GateSettings(Frozen):
     )
     min_sqnr_db: Annotated[float, Field(gt=0)] | None = field(
         "Least SQNR of the answers in every stage, dB, less two standard errors; it tells recipes apart "
-        "where a metric cannot. `search` asks for it only where it confirms its choice.",
+        "where a metric cannot.",
         default=None,
     )
     require_int8: bool = field(

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from qdqbench.quantize.utils import names
-from qdqbench.quantize.utils.names import SECOND, Divergence
+from qdqbench.quantize.utils.names import SECOND
 from qdqbench.quantize.utils.schema import Schema
 
 LABELS = {
@@ -33,12 +33,6 @@ LABELS = {
 } | {
     name: name.upper()
     for name in ["fp32", "qat", "f1", "mrr@10", "ndcg@10", "mrpc", "qqp", "mnli", "qnli", "rte", "wnli"]
-}
-
-DIVERGENCES: dict[Divergence, str] = {
-    "kl": "the mean KL divergence of the class probabilities from those of FP32, in nat per sample",
-    "cosine": "the mean of 1 - cosine to the embeddings of FP32",
-    "squared": "the mean squared difference of the outputs from those of FP32, over the variance of FP32's",
 }
 
 # What garbles a terminal or a page, or cannot be encoded: controls, direction overrides, lone surrogates.

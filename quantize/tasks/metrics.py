@@ -25,7 +25,7 @@ def predict(task: Task, answers: Floats, gold: Gold) -> Array:
     """Return the prediction for each sample; a CheckFailed for a wrong shape, NaN or infinite answers."""
     kind = task.kind
     width = answers.shape[1] if kind.embeds else kind.width or task.num_labels
-    wanted = kind.expected(gold), width
+    wanted = len(kind.answer_samples(gold)), width
     if answers.shape != wanted:
         raise CheckFailed(
             f"logits have shape {list(answers.shape)}, task {task.name!r} with {len(gold)} samples needs "

@@ -4,12 +4,11 @@ import re
 import shlex
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, requires
-from typing import Any, Literal
+from typing import Any
 
 DEFAULT_RECIPE = "int8-linears"  # of the model's family, where nothing is known of the machine
 DEFAULT_QAT = "int8-attention-qat"
 SECOND = "_mm"  # ends the name of a metric on the second evaluation split: MNLI's mismatched one
-Divergence = Literal["kl", "squared", "cosine"]  # of outputs from those of FP32
 MAX_NAMED = 12  # offenders named in one sentence before "and N more"
 
 

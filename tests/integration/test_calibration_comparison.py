@@ -44,13 +44,13 @@ def test_every_row_is_measured_and_the_best_is_written(qdqbench, sst2, recipe, t
     assert {row.section.weights_method for row in found.rows} == {"max", "mse"}
     assert {row.section.bias_correction for row in found.rows} == {False, True}
     assert {row.section.outlier_channel_splitting for row in found.rows} == {0, 64}
-    least = min(row.trial.divergence for row in found.rows)
-    assert found.best.trial.divergence == least > 0
-    assert found.best.above_best == 0
-    assert all(row.above_best >= 0 for row in found.rows)
+    best = max(row.trial.scores["draw"].sqnr_db for row in found.rows)
+    assert found.best.trial.scores["draw"].sqnr_db == best > 0
+    below = [best - row.trial.scores["draw"].sqnr_db for row in found.rows]
+    assert [row.below_best_db for row in found.rows] == pytest.approx(below)
     assert (found.data["samples"], found.data["calibration"]) == (96, 64)
     assert found.data["evaluation"] == {"validation": EVAL_ROWS}
-    assert (found.divergence, found.metric) == ("kl", "accuracy")
+    assert found.metric == "accuracy"
     chosen = load_recipe(str(out / "recipe.yaml"))
     assert chosen.name == "bert-int8-ffn-calibrated"
     for key in ("method", "smoothing", "weights_method", "bias_correction"):
@@ -120,7 +120,7 @@ def test_rows_are_those_of_a_run(qdqbench, sst2, recipe, tmp_path):
 
 
 def test_the_choice_sees_no_validation_row(qdqbench, sst2, recipe, tmp_path):
-    """Other validation data: the same divergences and the same choice; and a second run is equal."""
+    """Other validation data: the same SQNR and the same choice; and a second run is equal."""
     path, data = recipe(ATTENTION), tmp_path / "data"
     write_split(data / "sst2" / "train.parquet", rows("sst2", TRAIN_ROWS, 0))
     write_split(data / "sst2" / "validation.parquet", rows("sst2", 32, 5))
@@ -133,7 +133,7 @@ def test_the_choice_sees_no_validation_row(qdqbench, sst2, recipe, tmp_path):
     assert lasting(first) == lasting(again)
     assert first.fp32 != other.fp32
     for ours, theirs in zip(first.rows, other.rows, strict=True):
-        assert ours.trial.divergence == theirs.trial.divergence
+        assert ours.trial.scores["draw"] == theirs.trial.scores["draw"]
     assert [row.best for row in first.rows] == [row.best for row in other.rows]
 
 
@@ -146,7 +146,6 @@ def test_named_rows_of_a_regression(qdqbench, given, recipe, tmp_path):
     assert (done.code, done.err) == (0, "")
     found = read_methods(out)
     assert json.loads(done.out) == json.loads(found.model_dump_json())
-    assert found.divergence == "squared"
     assert [row.name for row in found.rows] == ["max", "percentile/99.9"]
     assert found.data["samples"] == TRAIN_ROWS - 64
     assert any("192 samples, not 500" in note for note in found.notes)

@@ -164,7 +164,7 @@ def test_sensitivity_sees_heads_over_tokens(options, recipe, tmp_path, capsys):
     rows = [row for row in found["rows"] if row["group"] == "linear"]
     assert len(rows) == 13  # twelve and the head, without a pooler
     assert {row["kind"] for row in rows} == {"qkv", "output", "ffn-in", "ffn-out", "classifier"}
-    assert all(row["only"]["divergence"] > 0 for row in rows)
+    assert all(row["only"]["sqnr_db"] > 0 for row in rows)
 
 
 @pytest.mark.long

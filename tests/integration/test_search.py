@@ -75,8 +75,8 @@ def test_the_outcome_is_whole_and_confirmed_on_validation(searched):
     assert {"given", "unquantized", "ranking"} <= {trial.origin for trial in found.trials}
     assert any(trial.on_front for trial in tried)
     high = next(trial for trial in found.trials if trial.origin == "unquantized")
-    assert (high.divergence, high.scores["draw"].drop, high.int8_share) == (0, 0, 0)
-    assert all(t.divergence > 0 for t in tried if t.int8_linears)
+    assert (high.noise_power, high.scores["draw"].drop, high.int8_share) == (0, 0, 0)
+    assert all(t.noise_power > 0 for t in tried if t.int8_linears)
     assert all(t.scores["draw"].n == 96 for t in tried)
     assert all(t.int8_share > 0 and t.speedup is None for t in tried if t.int8_linears)
     assert found.source.mode == "int8-share"

@@ -1,5 +1,6 @@
 """Results of the commands that choose a recipe; every number is invented."""
 
+import math
 from typing import Any
 
 from qdqbench.eval.metrics.results import Comparison, GateIssue
@@ -28,7 +29,7 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import GateSettings
 
 from .pages import HOSTILE
-from .records import comparison, draw_record, search_trial, speedup, step_run
+from .records import comparison, draw_record, search_trial, speedup, sqnr, step_run
 
 GATE = GateSettings(max_drop=0.003)
 
@@ -36,9 +37,9 @@ GATE = GateSettings(max_drop=0.003)
 LINEARS = load_recipe("bert-int8-linears")
 
 
-def trial_of(number: int, drop: float, divergence: float, ms: float, **changes: Any) -> SearchTrial:
+def trial_of(number: int, drop: float, noise: float, ms: float, **changes: Any) -> SearchTrial:
     error = changes.pop("error", 0.0001)
-    return search_trial(number, divergence, 2 / ms, drop, error, recipe=LINEARS, **changes)
+    return search_trial(number, noise, 2 / ms, drop, error, recipe=LINEARS, **changes)
 
 
 def failed_trial(number: int, text: str = "no") -> SearchTrial:
@@ -52,7 +53,7 @@ def confirmed(name: str, drop: float, ms: float, error: float = 0.001, **changes
 
 
 def chosen_by(trials: list[SearchTrial], gate: GateSettings = GATE) -> SearchOutcome:
-    mark_trials(trials, gate, "divergence")
+    mark_trials(trials, gate, "sqnr")
     return choose_trial(trials, gate)
 
 
@@ -71,7 +72,7 @@ def sample_search(**changes: Any) -> Search:
         "task": "sst2",
         "settings": {"samples": 1024},
         "study": "x",
-        "objective": "divergence",
+        "objective": "sqnr",
         "ranking": Ranking(units=[(0, "qkv"), (1, "ffn-in")], attention=[1, 0], file="x.json"),
         "source": Source(mode="latency", gpu="g", backend="b", version="v", batch=32, length=128),
         "fp32": {"validation": Scores(metrics={"accuracy": 0.9}, stderr={"accuracy": 0.01}, n=872)},
@@ -173,13 +174,11 @@ KINDS = {"attention.self.query": "qkv", "attention.output.dense": "output", "out
 
 
 def compared(amount: float, drop: float = 0.001) -> Comparison:
-    sqnr = None if amount == 0 else 20.0
-    spread = {"divergence": amount, "divergence_stderr": amount / 10, "sqnr_db": sqnr}
-    return comparison({"accuracy": -drop}, 0.002, **spread)
+    return comparison({"accuracy": -drop}, 0.002, **sqnr(amount))
 
 
 def candidate(name: str, group: Any, kind: str, layer: int | None, *values: float) -> CandidateRow:
-    """Return a row with one divergence, of only this, or two, of all but this too."""
+    """Return a row with one noise power, of only this, or two, of all but this too."""
     only, *rest = values
     fields: dict[str, Any] = {"modules": [f"bert.{name}"], "diagnostic": kind == "embeddings"}
     fields |= {"only": compared(only), "all_but": compared(rest[0], 0.05) if rest else None}
@@ -230,14 +229,16 @@ def calibration_row(
         return CalibrationRow(trial=trial)
     place = "bert.encoder.layer.0.output.dense.input_quantizer"
     trial.calibration = CalibrationCost(seconds=12.34, amax_over_rms=44.4, amax_over_rms_at=place)
-    sqnr = None if best else 21.5
     trial.scores = {
-        DRAW: comparison({"f1": 0.0}, 0.004, divergence=value, divergence_stderr=value / 10, sqnr_db=sqnr),
+        DRAW: comparison({"f1": 0.0}, 0.004, **sqnr(value)),
         **{split: comparison({"f1": -0.02 if best else -0.001}, 0.004) for split in splits},
     }
-    above = value - 0.001
     return CalibrationRow(
-        trial=trial, best=best, above_best=above, above_best_stderr=0.0002, ties=value < 0.0014
+        trial=trial,
+        best=best,
+        below_best_db=10 * math.log10(value / 0.001),
+        below_best_db_stderr=0.7,
+        ties=value < 0.0014,
     )
 
 

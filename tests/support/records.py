@@ -1,5 +1,6 @@
 """Records of results with every field filled in; a test names those that it is about."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +44,6 @@ def draw_record(name: str, **changes: Any) -> dict[str, Any]:
         "data": {"samples": 512, "split": "train"},
         "seed": 0,
         "batch_size": 32,
-        "divergence": "kl",
     } | changes
 
 
@@ -112,11 +112,16 @@ def speedup(
     )
 
 
+def sqnr(noise: float) -> dict[str, float | None]:
+    """Fields of a comparison with this noise power, whose error is 10 %."""
+    return {"sqnr_db": -10 * math.log10(noise), "sqnr_db_stderr": 0.4} if noise else {"sqnr_db": None}
+
+
 def search_trial(
-    number: int, divergence: float, speed: float, drop: float = 0.0, error: float = 0.0001, **changes: Any
+    number: int, noise: float, speed: float, drop: float = 0.0, error: float = 0.0001, **changes: Any
 ) -> SearchTrial:
     """A trial of a search whose baseline takes 2 ms."""
-    score = comparison({"accuracy": -drop}, error, n=1000, divergence=divergence)
+    score = comparison({"accuracy": -drop}, error, n=1000, **sqnr(noise))
     fields = {
         "number": number,
         "recipe": None,

@@ -36,7 +36,7 @@ def open_search(
 
 
 class Measurement:
-    """Divergence and speed of a point by its number; where an outcome is planned, that comes of it."""
+    """Noise power and speed of a point by its number; where an outcome is planned, that comes of it."""
 
     def __init__(self, plan: dict[int, Outcome] | Outcome | None = None) -> None:
         self.plan = plan or {}

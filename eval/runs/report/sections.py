@@ -427,7 +427,7 @@ def _changed_blocks(results: Results, changed: ChangedPredictions) -> list[doc.B
         anchor="changed-answers",
         most=FEW_ANSWERS,
     )
-    about = "Distance: how far both answers are apart, whatever is right (`docs/reference/results.md`)."
+    about = "Distance: squared difference of the logits over the mean power of FP32's, whatever is right."
     note = f"{MARGIN} {about}" if margins else about
     blocks: list[doc.Block] = [text, table, doc.Prose(note, "quiet", doc.PAGE)]
     if changed.count > FEW_ANSWERS:

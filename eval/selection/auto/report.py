@@ -163,10 +163,10 @@ def _proposal_text(step: AutoStep) -> str:
     proposal = step.proposal
     if proposal is None or step.recipe is None:
         return ""
-    share = "" if proposal.share is None else f"{proposal.share:.0%} of the divergence of {proposal.base}"
+    share = "" if proposal.share is None else f"{proposal.share:.0%} of the noise power of {proposal.base}"
     on = f" on {proposal.samples} train rows"
     if step.kind == "methods":
-        return f"Calibration: {proposal.method}, {share or 'the least divergence'}{on}"
+        return f"Calibration: {proposal.method}, {share or 'the highest SQNR'}{on}"
     if step.kind == "islands":
         count = count_of(len(proposal.linears), "linear")
         return f"{count} out of INT8 leave {share}{on}: {', '.join(proposal.linears)}"

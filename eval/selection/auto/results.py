@@ -39,7 +39,7 @@ class Proposal(Strict):
     base: str = field("Name of the recipe that it changes.")
     samples: int | None = field("Train rows that it was chosen on; null without.", default=None)
     share: float | None = field(
-        "Share of the base's divergence that is left; null if not measured.", default=None
+        "Share of the base's noise power that is left; null if not measured.", default=None
     )
     method: str = field("Calibration section in words.", default="")
     linears: list[str] = field("Linear layers that are kept out of INT8.", default=[])

@@ -68,7 +68,7 @@ from qdqbench.quantize.utils.system.environment import get_code_identity
 RUN, RECIPE = "run", "run.yaml"  # in the folder of a step
 FOLDS = 5
 WAITS, WAIT_S = 12, 5.0
-# of the divergence of the recipe before: half and a quarter of the distance
+# of the noise power of the recipe before: 6 and 12 dB
 ISLANDS, SEARCHED = 1 / 4, 1 / 16
 DEFAULT_QAT = Qat(epochs=3, max_steps=1000, distill=Distill(logits=1.0, hidden=1.0))
 ORIGINS: dict[StepKind, Origin] = {
@@ -365,8 +365,8 @@ def propose_methods(auto: AutoRun, before: Sequence[AutoStep], left: float) -> t
     best, given = methods.best, methods.given
     if best is given:
         raise CheckFailed(f"no other calibration is nearer to FP32 than that of {base.name}")
-    known = not given.trial.failure and given.trial.divergence
-    share = best.trial.divergence / given.trial.divergence if known else None
+    known = not given.trial.failure and given.trial.noise_power
+    share = best.trial.noise_power / given.trial.noise_power if known else None
     proposal = Proposal(base=base.name, samples=methods.data["samples"], share=share, method=best.name)
     return load_recipe(str(folder / RECIPE_FILE)), proposal
 
@@ -381,7 +381,7 @@ def propose_islands(auto: AutoRun, before: Sequence[AutoStep], left: float) -> t
     return make_recipe(point, measurement.found), Proposal(
         base=session.recipe.name,
         samples=sensitivity.data["samples"],
-        share=point.comparison.distance / sensitivity.full.distance,
+        share=point.comparison.noise_power / sensitivity.full.noise_power,
         linears=point.linears,
     )
 
@@ -408,11 +408,11 @@ def propose_search(auto: AutoRun, before: Sequence[AutoStep], left: float) -> tu
         trials = worker.list_trials()
     trial = choose_trial(trials, auto.criteria.min_speedup)
     assert trial.recipe is not None
-    given = next(each.divergence for each in trials if each.is_scored and each.origin == "given")
+    given = next(each.noise_power for each in trials if each.is_scored and each.origin == "given")
     return trial.recipe, Proposal(
         base=base.name,
         samples=worker.work.trials.draw.rows,
-        share=trial.divergence / given if given else None,
+        share=trial.noise_power / given if given else None,
         trial=trial.number,
         trials=len(trials),
         speedup=trial.speedup.value if trial.speedup else None,
@@ -427,20 +427,20 @@ def propose_qat(before: Sequence[AutoStep], left: float) -> tuple[Recipe, Propos
 
 
 def find_islands(curve: Sequence[CurvePoint]) -> CurvePoint:
-    full = next(point.comparison.distance for point in curve if not point.kept)
+    full = next(point.comparison.noise_power for point in curve if not point.kept)
     for point in sorted(curve, key=lambda point: point.kept):
-        if point.kept and point.comparison.distance <= ISLANDS * full:
+        if point.kept and point.comparison.noise_power <= ISLANDS * full:
             return point
     most = max(point.kept for point in curve)
     raise CheckFailed(
-        f"no {most} linears out of INT8 leave at most {ISLANDS:.0%} of the divergence: it is spread over all"
+        f"no {most} linears out of INT8 leave at most {ISLANDS:.0%} of the noise power: it is spread over all"
     )
 
 
 def choose_trial(trials: Sequence[SearchTrial], min_speedup: float | None) -> SearchTrial:
-    """Return the fastest trial with at most `SEARCHED` of the given recipe's divergence; else the nearest.
+    """Return the fastest trial with at most `SEARCHED` of the given recipe's noise power; else the nearest.
 
-    Train rows say too little of a drop, since the model has learned them: so a distance is asked for. Where
+    Train rows say too little of a drop, since the model has learned them: so an SQNR is asked for. Where
     `min_speedup` is set, it is the nearest to FP32 of those that are so fast.
     """
     done = [trial for trial in trials if trial.is_scored and trial.int8_linears]
@@ -454,11 +454,11 @@ def choose_trial(trials: Sequence[SearchTrial], min_speedup: float | None) -> Se
         raise CheckFailed(
             f"none of the {len(new)} recipes that were tried is {min_speedup:g}x as fast as its baseline"
         )
-    given = next((trial.divergence for trial in done if trial.origin == "given"), None)
-    near = [trial for trial in fast if given and trial.divergence <= SEARCHED * given]
+    given = next((trial.noise_power for trial in done if trial.origin == "given"), None)
+    near = [trial for trial in fast if given and trial.noise_power <= SEARCHED * given]
     if near and min_speedup is None:
         return max(near, key=lambda trial: trial.gain)
-    return min(fast, key=lambda trial: trial.divergence)
+    return min(fast, key=lambda trial: trial.noise_power)
 
 
 def find_qat_settings(base: Recipe) -> Qat:

@@ -123,7 +123,7 @@ def _confirm(
     row.scores, row.speedup = scored.scores, known[key]
     if is_chosen and worker.source.mode == "latency":
         report_phase("validating the engine")
-        row.engine = work.confirmations.compare(_answer_with_engine(work, recipe, plan))[0]
+        row.engine = work.confirmations.compare(_answer_with_engine(work, recipe, plan))
 
 
 def rivals_of(base: Recipe) -> list[Recipe]:

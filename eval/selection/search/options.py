@@ -6,7 +6,7 @@ from typing import Literal
 from qdqbench.quantize.utils.options import Duration, Options
 from qdqbench.quantize.utils.schema import field
 
-Objective = Literal["divergence", "drop"]  # first objective: smaller is better
+Objective = Literal["sqnr", "drop"]
 
 
 class SearchOptions(Options):
@@ -23,7 +23,7 @@ class SearchOptions(Options):
     batch: int = field("Batch size at which latency is measured.", default=32, ge=1)
     length: int = field("Sequence length at which latency is measured, in tokens.", default=128, ge=1)
     objective: Objective = field(
-        "First objective: divergence from FP32, or drop of the metric.", default="divergence"
+        "First objective: SQNR of the logits, or drop of the metric.", default="sqnr"
     )
     speed: Literal["auto", "latency", "int8-share"] = field(
         "Second objective; auto: latency where the engine runs here, else INT8 share of multiply-adds.",

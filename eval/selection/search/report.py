@@ -60,6 +60,7 @@ def search_report(found: Search) -> doc.Report:
         tiles.append(doc.Tile(title, _speed(best), speed if best.speedup else "of multiply-adds"))
         remark = f"on validation, {figures.noise(best.score)}"
         tiles.append(doc.Tile("against FP32, points", _change(best.score).text, remark))
+        tiles.append(doc.Tile("SQNR of the chosen", figures.sqnr(best.score).text, "on validation"))
     front = sum(trial.on_front for trial in tried)
     return doc.Report(
         doc.page_of(found, "search", model_label(found.model), about, SEARCH_FILE, facts=facts),
@@ -96,9 +97,13 @@ def describe_rule(found: Search) -> str:
     gate = GateSettings.model_validate(found.recipe["gate"])
     if gate.min_speedup is not None:
         baseline = found.source.baseline_precision
-        return f"at least {gate.min_speedup:g}x as fast as the {baseline} engine, most accurate"
+        return f"at least {gate.min_speedup:g}x as fast as the {baseline} engine{_sqnr(gate)}, most accurate"
     first = "fastest" if found.source.mode == "latency" else "largest INT8 share of multiply-adds"
-    return f"at most {points(gate.max_drop)} lost, {first}"
+    return f"at most {points(gate.max_drop)} lost{_sqnr(gate)}, {first}"
+
+
+def _sqnr(gate: GateSettings) -> str:
+    return "" if gate.min_sqnr_db is None else f" with an SQNR of {gate.min_sqnr_db:g} dB or more"
 
 
 def describe_choice(found: Search) -> str:
@@ -107,21 +112,19 @@ def describe_choice(found: Search) -> str:
     lost = f"at most {points(gate.max_drop)}"
     chosen = found.chosen
     if chosen is None:
-        text = (
-            f"none is {asked} as the {found.source.baseline_precision} engine"
-            if asked
-            else f"none loses {lost}"
-        )
+        engine = f"{asked} as the {found.source.baseline_precision} engine"
+        text = (f"none is {engine}" if asked else f"none loses {lost}") + _sqnr(gate)
         best = next((trial for trial in found.trials if trial.number == outcome.best), None)
         if best is None:
             return f"{text}: no trial came to an end"
         speed = _speed(best) if best.speedup else f"{_speed(best)} of the multiply-adds in INT8"
-        drop = f"a drop of {100 * best.scores[DRAW].drop:.2f} points"
+        score = best.scores[DRAW]
+        drop = f"a drop of {100 * score.drop:.2f} points, an SQNR of {figures.sqnr(score).text}"
         return f"{text}; the best was trial {best.number} with {drop} and {speed}"
     if asked:
-        return f"the most accurate of {outcome.holding} recipes that are at least {asked}"
+        return f"the most accurate of {outcome.holding} recipes that are at least {asked}{_sqnr(gate)}"
     first = "fastest" if chosen.speedup else "one with the largest INT8 share"
-    text = f"the {first} of {outcome.holding} recipes that lose {lost}"
+    text = f"the {first} of {outcome.holding} recipes that lose {lost}{_sqnr(gate)}"
     searched = chosen.scores[DRAW].drop
     if searched > gate.max_drop:
         text += f" (it lost {100 * searched:.2f}, which is within noise of that)"
@@ -138,6 +141,7 @@ def _confirmation(found: Search, speed: str) -> doc.Section:
         ("recipe", lambda each: each.name),
         (label(found.metric), lambda each: f"{fp32 - each.score.drop:.4f}" if each.score else ""),
         ("against FP32, points", lambda each: _change(each.score)),
+        ("SQNR", lambda each: figures.sqnr(each.score) if each.score else ""),
         ("engine", lambda each: _change(next(iter(each.engine.values()), None))),
         ("ms", lambda each: figures.latency(each.speedup)),
         (speed, lambda each: _speed(each) if each.score else ""),
@@ -148,7 +152,7 @@ def _confirmation(found: Search, speed: str) -> doc.Section:
         chosen=lambda each: each is found.confirmed[0],
         texts=(0, -1),
         look="full cards sortable",
-        screen=(0, 1, 2, 4, 5),
+        screen=(0, 1, 2, 3, 5, 6),
         on=doc.EVERYWHERE,
     )
     remarks = [f"{each.name}: {text}" for each in found.confirmed if (text := _remark(each))]
@@ -186,7 +190,7 @@ def _trials(found: Search, speed: str) -> doc.Section:
         ("front", lambda each: "yes" if each.on_front else ""),
         ("holds", lambda each: "yes" if each.holds else ""),
         ("ms", lambda each: figures.latency(each.speedup)),
-        ("divergence", lambda each: f"{each.divergence:.3g}" if each.scores else ""),
+        ("SQNR", lambda each: figures.sqnr(each.scores[DRAW]) if each.scores else ""),
         ("from", lambda each: doc.Cell(ORIGINS.get(each.origin, f"shipped {each.shipped}"), look="nowrap")),
         ("INT8", int8),
         ("calibration", lambda each: doc.Cell(_calibration_text(each), look="text")),
@@ -241,17 +245,18 @@ def _describe_agreement(found: Search) -> str:
 
 
 def draw_front(found: Search) -> str:
-    done = [trial for trial in found.trials if trial.is_scored]
+    drop = found.objective == "drop"
+    done = [each for each in found.trials if each.is_scored and (drop or each.noise_power)]  # has dB
     if not done:
         return ""
-    drop = found.objective == "drop"
-    measure = "drop, points" if drop else "divergence from FP32"
+    measure = "drop, points" if drop else "SQNR of the logits, dB"
     times = [trial.speedup.baseline_ms for trial in done if trial.speedup]
     baseline_ms = statistics.median(times) if times else None  # one scale for all hours
 
     def point(trial: SearchTrial) -> tuple[float, float]:
         across = baseline_ms / trial.gain if baseline_ms else 100 * (1 - trial.gain)
-        return across, 100 * trial.scores[DRAW].drop if drop else trial.divergence
+        score = trial.scores[DRAW]
+        return across, 100 * score.drop if drop else score.sqnr_db or 0.0
 
     shipped = {trial.duplicate_of for trial in found.trials if trial.origin == "shipped"}
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, Literal
 
-from qdqbench.eval.metrics.gate import limit
+from qdqbench.eval.metrics.gate import limit, missing_db
 from qdqbench.eval.metrics.results import Comparison, GateIssue
 from qdqbench.eval.selection.search.options import Objective
 from qdqbench.eval.selection.trials.results import DRAW, ChoiceRecord, Scores, Trial
@@ -47,15 +47,17 @@ class SearchTrial(PlacedTrial):
 
     def objectives(self, objective: Objective) -> tuple[float, float]:
         """Return what a search minimizes; ratios of engines timed in turns compare, milliseconds do not."""
-        loss = self.divergence if objective == "divergence" else self.scores[DRAW].drop
+        loss = self.noise_power if objective == "sqnr" else self.scores[DRAW].drop
         return loss, 1 / self.speedup.value if self.speedup else 1 - self.int8_share
 
     def violation(self, gate: GateSettings) -> float:
-        """Return how far it is from `min_speedup`, or else from `max_drop`; 0 where it satisfies the gate."""
-        if gate.min_speedup is not None:
-            return max(0.0, gate.min_speedup - (self.speedup.value if self.speedup else 0.0))
+        """Return how far it is from `min_speedup`, else `max_drop`, and from `min_sqnr_db`; 0: it holds."""
         score = self.scores[DRAW]
-        return max(0.0, score.drop - limit(score.drop_stderr, gate.max_drop))
+        if gate.min_speedup is None:
+            far = score.drop - limit(score.drop_stderr, gate.max_drop)
+        else:
+            far = gate.min_speedup - (self.speedup.value if self.speedup else 0.0)
+        return max(0.0, far) + missing_db(score, gate.min_sqnr_db)
 
 
 class ConfirmedRecipe(PlacedTrial):
@@ -174,13 +176,11 @@ def choose_trial(trials: list[SearchTrial], gate: GateSettings) -> SearchOutcome
     done = [trial for trial in trials if trial.is_scored]
     held = [trial for trial in done if trial.holds]
     if not held:
-        fast = gate.min_speedup is not None
-        key = lambda trial: -trial.gain if fast else trial.scores[DRAW].drop  # noqa: E731
-        nearest = min(done, key=key, default=None)
+        nearest = min(done, key=lambda trial: trial.violation(gate), default=None)
         return SearchOutcome(best=None if nearest is None else nearest.number)
     fastest = max(trial.gain for trial in held)
     equal = held if gate.min_speedup else [trial for trial in held if trial.gain >= fastest / EQUAL]
-    chosen = min(equal, key=lambda trial: (trial.divergence, -trial.gain))
+    chosen = min(equal, key=lambda trial: (trial.noise_power, -trial.gain))
     return SearchOutcome(chosen=chosen.number, holding=len(held), equal=len(equal))
 
 

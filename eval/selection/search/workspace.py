@@ -179,10 +179,10 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
 def rank_by_rows(space: Space, rows: list[CandidateRow], source: str) -> tuple[list[Unit], list[int]]:
     """Return units and attentions by what INT8 costs for each multiply-add that it saves, worst first.
 
-    The cost is the divergence of "only this in INT8"; `source` names the rows in a message.
+    The cost is the noise power of "only this in INT8"; `source` names the rows in a message.
     """
-    costs = {name: row.only.distance for row in rows if row.group == "linear" for name in row.modules}
-    heads = {row.layer: row.only.distance for row in rows if row.group == "attention"}
+    costs = {name: row.only.noise_power for row in rows if row.group == "linear" for name in row.modules}
+    heads = {row.layer: row.only.noise_power for row in rows if row.group == "attention"}
     if not any(name in costs for names in space.units.values() for name in names):
         raise UserError(f"{source} ranks no linear of this model; run `qdqbench sensitivity` on it first")
     # a feed-forward linear has four times the work of an attention output, q, k and v together three times

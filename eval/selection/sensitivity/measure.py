@@ -144,7 +144,7 @@ def _notes(plan: Plan, base: Plan, modules: Mapping[str, ModuleInfo]) -> Iterato
         )
 
 
-SHARE = 0.5  # of the divergence of everything in INT8 that may be left
+SHARE = 0.5  # of the noise power of everything in INT8 that may be left: 3 dB
 
 
 def kept_counts(linears: int) -> list[int]:
@@ -171,13 +171,13 @@ def point_holds(point: CurvePoint, full: Comparison, max_drop: float) -> bool:
     if point.kept == 0:
         return gate.judge(own.drop, own.drop_stderr, 0.0) != "failed"
     holds = gate.judge(own.drop, own.drop_stderr, max_drop) != "failed"
-    return holds and own.distance <= SHARE * full.distance
+    return holds and own.noise_power <= SHARE * full.noise_power
 
 
 def choose_point(curve: list[CurvePoint], max_drop: float) -> tuple[CurvePoint, bool]:
-    """Return the first point that holds, else the one with the least divergence; and whether it holds."""
+    """Return the first point that holds, else the one with the highest SQNR; and whether it holds."""
     good = next((point for point in curve if point_holds(point, curve[0].comparison, max_drop)), None)
-    return good or min(curve, key=lambda point: point.comparison.distance), good is not None
+    return good or min(curve, key=lambda point: point.comparison.noise_power), good is not None
 
 
 def attention_of(linears: list[str], found: CandidateSet) -> list[str]:
@@ -407,7 +407,7 @@ class Measurement:
             start, suffixes = time.perf_counter(), self.bench.suffixes
             self.bench.switches.set(on)
             answers = suffixes.full() if states is None else suffixes.suffix(states, layer)
-            scores, _ = trials.compare({DRAW: answers})
+            scores = trials.compare({DRAW: answers})
             spent = time.perf_counter() - start
             trials.store.add(key, Trial(recipe=None, origin="candidate", scores=scores, seconds=spent))
         self._done += 1

@@ -1,6 +1,7 @@
 """The report of `sensitivity`: a page with charts, Markdown and a screen."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 from qdqbench.eval.metrics import figures
@@ -9,19 +10,18 @@ from qdqbench.quantize.models.families.family import QKV
 from qdqbench.quantize.models.families.known import part_of
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
-from qdqbench.quantize.report.formats import DIVERGENCES, cleaned, count_of, label, seconds, sentence
+from qdqbench.quantize.report.formats import cleaned, count_of, label, seconds, sentence
 
 WORST = 10
 WIDE = "full sortable names"
 WIDEST = 36  # characters of a name in a terminal
 COLUMNS = (
     "name",
-    "only this in INT8: divergence",
+    "only this in INT8: SQNR",
     "against FP32",
     "differing answers",
-    "SQNR",
-    "all but this in INT8: divergence",
-    "of everything's",
+    "all but this in INT8: SQNR",
+    "of everything's noise power",
     "against FP32",
 )
 
@@ -48,7 +48,7 @@ def sensitivity_report(sensitivity: Sensitivity) -> doc.Report:
     curve = doc.table_of(
         sensitivity.curve,
         ("kept", lambda point: point.kept),
-        ("divergence", lambda point: figures.divergence(point.comparison)),
+        ("SQNR", lambda point: figures.sqnr(point.comparison)),
         ("against FP32", lambda point: figures.change(point.comparison)),
         ("differing answers", lambda point: point.comparison.disagreements),
         texts=(),
@@ -63,18 +63,16 @@ def sensitivity_report(sensitivity: Sensitivity) -> doc.Report:
         doc.Tile(
             f"{label(sensitivity.metric)} against FP32", change, f"everything in INT8, {figures.noise(full)}"
         ),
-        doc.Tile("divergence", f"{full.divergence:.2g}", "everything in INT8"),
+        doc.Tile("SQNR", figures.sqnr(full).text, "everything in INT8"),
     ]
-    if worst and full.divergence:
-        tiles.append(
-            doc.Tile("the worst linear", f"{worst[0].only.distance / full.distance:.0%}", worst[0].name)
-        )
+    if worst and (share := figures.noise_share(worst[0].only, full)):
+        tiles.append(doc.Tile("noise power of the worst linear", share, worst[0].name))
     tiles.append(doc.Tile("kept out of INT8", kept, f"by {sensitivity.choice.file}", doc.bad_unless(reached)))
     data = sensitivity.data
     explanation = (
-        f"Divergence is {DIVERGENCES[sensitivity.divergence]}. The ranking goes by it and not by the metric: "
-        f"on {data['samples']} samples most changes are noise. ± is one standard error, and within noise are "
-        "changes of at most two (~), paired with FP32.",
+        "SQNR is the power of FP32's logits over that of the difference, the noise power. The ranking goes "
+        f"by it and not by the metric: on {data['samples']} samples most changes are noise. ± is one "
+        "standard error, and within noise are changes of at most two (~), paired with FP32.",
         f"Measured on split {data['split']!r}, on other rows than those that calibrate; no evaluation "
         f"split was read. Everything in INT8 means {count_of(len(sensitivity.int8), 'module')}.",
     )
@@ -108,10 +106,11 @@ def sensitivity_headline(sensitivity: Sensitivity) -> str:
     text = (
         f"Everything in INT8: {metric} {value - full.drop:.4f} against {value:.4f} in FP32 on "
         f"{sensitivity.data['samples']} training samples, {figures.change(full).text}, "
-        f"divergence {full.divergence:.2g}."
+        f"SQNR {figures.sqnr(full).text}."
     )
     if worst := ranking(sensitivity.rows):
-        alone = f"{worst[0].only.distance / full.distance:.0%} of it" if full.divergence else "nothing"
+        share = figures.noise_share(worst[0].only, full)
+        alone = f"{share} of its noise power" if share else "nothing"
         text += f" The worst linear, {worst[0].name}, alone makes {alone}."
     return text
 
@@ -122,14 +121,14 @@ def choice_text(sensitivity: Sensitivity) -> str:
     if not choice.reached:
         reason = (
             f"no measured number of linears kept out of INT8 holds the drop to {limit:g} and halves the "
-            f"divergence; {choice.kept} leave the least"
+            f"noise power; {choice.kept} leave the least"
         )
     elif choice.kept == 0:
         reason = f"the change by everything in INT8 ({drop}) is within noise: nothing to keep out"
     else:
         noise = "" if own.drop <= limit else " within noise"
         reason = (
-            f"with them the divergence is {own.distance / sensitivity.full.distance:.0%} of that of "
+            f"with them the noise power is {figures.noise_share(own, sensitivity.full)} of that of "
             f"everything in INT8, and the change ({drop}) is a drop of at most {limit:g}{noise}"
         )
     return f"{choice.file} keeps {count_of(choice.kept, 'linear')} out of INT8: {reason}"
@@ -138,25 +137,20 @@ def choice_text(sensitivity: Sensitivity) -> str:
 def _row(sensitivity: Sensitivity, candidate: CandidateRow) -> doc.Row:
     only, rest, full = candidate.only, candidate.all_but, sensitivity.full
     name = doc.code(f"{candidate.name}{' (diagnostic)' if candidate.diagnostic else ''}")
-    cells = [
-        figures.divergence(only),
-        figures.change(only),
-        only.disagreements,
-        figures.sqnr(only),
-    ]
+    cells: list[doc.Cell | str | int | None] = [figures.sqnr(only), figures.change(only), only.disagreements]
     if rest is None:
         return doc.row(name, *cells, doc.Cell("not part of everything", "quiet"))
-    share = f"{rest.distance / full.distance:.0%}" if full.divergence else ""
-    return doc.row(name, *cells, figures.divergence(rest), share, figures.change(rest))
+    share = figures.noise_share(rest, full)
+    return doc.row(name, *cells, figures.sqnr(rest), share, figures.change(rest))
 
 
 def _screen_table(title: str, rows: list[CandidateRow]) -> doc.Table:
     return doc.table_of(
         rows,
-        (f"{title}, by divergence", lambda each: _shorten(each.name.removeprefix("encoder."))),
-        ("only this", lambda each: f"{each.only.divergence:.1e}"),
+        (f"{title}, by SQNR", lambda each: _shorten(each.name.removeprefix("encoder."))),
+        ("only this", lambda each: figures.sqnr(each.only)),
         ("against FP32", lambda each: figures.change(each.only)),
-        ("all but", lambda each: f"{each.all_but.divergence:.1e}" if each.all_but else ""),
+        ("all but", lambda each: figures.sqnr(each.all_but) if each.all_but else ""),
         on=doc.SCREEN,
     )
 
@@ -176,15 +170,16 @@ DARKEST = 0.75  # opacity: text in the page's color stays readable on it
 
 
 def only_svg(sensitivity: Sensitivity) -> str:
-    amounts = [(row, row.only.distance) for row in sensitivity.rows]
-    return _heat_map(amounts, "only", "divergence with only this in INT8, times 1,000", 1000, ".3g")
+    amounts = [(row, row.only.noise_power) for row in sensitivity.rows]
+    text = lambda amount: f"{-10 * math.log10(amount):.1f}" if amount else "equal"  # noqa: E731
+    return _heat_map(amounts, "only", "SQNR with only this in INT8, dB", text)
 
 
 def all_but_svg(sensitivity: Sensitivity) -> str:
-    whole = sensitivity.full.distance
-    amounts = [(row, 1 - row.all_but.distance / whole) for row in sensitivity.rows if row.all_but and whole]
-    title = "part of the divergence that goes with this out of INT8, %"
-    return _heat_map(amounts, "all-but", title, 100, ".0f", linear=True)
+    rows, whole = [row for row in sensitivity.rows if row.all_but], sensitivity.full.noise_power
+    amounts = [(row, 1 - row.all_but.noise_power / whole) for row in rows if row.all_but and whole]
+    title = "part of the noise power that goes with this out of INT8, %"
+    return _heat_map(amounts, "all-but", title, lambda amount: f"{100 * amount:.0f}", linear=True)
 
 
 def column(row: CandidateRow) -> str:
@@ -192,12 +187,11 @@ def column(row: CandidateRow) -> str:
     return place[1] if place else row.kind
 
 
-def _heat_map(  # noqa: PLR0913
+def _heat_map(
     amounts: list[tuple[CandidateRow, float]],
     name: str,
     title: str,
-    times: int,
-    form: str,
+    text: Callable[[float], str],
     *,
     linear: bool = False,
 ) -> str:
@@ -225,7 +219,7 @@ def _heat_map(  # noqa: PLR0913
         axes.add_patch(
             Rectangle(corner, 0.96, 0.92, facecolor=color, alpha=DARKEST * share, edgecolor="none")
         )
-        axes.text(x, y, f"{times * amount:{form}}", ha="center", va="center")
+        axes.text(x, y, text(amount), ha="center", va="center")
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylim(len(layers) - 0.5, -0.5)
     axes.set_xticks(range(len(columns)), columns)
@@ -246,19 +240,20 @@ def curve_svg(sensitivity: Sensitivity) -> str:
     places = [point.kept for point in sensitivity.curve]
     curve = [point.comparison for point in sensitivity.curve]
     line = {"color": svg.BLUE, "marker": "o", "markersize": 4, "linewidth": 1.4, "capsize": 3}
-    chosen = sensitivity.chosen.comparison
-    errors = [each.divergence_stderr or 0.0 for each in curve]
-    upper.errorbar(places, [each.distance for each in curve], errors, **line)
-    upper.axhline(sensitivity.full.distance / 2, **svg.LIMIT_LINE, label="half of all in INT8")
+    chosen, full = sensitivity.chosen.comparison, sensitivity.full
+    decibels = [math.nan if each.sqnr_db is None else each.sqnr_db for each in curve]  # nan is not drawn
+    upper.errorbar(places, decibels, [each.sqnr_db_stderr or 0.0 for each in curve], **line)
+    if full.sqnr_db is not None:
+        upper.axhline(full.sqnr_db + 10 * math.log10(2), **svg.LIMIT_LINE)
     lower.errorbar(places, [each.drop for each in curve], [each.drop_stderr for each in curve], **line)
     lower.axhline(sensitivity.max_drop, **svg.LIMIT_LINE)
-    for axes, value in ((upper, chosen.distance), (lower, chosen.drop)):
+    for axes, value in ((upper, chosen.sqnr_db), (lower, chosen.drop)):
         circle = {"marker": "o", "markersize": 11, "markerfacecolor": "none", "color": svg.ORANGE}
-        axes.plot(sensitivity.choice.kept, value, **circle)
+        axes.plot(sensitivity.choice.kept, math.nan if value is None else value, **circle)
         axes.set_xscale("symlog", base=2, linthresh=1)
         axes.set_xticks(places, [str(place) for place in places])
         axes.minorticks_off()
-    svg.dress(upper, "divergence; dashed: half of everything in INT8")
+    svg.dress(upper, "SQNR, dB; dashed: 3 dB above everything in INT8")
     svg.dress(lower, f"drop of {sensitivity.metric}; dashed: gate.max_drop")
     lower.set_xlabel("linears kept out of INT8, the worst first; circle: the written recipe")
-    return svg.svg_of(figure, "sensitivity-curve", "divergence and drop by the number of linears out of INT8")
+    return svg.svg_of(figure, "sensitivity-curve", "SQNR and drop by the number of linears out of INT8")

@@ -63,7 +63,7 @@ class SensitivityChoice(Strict):
     """The recipe that was written."""
 
     kept: int = field("Number of linear layers out of INT8; 0 if the full drop is within noise.")
-    reached: bool = field("True if drop and divergence hold; else it is the best point found.")
+    reached: bool = field("True if drop and SQNR hold; else it is the best point found.")
     file: str = field("File of the recipe.")
 
 
@@ -100,6 +100,6 @@ def read_sensitivity(path: Path) -> Sensitivity:
 
 
 def ranking(rows: list[CandidateRow]) -> list[CandidateRow]:
-    """Return the linears that "everything in INT8" holds, largest divergence first."""
+    """Return the linears that "everything in INT8" holds, lowest SQNR first."""
     linears = [row for row in rows if row.group == "linear" and row.all_but]
-    return sorted(linears, key=lambda row: -row.only.distance)
+    return sorted(linears, key=lambda row: -row.only.noise_power)

@@ -9,7 +9,6 @@ from qdqbench.quantize.report.document import Report
 from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, Unwritable, UserError
-from qdqbench.quantize.utils.names import Divergence
 from qdqbench.quantize.utils.schema import Strict, field
 
 DRAW = "draw"  # in `Trial.scores`: train rows that do not calibrate
@@ -70,8 +69,7 @@ class Trial(Strict):
         "`ranking`: by sensitivity; `tpe`: by the sampler of a search."
     )
     scores: dict[str, Comparison] = field(
-        "Comparisons with FP32 by split; `draw` (train rows that do not calibrate) has a divergence.",
-        default={},
+        "Comparisons with FP32 by split; `draw`: train rows that do not calibrate.", default={}
     )
     calibration: CalibrationCost | None = field(
         "Cost of the calibration; null if not calibrated here.", default=None
@@ -79,18 +77,21 @@ class Trial(Strict):
     speedup: Speedup | None = field("Speed-up over an engine without INT8, or null.", default=None)
     failure: Failure | None = field("Reason why it has no scores; null if it has.", default=None)
     seconds: float = field("Time of the trial in seconds.", default=0.0)
-    divergences: list[float] = field("Divergences by sample, in the store only.", default=[])
+    noise_powers: list[float] = field(
+        "On the draw, by sample: squared difference of the logits over FP32's mean power; in the store only.",
+        default=[],
+    )
 
     @property
-    def divergence(self) -> float:
-        """Return the mean divergence on the draw; of a trial that was scored on it."""
-        return self.scores[DRAW].distance
+    def noise_power(self) -> float:
+        """Return the noise power on the draw; of a trial that was scored on it."""
+        return self.scores[DRAW].noise_power
 
 
 class ChoiceRecord(Strict):
     """Fields that results of all four commands share; `trials.store.describe_session` fills it."""
 
-    schema_version: Literal[3] = field("Version of this schema.", default=3)
+    schema_version: Literal[4] = field("Version of this schema.", default=4)
     created: str = field("Time of the end, ISO 8601, UTC.")
     command: str = field("Command line.")
     metric: str = field("Primary metric of the task.")
@@ -111,10 +112,6 @@ class DrawRecord(ChoiceRecord):
     )
     seed: int = field("Seed of the bootstrap; the draws use the recipe's `calibration.seed`.")
     batch_size: int = field("Batch size of the evaluation in samples.")
-    divergence: Divergence = field(
-        "`kl`: KL(FP32 || INT8) per sample in nat; `squared`: squared error over the variance of FP32 "
-        "logits; `cosine`: 1 - cosine to FP32 embeddings."
-    )
 
 
 def write_result(result: ChoiceRecord, report: Report, folder: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from qdqbench.eval.metrics.compare import compare, compare_with_divergence
+from qdqbench.eval.metrics.compare import compare, measure_powers
 from qdqbench.eval.metrics.results import Comparison
 from qdqbench.eval.metrics.runners import placed, predict, torch_runner
 from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, Scores, Trial, failure_of
@@ -233,7 +233,6 @@ class Trials:
             },
             "seed": config.seed,
             "batch_size": config.batch_size,
-            "divergence": config.task.kind.divergence_name,
         }
 
     @cached_property
@@ -314,19 +313,13 @@ class Trials:
             for split, encoded in self.encoded.items()
         }
 
-    def compare(self, answers: Mapping[str, Float32]) -> tuple[dict[str, Comparison], list[float]]:
-        """Compare answers [answers, width] by split with FP32's, those of the draw by sample too."""
+    def compare(self, answers: Mapping[str, Float32]) -> dict[str, Comparison]:
+        """Compare answers [answers, width] by split with FP32's."""
         task, seed = self.session.config.task, self.session.config.seed
-        scores: dict[str, Comparison] = {}
-        divergences: list[float] = []
-        for split, each in answers.items():
-            gold, reference = self.encoded[split].gold, self.fp32[split]
-            if split == DRAW:
-                scores[split], every = compare_with_divergence(task, reference, each, gold, seed=seed)
-                divergences = every.tolist()
-            else:
-                scores[split] = compare(task, reference, each, gold, seed=seed)
-        return scores, divergences
+        return {
+            split: compare(task, self.fp32[split], each, self.encoded[split].gold, seed=seed)
+            for split, each in answers.items()
+        }
 
     def measure(self, key: str, draft: Trial, calibrate: Calibrate) -> Trial:
         """Return a finished trial, or calibrate and score it now.
@@ -347,7 +340,12 @@ class Trials:
         text = draft.recipe.calibration.method if draft.recipe else ""
         try:
             model, trial.calibration = calibrate()
-            trial.scores, trial.divergences = self.compare(self.answer(model, text))
+            answers = self.answer(model, text)
+            trial.scores = self.compare(answers)
+            if DRAW in answers:
+                pair = self.fp32[DRAW], answers[DRAW]
+                powers = measure_powers(self.session.config.task.kind, *pair, self.draw.gold)
+                trial.noise_powers = powers.noise.tolist()
         except (UserError, CheckFailed) as error:
             trial.failure = failure_of(error)
         trial.seconds = time.perf_counter() - start

@@ -7,18 +7,10 @@ import numpy as np
 
 from qdqbench.quantize.tasks.types.kind import CLASSES, CORRELATIONS, SAME, TaskFields, TaskKind
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
-from qdqbench.quantize.utils.errors import CheckFailed
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torch import Tensor
-
-
-def kl(reference: Float64, logits: Float64) -> Float64:
-    """Compute KL(reference || logits) of the class probabilities, in nat, by answer."""
-    logs = [x - np.logaddexp.reduce(x, axis=1, keepdims=True) for x in (reference, logits)]
-    each = (np.exp(logs[0]) * (logs[0] - logs[1])).sum(axis=1)
-    return np.asarray(np.maximum(each, 0))  # rounding
 
 
 def kl_terms(logits: "Tensor", teacher: "Tensor", temperature: float) -> "Tensor":
@@ -80,9 +72,6 @@ class Classification(TaskKind):
     def label_texts(self, gold: Array, names: Sequence[str]) -> list[str]:
         return [class_text(int(label), names) for label in gold]
 
-    def divergence(self, reference: Float64, answers: Float64, gold: Any) -> Float64:
-        return kl(reference, answers)
-
     def constant(self, answers: Floats, labels: Array) -> bool:
         return same_for_all(answers, labels)
 
@@ -112,17 +101,9 @@ class Regression(TaskKind):
     reads_first_token = True
     metrics = CORRELATIONS
     default_metrics: tuple[str, ...] = ("pearson", "spearman")
-    divergence_name = "squared"
 
     def predict(self, answers: Floats, gold: Any) -> Float64:
         return np.asarray(answers[:, 0], dtype=np.float64)
-
-    def divergence(self, reference: Float64, answers: Float64, gold: Any) -> Float64:
-        """Return the squared difference over the variance of the reference."""
-        spread = float(reference.var())
-        if spread == 0:
-            raise CheckFailed("FP32 gives the same output for every sample; the model or the data is broken")
-        return np.asarray(((answers - reference) ** 2).mean(axis=1) / spread)
 
     def constant(self, answers: Floats, labels: Array) -> bool:
         return bool(np.std(answers[:, 0]) <= SAME * np.std(labels))

@@ -1,14 +1,14 @@
 """Sentence embeddings: pairs with a score, and texts without labels, compared with FP32's embeddings."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets
 from qdqbench.quantize.tasks.types.kind import CORRELATIONS, Metric, TaskFields, TaskKind, mean_of_column
-from qdqbench.quantize.utils.arrays import Array, Float64, Floats
+from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 from qdqbench.quantize.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -93,7 +93,6 @@ class Embedding(TaskKind):
     outputs = {OUTPUT: ("batch", "width")}
     head = "a sentence embedding"
     calibrates_unlabelled = True
-    divergence_name = "cosine"
 
     def constant(self, answers: Floats, labels: Array) -> bool:
         spread = np.linalg.norm(answers - answers.mean(axis=0), axis=1).max()
@@ -120,14 +119,11 @@ class PairEmbedding(Embedding):
         labels = super().targets(dataset, task, layout).labels
         return Targets(np.repeat(labels, 2), gold=labels)
 
-    def expected(self, gold: Array) -> int:
-        return 2 * len(gold)
+    def answer_samples(self, gold: Array) -> Int64:
+        return np.repeat(np.arange(len(gold)), 2)
 
     def predict(self, answers: Floats, gold: Array) -> Float64:
         return cosines(answers[::2], answers[1::2])
-
-    def divergence(self, reference: Float64, answers: Float64, gold: Any) -> Float64:
-        return np.asarray(1 - cosines(reference, answers).reshape(-1, 2).mean(axis=1))
 
 
 class TextEmbedding(Embedding):
@@ -154,9 +150,6 @@ class TextEmbedding(Embedding):
 
     def label_texts(self, gold: Floats, names: Sequence[str]) -> list[None]:
         return [None] * len(gold)
-
-    def divergence(self, reference: Float64, answers: Float64, gold: Any) -> Float64:
-        return 1 - cosines(reference, answers)
 
 
 PAIRS, TEXTS_ALONE = PairEmbedding(), TextEmbedding()

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
-from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
+from qdqbench.quantize.utils.arrays import Array, Floats, Int64
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.names import Divergence
 from qdqbench.quantize.utils.schema import Frozen
 
 if TYPE_CHECKING:
@@ -215,7 +214,6 @@ class TaskKind(ABC):
     # Scores
     metrics: Mapping[str, Metric]  # that can score it
     default_metrics: tuple[str, ...]
-    divergence_name: Divergence = "kl"
 
     @property
     def model_class(self) -> str:
@@ -239,8 +237,9 @@ class TaskKind(ABC):
         values = dataset.select_columns([task.label_column])[:][task.label_column]
         return Targets(np.array(values, dtype=self.label_dtype))
 
-    def expected(self, gold: Any) -> int:
-        return len(gold)
+    def answer_samples(self, gold: Any) -> Int64:
+        """Return the sample of each answer, [answers]."""
+        return np.arange(len(gold))
 
     @abstractmethod
     def predict(self, answers: Floats, gold: Any) -> Array:
@@ -261,10 +260,6 @@ class TaskKind(ABC):
     def label_texts(self, gold: Any, names: Sequence[str]) -> Sequence[str | None]:
         """Return gold in words, sample by sample, with the names of the classes; None: nothing is right."""
         return [f"{label:.4g}" for label in gold]
-
-    @abstractmethod
-    def divergence(self, reference: Float64, answers: Float64, gold: Any) -> Float64:
-        """Return how far answers are from the reference's, [samples]."""
 
     def constant(self, answers: Floats, labels: Array) -> bool:
         """Return whether answers do not depend on the input though labels do."""

@@ -9,7 +9,7 @@ from qdqbench.quantize.tasks.types.classification import class_text
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets
 from qdqbench.quantize.tasks.types.kind import SAME, Metric, TaskFields, TaskKind, of_sums, ratio
 from qdqbench.quantize.tasks.types.tokens import class_names, explain_names, read_classes
-from qdqbench.quantize.utils.arrays import Array, Float64, Floats
+from qdqbench.quantize.utils.arrays import Array, Floats
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -117,14 +117,6 @@ class MultiLabel(TaskKind):
     def label_texts(self, gold: Array, names: Sequence[str]) -> list[str]:
         rows = (map(int, np.flatnonzero(row)) for row in gold)
         return [" ".join(class_text(number, names) for number in row) or NONE for row in rows]
-
-    def divergence(self, reference: Float64, answers: Float64, gold: Any) -> Float64:
-        """Return the sum over classes of KL(reference || answer) of there or not, in nat."""
-        shares = 1 / (1 + np.exp(-reference))
-        # of a class that is there, log p - log q, and of one that is not: log of the sigmoid, both signs
-        terms = (np.logaddexp(0, -sign * answers) - np.logaddexp(0, -sign * reference) for sign in (1, -1))
-        there, absent = terms
-        return np.asarray(np.maximum((shares * there + (1 - shares) * absent).sum(axis=1), 0))
 
     def constant(self, answers: Floats, labels: Array) -> bool:
         shares = 1 / (1 + np.exp(-answers.astype(np.float64)))

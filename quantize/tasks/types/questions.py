@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.standalone.answers import NO_ANSWER, find_best_span, find_spans
-from qdqbench.quantize.tasks.types.classification import kl
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
 from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind, of_sums, ratio
-from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
+from qdqbench.quantize.utils.arrays import Array, Floats, Int64
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -156,8 +155,8 @@ class QuestionAnswering(TaskKind):
         gold = Questions(list(rows[task.text_columns[1]]), texts, windows, not all(texts))
         return Targets(np.concatenate(labels), gold)
 
-    def expected(self, gold: Questions) -> int:
-        return int(gold.tokens.sum())
+    def answer_samples(self, gold: Questions) -> Int64:
+        return np.repeat(np.arange(len(gold)), [sum(map(len, windows)) for windows in gold.windows])
 
     def predict(self, answers: Floats, gold: Questions) -> Array:
         """Return the text of the best span of each question, as in transformers' examples; or no answer."""
@@ -183,13 +182,6 @@ class QuestionAnswering(TaskKind):
 
     def label_texts(self, gold: Questions, names: Sequence[str]) -> list[str]:
         return [" / ".join(dict.fromkeys(each)) or "no answer" for each in gold.answers]
-
-    def divergence(self, reference: Float64, answers: Float64, gold: Questions) -> Float64:
-        """Return the mean over windows of the mean of both ends' KL over the tokens, in nat."""
-        pairs = zip(gold.by_window(reference), gold.by_window(answers), strict=True)
-        each = np.array([kl(before.T, after.T).mean() for before, after in pairs])
-        samples = np.repeat(np.arange(len(gold)), [len(windows) for windows in gold.windows])
-        return np.asarray(np.bincount(samples, each) / np.bincount(samples))
 
     def loss(self, answers: "Tensor", labels: "Tensor", counts: "Tensor") -> "Tensor":
         """Compute cross entropy over a window's tokens, mean of both ends (Devlin et al. 2018, 4.2)."""

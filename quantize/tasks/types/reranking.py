@@ -75,8 +75,8 @@ class Reranking(Regression):
         warning = f"{lost} of {len(counts)} queries have no relevant passage and count as 0 in every metric"
         return Targets(labels.astype(np.float32), gold, (warning,) if lost else ())
 
-    def expected(self, gold: Array) -> int:
-        return int(np.isfinite(gold).sum())
+    def answer_samples(self, gold: Array) -> Int64:
+        return np.asarray(np.nonzero(np.isfinite(gold))[0])
 
     def predict(self, answers: Floats, gold: Array) -> Float64:
         scores = np.full(gold.shape, np.nan)
@@ -100,12 +100,6 @@ class Reranking(Regression):
 
     def label_texts(self, gold: Array, names: Sequence[str]) -> list[str]:
         return [", ".join(f"{x:.3g}" for x in row[np.isfinite(row)]) for row in gold]
-
-    def divergence(self, reference: Float64, answers: Float64, gold: Array) -> Float64:
-        """Compute the divergence of a regression, of a query the mean over its passages."""
-        each = super().divergence(reference, answers, gold)
-        queries = np.nonzero(np.isfinite(gold))[0]
-        return np.bincount(queries, weights=each) / np.bincount(queries)
 
     constant = TaskKind.constant
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.standalone.answers import find_first_tokens
-from qdqbench.quantize.tasks.types.classification import class_text, kl, kl_terms, same_for_all
+from qdqbench.quantize.tasks.types.classification import class_text, kl_terms, same_for_all
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
 from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind, of_sums, ratio
-from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
+from qdqbench.quantize.utils.arrays import Array, Floats, Int64
 from qdqbench.quantize.utils.names import name_list
 
 if TYPE_CHECKING:
@@ -213,8 +213,8 @@ class TokenClassification(TaskKind):
             labels, Tagged(labels, np.array(words, dtype=np.int64), known.classes), tuple(warnings)
         )
 
-    def expected(self, gold: Tagged) -> int:
-        return len(gold.tags)
+    def answer_samples(self, gold: Tagged) -> Int64:
+        return np.repeat(np.arange(len(gold)), gold.words)
 
     def predict(self, answers: Floats, gold: Tagged) -> Array:
         """Return the numbers of the classes of a sentence as one text."""
@@ -234,15 +234,11 @@ class TokenClassification(TaskKind):
 
     def by_class(self, predicted: Array, gold: Tagged) -> tuple[Int64, Int64, Int64]:
         classes = np.array(" ".join(predicted).split(), dtype=np.int64)
-        return gold.tags, classes, np.repeat(np.arange(len(gold)), gold.words)
+        return gold.tags, classes, self.answer_samples(gold)
 
     def label_texts(self, gold: Tagged, names: Sequence[str]) -> list[str]:
         sentences = gold.by_sentence(gold.tags) if len(gold) else []
         return [" ".join(class_text(int(tag), names) for tag in tags) for tags in sentences]
-
-    def divergence(self, reference: Float64, answers: Float64, gold: Tagged) -> Float64:
-        each = gold.by_sentence(kl(reference, answers))
-        return np.array([part.mean() if len(part) else 0.0 for part in each])
 
     def constant(self, answers: Floats, labels: Array) -> bool:
         return same_for_all(answers, labels)

@@ -1,15 +1,20 @@
-"""A stage against FP32: exact figures, paired errors, divergences."""
+"""A stage against FP32: exact figures, paired errors, SQNR."""
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdqbench.eval.metrics.compare import compare, compare_with_divergence, divergence
+from qdqbench.eval.metrics.compare import compare, compute_decibels, measure_powers
 from qdqbench.eval.metrics.gate import judge
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import get_task
-from qdqbench.quantize.tasks.types.classification import REGRESSION
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
+from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
+from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL
+from qdqbench.quantize.tasks.types.questions import QUESTIONS, Questions
+from qdqbench.quantize.tasks.types.reranking import RERANKING
+from qdqbench.quantize.tasks.types.tokens import TOKENS, Tagged
 from qdqbench.quantize.utils.errors import CheckFailed
 
 SST2, MRPC, STSB = get_task("sst2"), get_task("mrpc"), get_task("stsb")
@@ -106,7 +111,6 @@ def test_logit_distance():
     found = compare(SST2, reference, reference + np.float32(0.5), np.array([0, 1]), seed=0)
     assert found.mean_abs_logit_diff == pytest.approx(0.5)
     assert found.sqnr_db == pytest.approx(10 * np.log10(50 / 1))
-    assert compare(SST2, reference * 0, reference, np.array([0, 1]), seed=0).sqnr_db is None
 
 
 def test_constant_stage_is_compared_and_not_refused():
@@ -126,37 +130,41 @@ def test_broken_logits_of_either_stage(which):
         compare(SST2, case(10, 1, 1)[0], case(9, 1, 1)[1], labels, seed=0)
 
 
-ROWS = st.integers(0, 2**16).map(lambda seed: np.random.default_rng(seed).normal(0, 2, (20, 2)))
+SPANS = [np.full((length, 2), -1) for length in (2, 3, 1)]  # tokens of windows
+ANSWERED = [  # a kind of task, the gold of three samples, and the sample of each answer
+    (CLASSIFICATION, np.array([0, 1, 1]), [0, 1, 2]),
+    (REGRESSION, np.array([0.0, 1, 2]), [0, 1, 2]),
+    (MULTI_LABEL, np.eye(3, dtype=np.int8), [0, 1, 2]),
+    (TOKENS, Tagged(np.zeros(5, dtype=np.int64), np.array([2, 0, 3]), ("O",)), [0, 0, 2, 2, 2]),
+    (RERANKING, np.array([[1, 0, np.nan], [0, 1, 1], [1, 0, np.nan]]), [0, 0, 1, 1, 1, 2, 2]),
+    (PAIRS, np.array([0.0, 1, 2]), [0, 0, 1, 1, 2, 2]),
+    (TEXTS_ALONE, np.zeros(3), [0, 1, 2]),
+    (
+        QUESTIONS,
+        Questions([""] * 3, [[""]] * 3, [SPANS[:2], SPANS[2:], SPANS[1:]], False),
+        [0] * 5 + [1] + [2] * 4,
+    ),
+]
 
 
-@given(ROWS, ROWS, st.floats(-5, 5))
-def test_divergence_of_classes_is_kl(first, second, shift):
-    # softmax does not see a shift
-    assert divergence(SST2, first, first + shift, None) == pytest.approx(0, abs=1e-9)
-    p, q = (np.exp(x) / np.exp(x).sum(axis=1, keepdims=True) for x in (first, second))
-    expected = (p * np.log(p / q)).sum(axis=1)
-    assert divergence(SST2, first, second, None) == pytest.approx(expected, abs=1e-9)
-
-
-@given(ROWS, st.floats(0.01, 3))
-def test_divergence_of_scores_is_relative_to_their_spread(rows, offset):
-    scores = rows[:, :1]
-    expected = np.full(20, offset**2 / scores.var())
-    assert (divergence(STSB, scores, scores, None) == 0).all()
-    assert divergence(STSB, scores, scores + offset, None) == pytest.approx(expected)
-    assert divergence(STSB, 10 * scores, 10 * (scores + offset), None) == pytest.approx(expected)
-
-
-def test_a_choice_takes_the_mean_and_refuses_constant_scores():
-    random = np.random.default_rng(0)
-    labels, scores = random.normal(size=30).astype(np.float32), random.normal(size=(30, 1)).astype(np.float32)
-    other = scores + random.normal(size=(30, 1)).astype(np.float32)
-    found, each = compare_with_divergence(STSB, scores, other, labels, seed=0)
-    assert (each == divergence(STSB, scores, other, labels)).all()
-    assert found.divergence == each.mean()
-    assert found.divergence_stderr == pytest.approx(each.std(ddof=1) / 30**0.5)
-    with pytest.raises(CheckFailed, match="the same output for every sample"):
-        compare_with_divergence(STSB, np.ones_like(scores), other, labels, seed=0)
+@pytest.mark.parametrize(("kind", "gold", "samples"), ANSWERED, ids=lambda each: getattr(each, "name", ""))
+@settings(max_examples=20)
+@given(seed=st.integers(0, 2**16), scale=st.floats(0.01, 100))
+def test_sqnr_is_that_of_the_mean_noise_of_samples(kind, gold, samples, seed, scale):
+    random = np.random.default_rng(seed)
+    reference, moved = (random.normal(0, scale, (len(samples), 2)) for _ in range(2))
+    powers = measure_powers(kind, reference, reference + moved, gold)
+    column = {"start_logits": [0], "end_logits": [1]}.get(powers.output, [0, 1])
+    assert (powers.output is None) == (kind is not QUESTIONS)
+    apart = np.square(moved[:, column]).sum(axis=1)
+    power = np.square(reference[:, column]).sum() / len(gold)
+    assert powers.noise == pytest.approx([apart[np.array(samples) == n].sum() / power for n in range(3)])
+    sqnr = compute_decibels(powers.signal, powers.noise)[0]
+    assert sqnr == pytest.approx(-10 * np.log10(powers.noise.mean()))
+    assert 10 ** (-sqnr / 10) == pytest.approx(apart.sum() / np.square(reference[:, column]).sum())
+    assert not measure_powers(kind, reference, reference, gold).noise.any()
+    with pytest.raises(CheckFailed, match="answers 0 to every sample"):
+        measure_powers(kind, 0 * reference, reference, gold)
 
 
 def test_the_error_of_an_sqnr_is_that_of_resampled_answers():

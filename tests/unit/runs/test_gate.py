@@ -70,9 +70,8 @@ def test_every_command_judges_alike(drop: float, error: float, max_drop: float) 
     assert choose_point([everything, _point(1, 0.1, drop, error)], max_drop)[1] == expected
 
 
-def _point(kept: int, divergence: float, drop: float, error: float) -> CurvePoint:
-    spread = {"divergence": divergence, "divergence_stderr": 0.0}
-    compared = records.comparison({"accuracy": -drop}, error, **spread)
+def _point(kept: int, noise: float, drop: float, error: float) -> CurvePoint:
+    compared = records.comparison({"accuracy": -drop}, error, **records.sqnr(noise))
     return CurvePoint(kept=kept, linears=["a"] * kept, attention=[], comparison=compared)
 
 
@@ -95,6 +94,9 @@ def test_a_gate_can_ask_for_an_sqnr(least: float | None, found: list[tuple[str, 
     noise = [issue for issue in gate.issues if issue.code == "min_sqnr_db"]
     assert [(issue.code, issue.state) for issue in noise] == found
     assert gate.passed == (least != 27)
+    trial = records.search_trial(0, 0.1, 1.0)
+    trial.scores["draw"] = versus
+    assert (not trial.violation(Asked(min_sqnr_db=least))) == gate.passed
     for issue in noise:
         assert "engine: SQNR is 25.2 dB (standard error 0.5), the gate asks for 2" in issue_sentence(issue)
 

@@ -31,7 +31,7 @@ from ....support.pages import offline, plain
 @pytest.mark.parametrize(
     ("trials", "outcome"),
     [
-        # drop, divergence, ms: the fastest that holds
+        # drop, noise power, ms: the fastest that holds
         ([(0.001, 0.1, 1.5), (0.002, 0.2, 1.2), (0.02, 0.5, 1.0)], {"chosen": 1, "holding": 2}),
         # what only a failing trial beats
         ([(0.0, 0.0, 2.0), (0.006, 0.010, 1.0), (0.001, 0.012, 1.05)], {"chosen": 2, "holding": 2}),
@@ -57,7 +57,12 @@ def test_a_drop_within_noise_holds_and_of_those_fast_enough_the_most_accurate_is
 
 
 @pytest.mark.parametrize(
-    ("gate", "best"), [(GateSettings(max_drop=0.0001), 1), (GateSettings(min_speedup=9.0), 0)]
+    ("gate", "best"),
+    [
+        (GateSettings(max_drop=0.0001), 1),
+        (GateSettings(min_speedup=9.0), 0),
+        (GateSettings(max_drop=0.1, min_sqnr_db=12.0), 0),
+    ],
 )
 def test_nothing_holds_and_the_nearest_is_known(gate, best):
     trials = [trial_of(0, 0.05, 0.1, 1.0), trial_of(1, 0.04, 0.2, 1.1)]
@@ -74,7 +79,7 @@ def test_without_latencies_the_largest_int8_share_is_chosen():
     assert [trial.on_front for trial in trials] == [True] * 3
 
 
-@pytest.mark.parametrize("objective", ["divergence", "drop"])
+@pytest.mark.parametrize("objective", ["sqnr", "drop"])
 def test_the_front_holds_what_nothing_beats(objective):
     trials = [
         trial_of(0, 0.00, 0.0, 2.0),
@@ -150,6 +155,11 @@ def test_a_chosen_recipe_that_fails_is_a_failure_with_its_reason(tmp_path):
         ({"max_drop": 0.003}, "latency", "at most 0.3 points lost, fastest"),
         ({"max_drop": 0.01}, "int8-share", "at most 1 point lost, largest INT8 share of multiply-adds"),
         ({"min_speedup": 1.4}, "latency", "at least 1.4x as fast as the BF16 engine, most accurate"),
+        (
+            {"max_drop": 0.01, "min_sqnr_db": 30},
+            "latency",
+            "at most 1 point lost with an SQNR of 30 dB or more, fastest",
+        ),
     ],
 )
 def test_rules_in_words(gate, mode, text):
@@ -169,7 +179,8 @@ def test_choices_in_words():
     fast = LINEARS.model_copy(update={"gate": GateSettings(min_speedup=9.0)}).model_dump(mode="json")
     none = sample_search(trials=trials, outcome=SearchOutcome(best=1), recipe=fast)
     assert describe_choice(none) == (
-        "none is 9x as fast as the FP16 engine; the best was trial 1 with a drop of 0.40 points and 2.00x"
+        "none is 9x as fast as the FP16 engine; the best was trial 1 with a drop of 0.40 points, an SQNR of "
+        "7.0 ± 0.4 dB and 2.00x"
     )
     assert "no trial came to an end" in describe_choice(sample_search(outcome=SearchOutcome()))
 

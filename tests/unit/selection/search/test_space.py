@@ -163,7 +163,7 @@ def test_the_ranking_weighs_cost_by_work():
 
 
 def candidate(cost, **fields):
-    return SimpleNamespace(only=SimpleNamespace(distance=cost), **fields)
+    return SimpleNamespace(only=SimpleNamespace(noise_power=cost), **fields)
 
 
 def test_suggestions_cover_the_space():

@@ -29,7 +29,7 @@ def found_for(recipe: Recipe, head_size: int = 16) -> sensitivity.CandidateSet:
 
 
 def compared(amount: float = 0.0, drop: float = 0.0, error: float = 0.001) -> Comparison:
-    return records.comparison({"accuracy": -drop}, error, divergence=amount, divergence_stderr=0.0)
+    return records.comparison({"accuracy": -drop}, error, **records.sqnr(amount))
 
 
 def point(kept: int, amount: float, drop: float) -> CurvePoint:
@@ -122,11 +122,11 @@ def test_curve_finds_the_smallest_that_holds(linears: int, first: int) -> None:
     [
         (0.002, 0),  # two standard errors
         (-0.5, 0),  # better than FP32
-        (0.003, 2),  # below the gate and no noise: half of the divergence must go
+        (0.003, 2),  # below the gate and no noise: half of the noise power must go
     ],
 )
 def test_nothing_is_kept_where_the_drop_is_noise(at_zero: float, expected: int) -> None:
-    curve = [point(0, 1.0, at_zero), point(1, 0.6, 0.0), point(2, 0.5, 0.0)]
+    curve = [point(0, 1.0, at_zero), point(1, 0.6, 0.0), point(2, 0.49, 0.0)]
     assert choose_point(curve, 0.01)[0].kept == expected
 
 

@@ -18,9 +18,9 @@ from qdqbench.quantize.utils.errors import UserError
 from ....support.choices import compared, sample_sensitivity
 
 
-def test_ranking_is_by_divergence_of_what_a_recipe_can_keep() -> None:
+def test_ranking_is_by_sqnr_of_what_a_recipe_can_keep() -> None:
     found = ranking(sample_sensitivity().rows)
-    amounts = [row.only.distance for row in found]
+    amounts = [row.only.noise_power for row in found]
     assert amounts == sorted(amounts, reverse=True)
     assert len(found) == 9
     assert "classifier" not in [row.name for row in found]
