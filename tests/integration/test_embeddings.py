@@ -84,10 +84,10 @@ class TestTexts:
         assert kept == {"prompts": {"query": "good ", "document": ""}, "default_prompt_name": None}
 
     @pytest.mark.long
-    def test_sensitivity_measures_by_cosine(self, qdqbench, given, tmp_path):
+    def test_sensitivity_measures_embeddings(self, qdqbench, given, tmp_path):
         recipe = tmp_path / "short.yaml"
         text = qdqbench("recipes", "show", "roberta-int8-linears").out
-        recipe.write_text(text.replace("samples: 512", "samples: 64"))
+        recipe.write_text(text.replace("samples: 512", "samples: 32"))
         done = qdqbench(
             "sensitivity", recipe, *given("embed").options, "--samples", 32, "--out", tmp_path / "s"
         )

@@ -268,8 +268,8 @@ def draw_front(found: Search) -> str:
         return {own, "shipped recipe"} if trial.number in shipped else {own}
 
     figure, axes = svg.axes_of(3.6)
-    front = sorted(point(trial) for trial in done if trial.on_front)
-    axes.step(*zip(*front, strict=True), where="post", color=svg.BLUE, linewidth=1, alpha=0.6)
+    if front := sorted(point(trial) for trial in done if trial.on_front):
+        axes.step(*zip(*front, strict=True), where="post", color=svg.BLUE, linewidth=1, alpha=0.6)
     for name, color, marker in MARKS:
         if points := [point(trial) for trial in done if name in marks(trial)]:
             look = {"s": {"tried": 14, "chosen": 130}.get(name, 34), "color": color, "marker": marker}

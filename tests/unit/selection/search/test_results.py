@@ -185,7 +185,13 @@ def test_choices_in_words():
     assert "no trial came to an end" in describe_choice(sample_search(outcome=SearchOutcome()))
 
 
-@pytest.mark.parametrize("changes", [{}, NOTHING, NOTHING | {"trials": []}])
+# the front has no dB
+FASTEST_IS_FP32 = [trial_of(0, 0.0, 0.0, 1.0, on_front=True), trial_of(1, 0.0, 0.1, 2.0, origin="shipped")]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, NOTHING, NOTHING | {"trials": []}, NOTHING | {"trials": FASTEST_IS_FP32}]
+)
 def test_reports_name_the_device_and_stay_offline(tmp_path, changes):
     found = sample_search(**changes)
     markdown, page = paths = write_report(search_report(found), tmp_path, "search")
