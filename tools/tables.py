@@ -35,6 +35,7 @@ from qdqbench.eval.bench.results import (
     over_fastest,
     read_bench,
     row_of,
+    speedup_between,
     speedup_of,
 )
 from qdqbench.eval.metrics import figures
@@ -333,8 +334,9 @@ def timed(bench: Bench) -> Iterator[tuple[str, str, BenchConfig, Speedup]]:
         if system.precision != "int8" or differences(recipe, timed=True):
             continue
         name, backend = str(recipe.get("name", own)), system.backend.split()[0]
+        others = [each for each in bench.systems if each.precision != "fp8"]
         for cell in bench.configs:
-            if best := over_fastest(bench.systems, cell, system.name):
+            if best := over_fastest(others, cell, system.name):
                 yield name, backend, cell, best
 
 
@@ -433,6 +435,31 @@ def _by_gpu(data: Data, kind: type, title: str) -> str:
         rows.append([model, f"{batch} x {tokens}", *map(_ratio, cells)])
     names = [f"{gpu.split()[1]}, {label(backend)}" for gpu, backend in columns]
     return table(["model", title, *names], rows)
+
+
+def fp8_table(data: Data) -> str:
+    """INT8 in `cuda` against the unpadded encoder in FP8 and in FP16."""
+    return _beside_unpadded(data, "int8", ("unpadded-fp8", "FP8"), (UNPADDED, "FP16"))
+
+
+def portable_table(data: Data) -> str:
+    """`cuda` by mma.sync, through PTX of 8.0, against the unpadded encoder in FP16."""
+    return _beside_unpadded(data, "int8-fused-ptx", (UNPADDED, "FP16"))
+
+
+def _beside_unpadded(data: Data, own: str, *others: tuple[str, str]) -> str:
+    rows = []
+    for bench, cell in ((each, cell) for each in data.benches for cell in each.configs):
+        timed = [row_of(cell, name) for name in (own, *(name for name, _ in others))]
+        if all(row is not None and row.median_ms is not None for row in timed):
+            first, *rest = (row for row in timed if row is not None)
+            ratios = [speedup_between(first, row, "", bench.settings.seed, None) for row in rest]
+            shape = f"{bench.target.name}, {cell.batch} x {cell.length}, {_device(bench)}"
+            times = [figures.latency(row.median_ms or 0.0) for row in (first, *rest)]
+            rows.append([shape, *times, *(_ratio(ratio, interval=True) for ratio in ratios)])
+    precisions = [name for _, name in others]
+    header = ["model, batch x tokens, GPU", "INT8, ms", *(f"{name}, ms" for name in precisions)]
+    return table([*header, *(f"INT8 over {name}" for name in precisions)], rows)
 
 
 def cpu_table(data: Data) -> str:
@@ -708,6 +735,8 @@ FIGURES: dict[str, Callable[[Data], str]] = {
     "speed": speed_table,
     "kernels": kernels_table,
     "lengths": lengths_table,
+    "fp8": fp8_table,
+    "portable": portable_table,
     "cpu": cpu_table,
     "cost": cost_table,
     "recipes": recipes_table,

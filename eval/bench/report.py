@@ -336,7 +336,9 @@ def headline_title(bench: Bench) -> str:
     if bench.device == "cpu":
         return "INT8 over the fastest FP32 or BF16"
     engines_alone = len({system.backend for system in bench.systems}) == 1
-    return f"INT8 over the fastest FP16{' engine' if engines_alone else ''}"
+    timed = {row.system for config in bench.configs for row in config.rows if row.status == "done"}
+    fp8 = any(system.precision == "fp8" and system.name in timed for system in bench.systems)
+    return f"INT8 over the fastest FP16{' engine' if engines_alone else ' or FP8' if fp8 else ''}"
 
 
 def headline_cells(bench: Bench, config: BenchConfig) -> list[doc.Cell]:

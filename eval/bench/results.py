@@ -328,7 +328,7 @@ def compute_speedups(
     done = {row.system: row for row in rows if row.status == "done"}
     pairs = [(own, name) for own in OURS for name in done if name not in OURS]
     others = (name for name in done if name.startswith("int8-") and name not in OURS)
-    more = [name for name in others if "fp16" in done or name in OF_RECIPE]
+    more = [name for name in others if {"fp16", "unpadded-fp16"} & done.keys() or name in OF_RECIPE]
     pairs += [(own, name) for own in more for name in done if not name.startswith("int8")]
     pairs += [(name, "fp16") for name in done if name not in (*OURS, *more, "fp16")] + [OURS[::-1]]
     return [

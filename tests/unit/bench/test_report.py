@@ -63,6 +63,25 @@ def test_the_fastest_backend_leads_a_bench_and_does_not_judge_a_run():
     assert lines["Fastest"] == "INT8 CUDA kernels at 1 of 3 shapes, not this recipe's backend"
 
 
+def test_fp8_is_among_the_fastest_without_int8():
+    bench = sample_bench()
+    cell = bench.configs[0]
+    bench.systems.append(BenchSystem(name="unpadded-fp8", label="unpadded FP8", precision="fp8", backend=""))
+    assert report.headline_title(bench) == "INT8 over the fastest FP16"
+    cell.rows.append(bench_row("unpadded-fp8", 0.1, 1))
+    cell.speedups = compute_speedups(cell.rows, "1 x 128", 0)
+    assert headline_of(bench.systems, cell).baseline == "unpadded-fp8"
+    assert report.headline_title(bench) == "INT8 over the fastest FP16 or FP8"
+
+
+def test_another_recipe_is_compared_where_the_unpadded_encoder_is_the_only_fp16():
+    rows = [
+        bench_row(name, ms, 1) for name, ms in (("int8", 0.5), ("int8-mine", 0.6), ("unpadded-fp16", 0.9))
+    ]
+    found = {(each.system, each.baseline) for each in compute_speedups(rows, "1 x 128", 0)}
+    assert ("int8-mine", "unpadded-fp16") in found
+
+
 def test_another_recipe_is_over_the_fastest_fp16_too():
     bench, cell = bench_with("int8-mine", "INT8 engine, mine")
     assert headline_of(bench.systems, cell).system == "int8"  # what the bench is about
