@@ -24,7 +24,7 @@ from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
 
 FAMILIES = ("bert", "roberta", "electra", "distilbert", "mpnet", "albert")  # whose graphs are covered
-BIASED = ("mpnet",)  # of them: with a bias by distance, for INT8 attention alone; not timed beside TensorRT
+BIASED = ("mpnet",)  # of them: with a bias by distance, for INT8 attention alone; not timed next to TensorRT
 _CODES = " codes"  # behind the owner of nodes that round its tensor
 # of [batch, length, heads, size]: heads before tokens, and with the last two axes swapped
 _SPLIT, _SPLIT_SWAPPED, _SWAPPED = [0, 2, 1, 3], [0, 2, 3, 1], [0, 1, 3, 2]
