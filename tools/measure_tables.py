@@ -33,7 +33,7 @@ RECIPES = (
     "int8-residual-fused", "int8-residual", "int8-attention", "int8-linears", "int8-linears-per-tensor",
     "int8-ffn",
 )  # fmt: skip
-TRAINED = ("int8-attention-qat", "int8-residual-qat")
+TRAINED = ("int8-attention-qat", "int8-linears-per-tensor-qat", "int8-residual-qat")
 BENCH = [
     *("--streams", "1", "--duration", "0.4", "--compile-seconds", "100", "--no-fp32"),
     *("--exclude", "autotune-fp16"),  # never the fastest, and compiles longest

@@ -112,7 +112,7 @@ VERSUS = _keep("delta delta_stderr sqnr_db")
 KEPT = _keep(  # what figures read of a run: None is all of a value, "*" every key of an object
     "created command recipe model task seed trained environment",
     stages={"*": _keep("status n metrics stderr", vs_fp32=VERSUS)},
-    training=_keep("best_step steps before best"),
+    training=_keep("best_step steps seconds learning_rate"),
     engine=_keep(
         "backend version compute_capability int8_gemms expected_int8_gemms attention_int8 "
         "expected_attention_int8 int8_residuals expected_int8_residuals"
@@ -133,10 +133,8 @@ def _project(value: Any, kept: dict[str, Any] | None) -> Any:
 
 def run_of(results: Results) -> Record:
     derived: dict[str, Any] = {"trained": results.trained, "gate": {"state": results.gate.state}}
-    if run := results.training:
-        judged = {row.step: row.values for row in run.log if row.score is not None}
-        chosen = {"before": judged.get(0, {}), "best": judged.get(run.best_step, {})}
-        derived["training"] = run.model_dump(mode="json") | chosen
+    if results.training:
+        derived["training"] = results.training.model_dump(mode="json")
     if results.task.get("type") == PAIRS.name:  # STS-B by an embedder is another task than by a regressor
         derived["task"] = results.task | {"name": EMBED.name}
     return _record(results.model_dump(mode="json") | derived)
@@ -191,7 +189,7 @@ def measurement(record: Any) -> tuple[Any, ...]:
         recipe = str(record.recipe.get("name"))
         return "bench", record.device, record.target.name, recipe, _device(record), *shapes
     recipe = str(record.recipe.get("name"))
-    of = recipe, _rate(record.recipe), _model_name(record), record.task.name
+    of = recipe, _model_name(record), record.task.name
     return "run", *of, record.seed, _where(record)
 
 
@@ -268,13 +266,6 @@ def _own(recipe: dict[str, Any]) -> tuple[int | None, str | None]:
         None if length in (None, as_shipped.export.max_length) else int(length),
         None if backend in (None, as_shipped.engine.backend) else str(backend),
     )
-
-
-def _rate(recipe: dict[str, Any]) -> str:
-    """Return the learning rate of a QAT where it is another than the shipped recipe's."""
-    rate, name = (recipe.get("qat") or {}).get("learning_rate"), str(recipe.get("name"))
-    as_shipped = load_recipe(name).qat if name in shipped_recipes() else None
-    return "" if rate is None or (as_shipped and as_shipped.learning_rate == rate) else f"{rate:g}"
 
 
 # What runs and benches say
@@ -371,7 +362,7 @@ def _find(data: Data, model: str, task: str, recipe: str, backend: str) -> Recor
     for run in data.runs:
         named = _model_name(run) in (model, f"{model}-{task}"), run.task.name == task, run.seed == 0
         engine = run.engine.backend if run.engine else ""
-        if all(named) and (_short(run.recipe), engine) == (recipe, backend) and not _rate(run.recipe):
+        if all(named) and (_short(run.recipe), engine) == (recipe, backend):
             return run
     return None
 
@@ -588,28 +579,26 @@ def published_table(data: Data) -> str:
 
 
 def qat_table(data: Data) -> str:
-    """What training changed: the distance from FP32 on held-out rows, and the score."""
-    groups: dict[tuple[str, float], list[Record]] = defaultdict(list)
-    for run in data.runs:
-        if run.trained and "distance" in run.training.before:
-            groups[_short(run.recipe), run.recipe.qat["learning_rate"]].append(run)
+    """SQNR of PTQ, of the trained model and of its engine, and the score of each."""
     rows = []
-    for (recipe, rate), same in groups.items():
-        changes = [run.training.best["distance"] / run.training.before["distance"] - 1 for run in same]
-        before = [run for each in same if (run := _untrained(data, each))]
-        rows.append([
-            code(recipe), f"{rate:g}", _tasks([run.task.name for run in same]),
-            f"{sum(change < 0 for change in changes)} of {len(changes)}",
-            f"{min(changes):+.0%} to {max(changes):+.0%}",
-            _mean(before) if len(before) == len(same) else "", _mean(same),
-        ])  # fmt: skip
-    header = ["recipe", "learning rate", "tasks", "nearer to FP32", "distance", "PTQ, points", "QAT, points"]
-    return table(header, rows)
+    for run in data.runs:
+        stages = [run.stages.get(name) for name in ("ptq", "fake_quant", "engine")]
+        versus = [stage and stage.vs_fp32 for stage in stages]
+        if not run.trained or not versus[0]:
+            continue
+        sqnr = [f"{each.sqnr_db:.1f}" if each else "" for each in versus]
+        points = [in_points(*_change(run, each), "+") if each else "" for each in versus]
+        rate = run.training.learning_rate
+        trained = f"{run.training.best_step} at {rate:g}" if run.training.best_step else "kept PTQ"
+        row = [code(_model_name(run)), _task(run.task.name), code(_short(run.recipe)), *sqnr, trained]
+        rows.append([*row, f"{run.training.seconds:.0f}", *points])
+    header = ["model", "task", "recipe", "PTQ, dB", "QAT, dB", "engine, dB", "steps and rate", "seconds"]
+    return table([*header, "PTQ, points", "QAT, points", "engine, points"], rows)
 
 
-def _untrained(data: Data, run: Record) -> Record | None:
-    recipe = _short(run.recipe).removesuffix("-qat")
-    return _find(data, _model_name(run), run.task.name, recipe, run.engine.backend)
+def _change(run: Record, versus: Record) -> tuple[float, float | None]:
+    metric = _metric(run)
+    return versus.delta[metric], versus.delta_stderr.get(metric)
 
 
 def families_table(data: Data) -> str:
@@ -855,7 +844,7 @@ def accuracy_rows(data: Data) -> Iterator[dict[str, Any]]:
             versus = run.stages[last].vs_fp32 if last else Record(delta={}, delta_stderr={})
             yield {
                 "model": _model_name(run), "task": run.task.name, "recipe": run.recipe["name"],
-                "learning_rate": _rate(run.recipe), "seed": run.seed, "where": _where(run), "metric": metric,
+                "seed": run.seed, "where": _where(run), "metric": metric,
                 **{stage: _digits(scored.get(stage)) for stage in STAGES},
                 "difference": _digits(versus.delta.get(metric)),
                 "stderr": _digits(versus.delta_stderr.get(metric)), "n": run.stages.fp32.n,

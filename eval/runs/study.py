@@ -200,5 +200,5 @@ def _settings(training: dict[str, Any]) -> str:
     most = f", at most {training['max_steps']} steps" if training["max_steps"] else ""
     return (
         f"{training['epochs']:g} epochs{most}, batch {training['batch_size']}, learning rate "
-        f"{training['learning_rate']:g}, precision {training['precision']}"
+        f"{training['learning_rate']}, precision {training['precision']}"
     )

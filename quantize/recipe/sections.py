@@ -416,16 +416,13 @@ class Training(Frozen):
 class Distill(Frozen):
     """Weights of the parts of the loss, which compare with the FP32 model, and with the labels."""
 
-    logits: Weight = field(
-        "Weight of the KL divergence of the answers; squared error for regression.", default=1.0
-    )
+    logits: Weight = field("Weight of the squared error of the answers, relative to their power.", default=1)
     hidden: Weight = field(
-        "Weight of the squared error of every layer's output, relative to its power.", default=0.0
+        "Weight of the squared error of every layer's output, relative to its power.", default=1
     )
     labels: Weight = field(
-        "Weight of the cross entropy with the labels; squared error for regression.", default=0.0
+        "Weight of the cross entropy with the labels; squared error for regression.", default=0
     )
-    temperature: Annotated[float, Field(gt=0)] = field("Divides the logits.", default=1.0)
 
     @model_validator(mode="after")
     def _some(self) -> "Distill":
@@ -438,7 +435,12 @@ class Qat(Training):
     """Quantization-aware training after PTQ, with its placement; the `qat` section of a recipe."""
 
     epochs: Annotated[float, Field(gt=0, le=1000)] = field("Passes over the training rows.", default=3)
-    learning_rate: Rate = field("Learning rate of AdamW, after warm-up.", default=1e-6)
+    max_steps: Positive | None = field("Steps after which training ends early; null: no limit.", default=1000)
+    learning_rate: Rate | Literal["auto"] = field(  # type: ignore[assignment]  # one more than finetune has
+        "Learning rate of AdamW, after warm-up. auto: the best of a few short trainings, each from the PTQ "
+        "model; where none wins anything, the PTQ model is kept.",
+        default="auto",
+    )
     precision: Literal["auto", "bf16", "tf32", "fp32"] = field(
         "Arithmetic: tf32 (where the GPU has it, else fp32), fp32, bf16 (autocast), or auto (bf16 where the "
         "GPU has it). bf16 rounds as coarsely as INT8.",

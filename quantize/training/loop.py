@@ -35,7 +35,7 @@ from qdqbench.quantize.recipe.sections import Training
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
 from qdqbench.quantize.tasks.types.kind import TaskKind, join_outputs
-from qdqbench.quantize.training.results import TrainingRun
+from qdqbench.quantize.training.results import TrainingRun, Tried, describe_tries
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Array, Float32, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, QdqError, Unwritable, UserError
@@ -272,8 +272,10 @@ MOST_HELD_OUT = 1000
 POOL = 32  # batches whose samples are sorted by length together
 BATCH = 64  # rows, where no gradient is taken
 MOST_DIVERGED = 2  # evaluations in a row
-FURTHER = 10  # times the distance before training
-ROSE, NEARER = 1.1, 0.9  # times that distance: a rise on the way, and what counts as a gain
+FURTHER_DB = 10.0  # from FP32 than before training
+RATES = (3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4)  # that `auto` tries, in this order
+TRIED_STEPS = 30  # of each
+LEAST_GAIN = 0.1  # dB of a short training, for which a whole one is worth its time
 LOG_STEPS = 10  # between looks at the loss: each look waits for the device
 Tensors = dict[str, torch.Tensor]
 
@@ -386,6 +388,8 @@ class State:
     seconds: float = 0.0
     samples: int = 0
     threads: int = 0  # of a CPU, that compute
+    learning_rate: float = 0.0  # 0: none won anything
+    tried: list[dict[str, float]] = field(default_factory=list)
     log: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -397,33 +401,25 @@ class State:
         return max(self.scores, key=self.scores.__getitem__)
 
     def ends(self, settings: Training, far: float) -> str | None:
-        advice = f"lower learning_rate (now {settings.learning_rate:g}) or raise warmup_ratio"
+        if not self.learning_rate:
+            return "nothing to win"
+        advice = f"lower learning_rate (now {self.learning_rate:g}) or raise warmup_ratio"
         if self.collapsed >= MOST_DIVERGED:
             raise CheckFailed(
                 f"training diverged: after step {self.step} the model gives the same answer whatever the "
                 f"input, for {self.collapsed} evaluations in a row; {advice}"
             )
-        distances = [-score for score in self.scores.values()]
-        most = max(FURTHER * distances[0], far)
-        if len(distances) >= MOST_DIVERGED and min(distances[-MOST_DIVERGED:]) > most:
+        scores = [*self.scores.values()]
+        least = min(scores[0] - FURTHER_DB, far)
+        if len(scores) >= MOST_DIVERGED and max(scores[-MOST_DIVERGED:]) < least:
             raise CheckFailed(
-                "training diverged: the distance from the FP32 model on the held-out rows grew from "
-                f"{distances[0]:.3g} to {distances[-1]:.3g} after step {self.step}; {advice}"
+                f"training diverged: the SQNR on the held-out rows fell from {scores[0]:.1f} to "
+                f"{scores[-1]:.1f} dB after step {self.step}; {advice}"
             )
-        without_gain = len(distances) - 1 - distances.index(min(distances))
+        without_gain = len(scores) - 1 - scores.index(max(scores))
         if settings.patience is not None and without_gain >= settings.patience:
             return f"no gain in {without_gain} evaluations"
         return None
-
-    def advise(self, settings: Training) -> str | None:
-        """Return what to change where the distance from FP32 rose and hardly fell: each step went too far."""
-        first, *later = (-score for score in self.scores.values())
-        if not later or max(later) <= ROSE * first or min(later) < NEARER * first:
-            return None
-        return (
-            f"distance from FP32 on held-out rows: {first:.3g} at first, {max(later):.3g} at most, "
-            f"{min(later):.3g} at least; a lower learning_rate (now {settings.learning_rate:g}) may gain more"
-        )
 
 
 @dataclass
@@ -438,7 +434,7 @@ class Job:
     groups: list[dict[str, Any]]  # of parameters, as optimizers take them
     after_step: Callable[[], None] = lambda: None
     judge_first: bool = False  # the weights before training are a candidate too
-    far: float = math.inf  # minus the score: a run that gets there, and ten times its first, diverged
+    far: float = -math.inf  # a score: a run that falls below it, and 10 dB below its first, diverged
     notes: list[str] = field(default_factory=list)
     run: TrainingRun = field(init=False)  # record of the training
 
@@ -494,56 +490,100 @@ def train(job: Job, accelerator: Accelerator) -> TrainingRun:
 def _train(job: Job, accelerator: Accelerator) -> None:
     settings, run = job.settings, job.run
     due = evaluation_steps(run.planned_steps, settings.num_evals)
-    threads = torch.get_num_threads()
-    prepared = _prepare(job, accelerator)
-    if found := find_checkpoint(job.folder, job.identity, job.notes):
-        folder, saved = found
-        accelerator.load_state(str(folder))
-        state = State(**saved)
+    model: Any = accelerator.prepare(job.model.to(accelerator.device))
+    found = find_checkpoint(job.folder, job.identity, job.notes)
+    state = State(**found[1]) if found else _begin(job, accelerator, model)
+    run.tried, run.learning_rate = [Tried(**row) for row in state.tried], state.learning_rate
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch renames an option that Accelerate passes on
+        optimizing = accelerator.prepare(*_new_optimizer(job, state.learning_rate, run.planned_steps))
+    prepared = model, *optimizing
+    if found:
+        accelerator.load_state(str(found[0]))
         job.notes.append(f"resumed after step {state.step}")
+        threads = torch.get_num_threads()
         if accelerator.device.type == "cpu" and state.threads != threads:
             job.notes.append(f"{state.threads} threads before, {threads} now: sums are rounded differently")
         state.threads = threads
         for row in state.log:
             reporter().advance(row["step"], run.planned_steps, row=LogRow(**row))
-    else:
-        state = State(threads=threads)
-        set_seed(settings.seed, device_specific=True)
-        if job.judge_first:
-            _judge(job, accelerator, state)
+    elif job.judge_first:
+        _save(job, accelerator, state)
     run.stopped = state.ends(settings, job.far) if state.log else None
     while state.step < run.planned_steps and run.stopped is None:
         _advance(job, accelerator, prepared, state, until=min(step for step in due if step > state.step))
-        _judge(job, accelerator, state)
+        _judge(job, state)
+        _save(job, accelerator, state)
         run.stopped = state.ends(settings, job.far)
     load_weights(get_checkpoint_folder(job.folder, state.best_step), job.model)
     accelerator.unwrap_model(prepared[0], keep_fp32_wrapper=False)  # its forward is no longer under autocast
     run.steps, run.best_step, run.seconds = state.step, state.best_step, state.seconds
     run.samples_per_s = state.samples / state.seconds if state.seconds else None
     run.log = [LogRow(**row) for row in state.log]
-    if job.judge_first and (advice := state.advise(settings)):
-        job.notes.append(advice)
 
 
-def _prepare(job: Job, accelerator: Accelerator) -> tuple[Any, Any, Any]:
-    settings, steps = job.settings, job.run.planned_steps
-    job.model.to(accelerator.device)
-    optimizer = torch.optim.AdamW(
-        job.groups, lr=settings.learning_rate, fused=accelerator.device.type in ("cuda", "cpu")
-    )
+def _begin(job: Job, accelerator: Accelerator, model: Any) -> State:
+    """Judge the weights before training where they are a candidate, and find the learning rate."""
+    settings, state = job.settings, State(threads=torch.get_num_threads())
+    set_seed(settings.seed, device_specific=True)
+    if job.judge_first:
+        _judge(job, state)
+    if isinstance(settings.learning_rate, float):
+        state.learning_rate = settings.learning_rate
+        return state
+    _try_rates(job, accelerator, model, state)
+    set_seed(settings.seed, device_specific=True)  # the same training as with this rate given
+    return state
+
+
+def _try_rates(job: Job, accelerator: Accelerator, model: Any, state: State) -> None:
+    """Train for a few steps at each rate, from the same weights, until one wins less than another before.
+
+    The schedule is that of a whole training, so that the weights come to rest.
+    """
+    parameters: list[torch.Tensor] = [*job.model.parameters()]
+    before, best = [each.detach().clone() for each in parameters], state.scores[0]
+    steps, least = min(TRIED_STEPS, job.run.planned_steps), best + LEAST_GAIN
+    batches = epoch_batches(job.data, job.settings.batch_size, job.settings.seed, 0)
+    for number, rate in enumerate(RATES):
+        optimizer, scheduler = _new_optimizer(job, rate, steps)
+        job.model.train()
+        for step in range(steps):
+            report_phase("trying learning rates", number * steps + step, len(RATES) * steps)
+            _gradient(job, accelerator, model, batches[step % len(batches)])
+            _step(job, accelerator, (model, optimizer, scheduler))
+        job.model.eval()
+        judged = job.judge(job.model)
+        with torch.no_grad():
+            torch._foreach_copy_(parameters, before)
+        if not math.isfinite(judged.score):
+            break
+        sqnr = judged.values["sqnr_db"]
+        state.tried.append({"learning_rate": rate, "score_db": judged.score, "sqnr_db": sqnr})
+        if judged.score > best:
+            best = judged.score
+            state.learning_rate = rate if best >= least else 0.0
+        elif judged.score < best - LEAST_GAIN:
+            break
+    tried = [Tried(**row) for row in state.tried]
+    reporter().log(describe_tries(tried, LogRow(**state.log[0]), state.learning_rate))
+
+
+def _new_optimizer(job: Job, rate: float, steps: int) -> tuple[Any, Any]:
+    settings = job.settings
+    fused = next(job.model.parameters()).device.type in ("cuda", "cpu")
+    optimizer = torch.optim.AdamW([{**group} for group in job.groups], lr=rate, fused=fused)
     kind = "constant_with_warmup" if settings.lr_scheduler_type == "constant" else settings.lr_scheduler_type
     scheduler = get_scheduler(
         kind, optimizer, num_warmup_steps=round(settings.warmup_ratio * steps), num_training_steps=steps
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch renames an option that Accelerate passes on
-        return accelerator.prepare(job.model, optimizer, scheduler)  # type: ignore[no-any-return]
+    return optimizer, scheduler
 
 
 def _advance(
     job: Job, accelerator: Accelerator, prepared: tuple[Any, Any, Any], state: State, until: int
 ) -> None:
-    model, optimizer, scheduler = prepared
+    model, _, scheduler = prepared
     settings, data = job.settings, job.data
     per_epoch = math.ceil(len(data.rows) / settings.batch_size)
     model.train()
@@ -557,11 +597,7 @@ def _advance(
             batches = epoch_batches(data, settings.batch_size, settings.seed, epoch)
         rows = batches[state.step % per_epoch]
         losses.append(_gradient(job, accelerator, model, rows))
-        norms.append(accelerator.clip_grad_norm_(model.parameters(), settings.max_grad_norm))
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        job.after_step()
+        norms.append(_step(job, accelerator, prepared))
         state.step += 1
         state.samples += len(rows)
         if state.step % LOG_STEPS == 0 or state.step == until:
@@ -575,6 +611,17 @@ def _advance(
             losses, norms = [], []
             job.log(state, row)
     state.seconds += time.perf_counter() - start
+
+
+def _step(job: Job, accelerator: Accelerator, prepared: tuple[Any, Any, Any]) -> Any:
+    """Take a step of the optimizer; return the norm of the gradient before it was clipped."""
+    model, optimizer, scheduler = prepared
+    norm = accelerator.clip_grad_norm_(model.parameters(), job.settings.max_grad_norm)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    job.after_step()
+    return norm
 
 
 def _gradient(job: Job, accelerator: Accelerator, model: Any, rows: Int64) -> Any:
@@ -606,7 +653,7 @@ def _mean_loss(accelerator: Accelerator, losses: list[Any], norms: list[Any], st
     return float(reduced.mean())
 
 
-def _judge(job: Job, accelerator: Accelerator, state: State) -> None:
+def _judge(job: Job, state: State) -> None:
     job.model.eval()
     judged = job.judge(job.model)
     if not math.isfinite(judged.score):
@@ -620,5 +667,8 @@ def _judge(job: Job, accelerator: Accelerator, state: State) -> None:
     state.collapsed = state.collapsed + 1 if judged.collapsed and may_collapse else 0
     epoch = state.step / math.ceil(len(job.data.rows) / job.settings.batch_size)
     job.log(state, LogRow(step=state.step, epoch=epoch, score=judged.score, values=judged.values))
+
+
+def _save(job: Job, accelerator: Accelerator, state: State) -> None:
     manifest = {"identity": job.identity, "best_step": state.best_step, "state": asdict(state)}
     save_checkpoint(job.folder, state.step, accelerator, manifest)

@@ -6,6 +6,7 @@ rebuild the trained fake-quant model bit for bit.
 """
 
 import hashlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,8 @@ from qdqbench.quantize.utils.system.quiet import quiet
 States = tuple[torch.Tensor, ...]  # behind the embeddings and each layer, [B, L, hidden]
 
 STATE = "modelopt_state.pth"
-FAR_FROM_FP32 = 0.1  # of the unit of each part of the loss
+FAR_DB = 10.0  # an SQNR that no sound student has
+SMALLEST = 1e-12  # noise
 
 
 def compute_hidden_distance(hidden: States, teacher: States, mask: torch.Tensor) -> torch.Tensor:
@@ -74,8 +76,17 @@ def unshift_states(session: Session, accelerator: Accelerator) -> Callable[[Stat
     )
 
 
+def to_db(noise: float) -> float:
+    """Return a noise, relative to its signal, as SQNR in dB."""
+    return -10 * math.log10(max(noise, SMALLEST))
+
+
 class Distillation:
-    """The FP32 model as teacher; its answers to the train split are computed once."""
+    """The FP32 model as teacher; its answers to the train split are computed once.
+
+    The score that chooses weights and learning rate is the SQNR on the held-out rows, mean over the parts of
+    the loss in dB: answers may be far nearer to FP32 than hidden states are.
+    """
 
     def __init__(
         self, session: Session, settings: Qat, accelerator: Accelerator, data: loop.TrainingData
@@ -93,6 +104,7 @@ class Distillation:
             )
         self.answers = torch.from_numpy(answers).to(accelerator.device)  # [answers, width]
         self.labels = torch.from_numpy(encoded.labels).to(accelerator.device)
+        self.power = float(np.square(answers, dtype=np.float64).sum()) / encoded.rows or 1.0  # of a row
         self.held_out = answers[encoded.answers_of(encoded.rows_of(data.held_out))]
 
     def loss(self, model: Any, rows: Int64, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -103,7 +115,8 @@ class Distillation:
         answers = encoded.kept(rows, join_outputs(output, kind.outputs))
         total: Any = 0.0
         if parts.logits:
-            total = parts.logits * kind.distance(answers, self.answers[places], parts.temperature, counts)
+            error = (answers.float() - self.answers[places]).square().sum()
+            total = parts.logits * error / self.power
         if parts.labels and not kind.embeds:
             total = total + parts.labels * kind.loss(answers, self.labels[places], counts)
         if parts.hidden:
@@ -118,21 +131,22 @@ class Distillation:
         answers = loop.predict_rows(self.accelerator, model, task.kind, judged, self.data.pad_id)
         if not np.isfinite(answers).all():
             return loop.HeldOut(float("nan"), {}, True)
-        pair = torch.from_numpy(answers), torch.from_numpy(wanted)
-        distance = task.kind.distance(*pair, parts.temperature, torch.from_numpy(judged.answers))
-        scores = {"distance": float(distance) / judged.rows}
-        score = parts.logits * scores["distance"]
-        if not task.kind.embeds:
-            scores["loss"] = task.kind.mean_loss(answers, judged.labels, judged.answers)
-            score += parts.labels * scores["loss"]
+        noise, signal = (float(np.square(x, dtype=np.float64).sum()) for x in (answers - wanted, wanted))
+        values = {"sqnr_db": to_db(noise / (signal or 1.0))}
+        weighed = [(parts.logits, values["sqnr_db"])]
         if parts.hidden:
-            scores["hidden"] = self._judge_hidden(model)
-            score += parts.hidden * scores["hidden"]
-            scores = {"objective": score, **scores}
+            values["hidden_db"] = to_db(self._judge_hidden(model))
+            weighed.append((parts.hidden, values["hidden_db"]))
+        if not task.kind.embeds:
+            values["loss"] = task.kind.mean_loss(answers, judged.labels, judged.answers)
+            weighed.append((parts.labels, to_db(values["loss"])))
+        score = sum(weight * value for weight, value in weighed) / sum(weight for weight, _ in weighed)
+        values = {"score_db": score, **values}
         reference = metrics.select_reference(task, judged.gold, wanted)
         labels = judged.labels
         constant = loop.is_collapsed(task, answers, labels) and not loop.is_collapsed(task, wanted, labels)
-        return loop.HeldOut(-score, {**scores, **metrics.compute(task, answers, reference)}, constant)
+        found = metrics.compute(task, answers, reference)
+        return loop.HeldOut(values["score_db"], {**values, **found}, constant)
 
     def _judge_hidden(self, model: Any) -> float:
         accelerator, judged = self.accelerator, self.data.judged
@@ -143,15 +157,6 @@ class Distillation:
                 target = self.teacher(**inputs, output_hidden_states=True).hidden_states
             total = total + compute_hidden_distance(self.unshift(hidden), target, inputs["attention_mask"])
         return float(accelerator.reduce(total, reduction="sum")) / judged.rows
-
-    @property
-    def worst_distance(self) -> float:
-        """A distance that no sound student has; ten times that of PTQ may be next to nothing.
-
-        A tenth of 1 nat, of the power of the hidden states, and for a regression of the answers' variance.
-        """
-        parts, unit = self.parts, self.task.kind.distance_unit(self.held_out)
-        return FAR_FROM_FP32 * ((parts.logits + parts.labels) * unit + parts.hidden)
 
 
 def prepare_student(session: Session, settings: Qat) -> PreTrainedModel:
@@ -213,7 +218,7 @@ def new_job(session: Session, settings: Qat, accelerator: Accelerator) -> loop.J
         groups=groups,
         after_step=after_step,
         judge_first=True,
-        far=distillation.worst_distance,
+        far=FAR_DB,
     )
 
 

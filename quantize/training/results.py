@@ -9,6 +9,14 @@ from qdqbench.quantize.utils.trackers import LogRow
 RESULT = "finetune.json"
 
 
+class Tried(Strict):
+    """A short training at one learning rate, from the weights before training."""
+
+    learning_rate: float = field("Learning rate, after warm-up.")
+    score_db: float = field("Mean SQNR on the held-out rows afterwards, which chooses the rate.")
+    sqnr_db: float = field("SQNR of the answers to the held-out rows afterwards, in dB.")
+
+
 class TrainingRun(Strict):
     """One training run, of one seed."""
 
@@ -39,6 +47,10 @@ class TrainingRun(Strict):
         "Samples per second over `seconds`, of all processes together; null without a step.", default=None
     )
     parameters: int = field("Parameters of the model; 0 where they were not counted.", default=0)
+    learning_rate: float = field(
+        "Learning rate of the training; 0 where `auto` found none that wins anything.", default=0.0
+    )
+    tried: list[Tried] = field("Learning rates that `auto` tried; empty where one was given.", default=[])
     log: list[LogRow] = field("Losses and evaluations, by step.", default=[])
     metrics: dict[str, float] = field(
         "Metrics on the validation split in FP32, the primary one first; of `finetune` only.", default={}
@@ -46,6 +58,18 @@ class TrainingRun(Strict):
     stderr: dict[str, float] = field("Standard error of each metric over the samples.", default={})
     n: int = field("Samples of the first evaluation split.", default=0)
     notes: list[str] = field("Events of the training: resumed, a checkpoint that was not whole.", default=[])
+
+
+def describe_tries(tried: list[Tried], before: LogRow, chosen: float) -> str:
+    """Say what `auto` expects to win, from the short training at each learning rate."""
+    sqnr = before.values["sqnr_db"]
+    won = [f"{each.learning_rate:g}: {each.sqnr_db - sqnr:+.1f} dB" for each in tried]
+    start = (
+        f"SQNR on held-out rows: {sqnr:.1f} dB before training; short trainings changed it ({', '.join(won)})"
+    )
+    if not chosen:
+        return f"{start}; none came nearer to FP32, so there is nothing to win"
+    return f"{start}; learning rate {chosen:g} is the best"
 
 
 class Spread(Strict):

@@ -36,8 +36,7 @@ class LogRow(Strict):
     )
     values: dict[str, float] = field(
         "Figures of an evaluation on the held-out rows: `loss` against the labels, the metrics, and for QAT "
-        "`distance` from the predictions of the FP32 model (KL divergence in nat, squared error for "
-        "regression).",
+        "the SQNR in dB of answers (`sqnr_db`), hidden states (`hidden_db`) and their mean (`score_db`).",
         default={},
     )
 

@@ -9,7 +9,7 @@ from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.formats import cleaned, count_of, flat, label, model_label, seconds
 from qdqbench.quantize.report.render import write_report
-from qdqbench.quantize.training.results import Finetuning, Spread, TrainingRun
+from qdqbench.quantize.training.results import Finetuning, Spread, TrainingRun, describe_tries
 
 COLORS = (svg.BLUE, svg.ORANGE, svg.GREEN, svg.PURPLE, svg.SKY, svg.INK)
 # after six seeds: color alone is not enough
@@ -18,9 +18,9 @@ LEGEND_COLUMNS = 4  # a page's font may be wider than the one that matplotlib me
 MANY = 25  # points of a curve, above which they are not marked one by one
 NO_STEP = "No step was logged, so there is no curve."
 MEASURES = {
-    "distance": "distance from FP32's answers",
-    "hidden": "distance from FP32's hidden states",
-    "objective": "sum of the distances",
+    "sqnr_db": "SQNR of the answers in dB",
+    "hidden_db": "SQNR of the hidden states in dB",
+    "score_db": "mean SQNR in dB",
 }
 
 
@@ -167,6 +167,7 @@ def training_blocks(run: TrainingRun | None) -> list[doc.Block]:
         *([("failed", _reason(run))] if run.status == "failed" else []),
         ("steps", _steps(run)),
         ("stopped", run.stopped or "after the last step"),
+        *([("learning rate", f"{run.learning_rate:g}")] if run.learning_rate else []),
         ("weights kept", f"of step {best}"),
         (f"held-out {measure}", f"{score}{began}" if score else "not measured"),
         ("samples/s", _rate(run)),
@@ -185,7 +186,8 @@ def training_blocks(run: TrainingRun | None) -> list[doc.Block]:
         "steps alone, without evaluations and checkpoints.",
     ]
     settings = flat(run.settings)
-    beside: list[doc.Block] = [*run.notes, *(doc.Prose(line, "quiet") for line in explanation)]
+    tries = [describe_tries(run.tried, run.log[0], run.learning_rate)] if run.tried and run.log else []
+    beside: list[doc.Block] = [*tries, *run.notes, *(doc.Prose(line, "quiet") for line in explanation)]
     return [
         *curve_blocks([run]),
         doc.Columns([[doc.Pairs(facts, "training")], beside]),

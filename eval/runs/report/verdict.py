@@ -159,7 +159,10 @@ def qat_clause(results: Results) -> str:
     ptq, qat = stages.get("ptq"), stages.get("fake_quant")
     if ptq is None or qat is None or ptq.vs_fp32 is None or qat.vs_fp32 is None:
         return "PTQ and QAT were not both scored, so what training won back is not known"
-    both = f"(against FP32: PTQ {figures.change_text(ptq.vs_fp32)}, QAT {figures.change_text(qat.vs_fp32)})"
+    before, after = (
+        f"{figures.change_text(versus)}, SQNR {figures.sqnr(versus)}" for versus in (ptq.vs_fp32, qat.vs_fp32)
+    )
+    both = f"(against FP32: PTQ {before}; QAT {after})"
     if results.training is not None and results.training.best_step == 0:
         return f"QAT gained nothing: the weights before training were the best on the held-out rows {both}"
     if gain is None:

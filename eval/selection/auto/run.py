@@ -48,13 +48,12 @@ from qdqbench.eval.selection.sensitivity.results import SENSITIVITY_FILE, CurveP
 from qdqbench.eval.selection.trials.results import Failure, Origin, failure_of, write_result
 from qdqbench.eval.selection.trials.store import RECIPE_FILE, TRIALS, Store, describe_session, hash_of
 from qdqbench.quantize.engine.build import require_int8
-from qdqbench.quantize.models.families.known import family_named
 from qdqbench.quantize.pipeline.graphs import FP16, FP32, graph_path
 from qdqbench.quantize.pipeline.ownership import locked_folder
 from qdqbench.quantize.pipeline.pipeline import STAGES_FILE, open_run, read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session
-from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe, shipped_recipes
-from qdqbench.quantize.recipe.sections import Distill, Qat
+from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
+from qdqbench.quantize.recipe.sections import Qat
 from qdqbench.quantize.tasks.data.splits import source_fingerprint
 from qdqbench.quantize.tasks.metrics import NOISE
 from qdqbench.quantize.tasks.task import Task
@@ -70,7 +69,6 @@ FOLDS = 5
 WAITS, WAIT_S = 12, 5.0
 # of the noise power of the recipe before: 6 and 12 dB
 ISLANDS, SEARCHED = 1 / 4, 1 / 16
-DEFAULT_QAT = Qat(epochs=3, max_steps=1000, distill=Distill(logits=1.0, hidden=1.0))
 ORIGINS: dict[StepKind, Origin] = {
     "shipped": "shipped",
     "methods": "calibration",
@@ -422,7 +420,7 @@ def propose_search(auto: AutoRun, before: Sequence[AutoStep], left: float) -> tu
 def propose_qat(before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
     """Propose to train the nearest calibration with everything in INT8, FP32 as its teacher."""
     base = choose_base(before)
-    recipe = base.model_copy(update={"name": f"{base.name}-qat", "qat": find_qat_settings(base)})
+    recipe = base.model_copy(update={"name": f"{base.name}-qat", "qat": Qat()})
     return recipe, Proposal(base=base.name)
 
 
@@ -459,11 +457,6 @@ def choose_trial(trials: Sequence[SearchTrial], min_speedup: float | None) -> Se
     if near and min_speedup is None:
         return max(near, key=lambda trial: trial.gain)
     return min(fast, key=lambda trial: trial.noise_power)
-
-
-def find_qat_settings(base: Recipe) -> Qat:
-    name = f"{family_named(base.model.family).name}-int8-attention-qat"
-    return (load_recipe(name).qat if name in shipped_recipes() else None) or DEFAULT_QAT
 
 
 def take_steps(

@@ -13,15 +13,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def kl_terms(logits: "Tensor", teacher: "Tensor", temperature: float) -> "Tensor":
-    """Return the terms of KL(teacher || student) by class, [answers, classes]."""
-    from torch.nn import functional
-
-    student = functional.log_softmax(logits.float() / temperature, dim=-1)
-    target = functional.log_softmax(teacher.float() / temperature, dim=-1)
-    return functional.kl_div(student, target, reduction="none", log_target=True)
-
-
 def _log_softmax(logits: Floats) -> Float64:
     from scipy.special import log_softmax
 
@@ -80,12 +71,6 @@ class Classification(TaskKind):
 
         return functional.cross_entropy(answers.float(), labels, reduction="sum")
 
-    def distance(
-        self, answers: "Tensor", teacher: "Tensor", temperature: float, counts: "Tensor"
-    ) -> "Tensor":
-        """Compute KL(teacher || student) T^2 (Hinton et al. 2015, arXiv 1503.02531)."""
-        return kl_terms(answers, teacher, temperature).sum() * temperature**2
-
     def mean_loss(self, answers: Floats, labels: Array, counts: Array) -> float:
         return float(-np.mean(_log_softmax(answers)[np.arange(len(labels)), labels]))
 
@@ -112,16 +97,6 @@ class Regression(TaskKind):
         from torch.nn import functional
 
         return functional.mse_loss(answers.float()[:, 0], labels, reduction="sum")
-
-    def distance(
-        self, answers: "Tensor", teacher: "Tensor", temperature: float, counts: "Tensor"
-    ) -> "Tensor":
-        from torch.nn import functional
-
-        return functional.mse_loss(answers.float(), teacher.float(), reduction="sum")
-
-    def distance_unit(self, answers: Floats) -> float:
-        return float(np.var(answers))
 
     def mean_loss(self, answers: Floats, labels: Array, counts: Array) -> float:
         return float(np.mean((answers[:, 0].astype(np.float64) - labels) ** 2))

@@ -13,7 +13,6 @@ from qdqbench.quantize.utils.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from torch import Tensor
 
 NEIGHBORS = 10
 DECIMALS = 6  # of similarities that are compared: what float32 holds, whatever the order of its sums
@@ -97,13 +96,6 @@ class Embedding(TaskKind):
     def constant(self, answers: Floats, labels: Array) -> bool:
         spread = np.linalg.norm(answers - answers.mean(axis=0), axis=1).max()
         return bool(spread <= SAME * np.linalg.norm(answers, axis=1).max())
-
-    def distance(
-        self, answers: "Tensor", teacher: "Tensor", temperature: float, counts: "Tensor"
-    ) -> "Tensor":
-        """Return the squared error relative to the teacher's power: 2 - 2 cosine at length 1."""
-        teacher = teacher.float()
-        return ((answers.float() - teacher).square().sum(dim=1) / teacher.square().sum(dim=1)).sum()
 
 
 class PairEmbedding(Embedding):

@@ -266,19 +266,10 @@ class TaskKind(ABC):
         return bool(np.ptp(answers, axis=0).max() <= SAME)
 
     # Training: float32 scalars, summed over rows, of answers of any floating type [answers, width] and their
-    # labels, or a teacher's answers and a temperature. `counts` is the number of answers of each row.
+    # labels. `counts` is the number of answers of each row.
 
     def loss(self, answers: "Tensor", labels: "Tensor", counts: "Tensor") -> "Tensor":
         raise NotImplementedError
-
-    @abstractmethod
-    def distance(
-        self, answers: "Tensor", teacher: "Tensor", temperature: float, counts: "Tensor"
-    ) -> "Tensor": ...
-
-    def distance_unit(self, answers: Floats) -> float:
-        """Return a large distance of answers such as these."""
-        return 1.0  # nat; orthogonal embeddings are twice as far
 
     def mean_loss(self, answers: Floats, labels: Array, counts: Array) -> float:
         """Return `loss` on arrays, mean over rows."""

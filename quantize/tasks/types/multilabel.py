@@ -129,20 +129,6 @@ class MultiLabel(TaskKind):
         each = functional.binary_cross_entropy_with_logits(answers.float(), labels, reduction="none")
         return each.mean(dim=1).sum()
 
-    def distance(
-        self, answers: "Tensor", teacher: "Tensor", temperature: float, counts: "Tensor"
-    ) -> "Tensor":
-        """Compute KL(teacher || student) T^2 of there or not, the mean over classes."""
-        from torch.nn import functional
-
-        student, target = answers.float() / temperature, teacher.float() / temperature
-        crosses = (
-            functional.binary_cross_entropy_with_logits(logits, target.sigmoid(), reduction="none")
-            for logits in (student, target)
-        )
-        cross, entropy = crosses
-        return (cross - entropy).mean(dim=1).sum() * temperature**2
-
 
 def _numbers(text: str) -> list[int]:
     return [] if text == NONE else [int(number) for number in text.split()]

@@ -191,14 +191,5 @@ class QuestionAnswering(TaskKind):
         marks = pad_sequence([*torch.split(labels, counts.tolist())], batch_first=True)
         return -(marks * _log_probabilities(answers, counts)).sum() / 2
 
-    def distance(
-        self, answers: "Tensor", teacher: "Tensor", temperature: float, counts: "Tensor"
-    ) -> "Tensor":
-        """Compute KL(teacher || student) T^2 over the tokens of a window, mean of both ends."""
-        from torch.nn import functional
-
-        student, target = (_log_probabilities(each / temperature, counts) for each in (answers, teacher))
-        return functional.kl_div(student, target, reduction="sum", log_target=True) * temperature**2 / 2
-
 
 QUESTIONS = QuestionAnswering()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.standalone.answers import find_first_tokens
-from qdqbench.quantize.tasks.types.classification import class_text, kl_terms, same_for_all
+from qdqbench.quantize.tasks.types.classification import class_text, same_for_all
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
 from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind, of_sums, ratio
 from qdqbench.quantize.utils.arrays import Array, Floats, Int64
@@ -249,13 +249,6 @@ class TokenClassification(TaskKind):
 
         each = functional.cross_entropy(answers.float(), labels, reduction="none")
         return (each * share_of_row(counts)).sum()
-
-    def distance(
-        self, answers: "Tensor", teacher: "Tensor", temperature: float, counts: "Tensor"
-    ) -> "Tensor":
-        """Compute KL(teacher || student) T^2 as of classes, of a sentence the mean over its words."""
-        each = kl_terms(answers, teacher, temperature).sum(dim=-1)
-        return (each * share_of_row(counts)).sum() * temperature**2
 
 
 TOKENS = TokenClassification()

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.quantize.recipe.sections import Distill, Training
+from qdqbench.quantize.recipe.sections import Distill, Qat, Training
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.training import finetune, loop
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -232,21 +232,21 @@ def test_a_model_may_answer_the_same_at_first(tmp_path, accelerator, judge_first
 
 def far(folder, *scores):
     job = scored(tiny.job(folder), *scores)
-    job.judge_first, job.far = True, 0.1
+    job.judge_first, job.far = True, 10.0
     return job
 
 
 def test_a_model_far_from_its_teacher_stops_the_run(tmp_path, accelerator):
-    with pytest.raises(CheckFailed, match=r"held-out rows grew from 0.02 to 0.4 after step 9; lower"):
-        loop.train(far(tmp_path, -0.02, -0.3, -0.4), accelerator)
+    with pytest.raises(CheckFailed, match=r"held-out rows fell from 17.0 to 4.0 dB after step 9; lower"):
+        loop.train(far(tmp_path, 17, 5.2, 4), accelerator)
 
 
 @pytest.mark.parametrize(
     "scores",
     [
-        (-1e-5, -0.09, -0.09, -0.09, -0.09),  # far from where it began, which is no distance
-        (-0.05, -0.4, -0.4, -0.4, -0.4),  # 8 times as far
-        (-0.02, -0.3, -0.1, -0.3, -0.1),  # and back
+        (50, 10.5, 10.5, 10.5, 10.5),  # far from where it began, which is still near
+        (13, 4, 4, 4, 4),  # 9 dB further
+        (17, 5.2, 10.1, 5.2, 10.1),  # and back
     ],
 )
 def test_a_model_that_is_not_far_goes_on(tmp_path, accelerator, scores):
@@ -254,27 +254,69 @@ def test_a_model_that_is_not_far_goes_on(tmp_path, accelerator, scores):
     assert (outcome.steps, outcome.best_step) == (18, 0)
 
 
+def test_a_resumed_run_knows_how_far_it_was(tmp_path, accelerator):
+    killed_after(far(tmp_path, 17, 5.2), 2, accelerator)
+    with pytest.raises(CheckFailed, match=r"fell from 17.0 to 4.0"):
+        loop.train(far(tmp_path, 4), accelerator)
+
+
+def automatic(folder, gains=None):
+    """A job that finds its learning rate; `gains` in dB are what its short trainings are judged by."""
+    job, seen = tiny.job(folder, weight_decay=0.0), []
+    job.settings = Qat(**job.settings.model_dump() | {"learning_rate": "auto"})
+    job.judge_first, judge, scores = True, job.judge, [0, *(gains or ())]
+
+    def in_db(model):
+        seen.append(tiny.weights(job).clone())
+        given = gains and len(seen) <= len(scores)
+        score = 30.0 + (scores[len(seen) - 1] if given else 1000 * judge(model).score)
+        return loop.HeldOut(score, {"sqnr_db": score}, False)
+
+    job.judge = in_db
+    return job, seen
+
+
 @pytest.mark.parametrize(
-    ("scores", "said"),
-    [  # the first two: BERT-base on SST-2 and RTE, at a rate of 1e-5
-        (
-            (-0.0103, -0.0113, -0.0145, -0.0125, -0.0114),
-            "0.0103 at first, 0.0145 at most, 0.0113 at least",
-        ),
-        ((-0.0416, -0.0329, -0.0541, -0.0397, -0.0380), ""),  # it came nearer too
-        ((-0.0103, -0.0104, -0.0102, -0.0101, -0.0100), ""),  # it hardly moved
-        ((0.0, 0.0, 0.0, 0.0, 0.0), ""),
+    ("gains", "tried", "chosen"),
+    [
+        ((0.05, 0.5, 2.0, 1.0), 4, 3e-6),
+        ((0.3, 0.25, 0.2, 0.15, 0.1, 0.1), 4, 3e-7),  # the fourth is a tenth below the best
+        ((-0.05, 0.3, -5.0), 3, 1e-6),
+        ((-0.2,), 1, 0.0),
+        ((0.02, 0.05, -1.0), 3, 0.0),  # not worth a training
+        ((float("nan"),), 0, 0.0),
     ],
 )
-def test_a_rate_that_leads_away_from_the_teacher_is_told(tmp_path, accelerator, scores, said):
-    notes = loop.train(far(tmp_path, *scores), accelerator).notes
-    assert [said in note for note in notes] == ([True] if said else [])
+def test_the_rate_that_wins_most_is_found(tmp_path, accelerator, gains, tried, chosen):
+    job, seen = automatic(tmp_path, gains)
+    run = loop.train(job, accelerator)
+    assert (len(run.tried), run.learning_rate) == (tried, chosen)
+    assert [each.learning_rate for each in run.tried] == list(loop.RATES[:tried])
+    assert (
+        (run.stopped, run.steps, run.best_step) == (None, 18, run.best_step)
+        if chosen
+        else ("nothing to win", 0, 0)
+    )
+    assert chosen or torch.equal(tiny.weights(job), seen[0])  # those before training
 
 
-def test_a_resumed_run_knows_how_far_it_was(tmp_path, accelerator):
-    killed_after(far(tmp_path, -0.02, -0.3), 2, accelerator)
-    with pytest.raises(CheckFailed, match=r"grew from 0.02 to 0.4"):
-        loop.train(far(tmp_path, -0.4), accelerator)
+def test_a_found_rate_trains_as_a_given_one(tmp_path, accelerator):
+    found, _ = automatic(tmp_path / "found")
+    rate = loop.train(found, accelerator).learning_rate
+    assert rate == loop.RATES[-1]
+    given_ = tiny.job(tmp_path / "given", weight_decay=0.0, learning_rate=rate)
+    loop.train(given_, accelerator)
+    assert torch.equal(tiny.weights(found), tiny.weights(given_))
+
+
+def test_a_resumed_run_keeps_its_rate(tmp_path, accelerator):
+    whole, _ = automatic(tmp_path / "whole")
+    run = loop.train(whole, accelerator)
+    killed_after(automatic(tmp_path / "killed")[0], 3 + len(run.tried), accelerator)
+    job, seen = automatic(tmp_path / "killed")
+    resumed = loop.train(job, accelerator)
+    assert (resumed.tried, len(seen)) == (run.tried, 2)
+    assert torch.equal(tiny.weights(job), tiny.weights(whole))
 
 
 def test_answers_that_do_not_depend_on_the_input():
@@ -423,7 +465,7 @@ def test_settings_out_of_range(wrong):
 
 def test_a_distillation_without_parts():
     with pytest.raises(ValueError, match="nothing to learn from"):
-        Distill(logits=0)
+        Distill(logits=0, hidden=0)
 
 
 def test_a_checkpoint_that_a_full_disk_stops_leaves_nothing(tmp_path, accelerator, monkeypatch):

@@ -106,13 +106,13 @@ def test_the_score_is_named_after_the_measure_that_it_is(
     [
         (
             qat_run(),
-            "QAT won back 0.0147 ± 0.0042 of accuracy (against FP32: PTQ -0.0170 ± 0.0021, beyond noise, QAT "
-            "-0.0023 ± 0.0021, within noise)",
+            "QAT won back 0.0147 ± 0.0042 of accuracy (against FP32: PTQ -0.0170 ± 0.0021, beyond noise, "
+            "SQNR 21.4 ± 0.6 dB; QAT -0.0023 ± 0.0021, within noise, SQNR 21.4 ± 0.6 dB)",
         ),
         (
             qat_run(gain=-0.011, ptq=-0.001),
             "QAT made it WORSE by 0.0110 ± 0.0042 of accuracy (against FP32: PTQ -0.0010 ± 0.0021, within "
-            "noise, QAT -0.0120 ± 0.0021, beyond noise)",
+            "noise, SQNR 21.4 ± 0.6 dB; QAT -0.0120 ± 0.0021, beyond noise, SQNR 21.4 ± 0.6 dB)",
         ),
         (
             qat_run(gain=-0.002, within=True, ptq=-0.001),

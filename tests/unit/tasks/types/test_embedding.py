@@ -77,20 +77,6 @@ def test_counts_of_the_chart_hold_every_text():
     assert kept == pytest.approx(found.values["neighbors"])
 
 
-def test_distance_of_qat_is_that_of_cosines_where_embeddings_are_normalized():
-    import torch
-
-    reference, answers = vectors(8).astype(float), vectors(8, noise=0.3).astype(float)
-    reference, answers = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (reference, answers))
-    made, teacher = torch.from_numpy(answers).requires_grad_(), torch.from_numpy(reference)
-    distance = embedding.PAIRS.distance(made, teacher, 1.0, torch.ones(8))
-    twice = 2 * (1 - embedding.cosines(reference, answers)).sum()
-    assert float(distance.detach()) == pytest.approx(twice)
-    distance.backward()
-    assert made.grad is not None
-    assert made.grad.abs().sum() > 0
-
-
 def test_one_embedding_for_all_is_seen():
     assert embedding.TEXTS_ALONE.constant(np.ones((5, 4)), np.zeros(5))
     assert not embedding.TEXTS_ALONE.constant(vectors(5), np.zeros(5))
