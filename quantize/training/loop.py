@@ -558,15 +558,14 @@ def _try_rates(job: Job, accelerator: Accelerator, model: Any, state: State) -> 
             torch._foreach_copy_(parameters, before)
         if not math.isfinite(judged.score):
             break
-        sqnr = judged.values["sqnr_db"]
-        state.tried.append({"learning_rate": rate, "score_db": judged.score, "sqnr_db": sqnr})
+        gain, sqnr = judged.score - state.scores[0], judged.values["sqnr_db"]
+        state.tried.append({"learning_rate": rate, "gain_db": gain, "sqnr_db": sqnr})
         if judged.score > best:
             best = judged.score
             state.learning_rate = rate if best >= least else 0.0
         elif judged.score < best - LEAST_GAIN:
             break
-    tried = [Tried(**row) for row in state.tried]
-    reporter().log(describe_tries(tried, LogRow(**state.log[0]), state.learning_rate))
+    reporter().log(describe_tries([Tried(**row) for row in state.tried], state.learning_rate))
 
 
 def _new_optimizer(job: Job, rate: float, steps: int) -> tuple[Any, Any]:

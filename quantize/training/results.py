@@ -13,7 +13,7 @@ class Tried(Strict):
     """A short training at one learning rate, from the weights before training."""
 
     learning_rate: float = field("Learning rate, after warm-up.")
-    score_db: float = field("Mean SQNR on the held-out rows afterwards, which chooses the rate.")
+    gain_db: float = field("SQNR won on the held-out rows, in dB: the mean that chooses the rate.")
     sqnr_db: float = field("SQNR of the answers to the held-out rows afterwards, in dB.")
 
 
@@ -60,16 +60,11 @@ class TrainingRun(Strict):
     notes: list[str] = field("Events of the training: resumed, a checkpoint that was not whole.", default=[])
 
 
-def describe_tries(tried: list[Tried], before: LogRow, chosen: float) -> str:
+def describe_tries(tried: list[Tried], chosen: float) -> str:
     """Say what `auto` expects to win, from the short training at each learning rate."""
-    sqnr = before.values["sqnr_db"]
-    won = [f"{each.learning_rate:g}: {each.sqnr_db - sqnr:+.1f} dB" for each in tried]
-    start = (
-        f"SQNR on held-out rows: {sqnr:.1f} dB before training; short trainings changed it ({', '.join(won)})"
-    )
-    if not chosen:
-        return f"{start}; none came nearer to FP32, so there is nothing to win"
-    return f"{start}; learning rate {chosen:g} is the best"
+    won = ", ".join(f"{each.gain_db:+.1f} dB at {each.learning_rate:g}" for each in tried) or "NaN"
+    found = f"learning rate {chosen:g} is the best" if chosen else "so there is nothing to win"
+    return f"Short trainings changed the SQNR on held-out rows by {won}; {found}"
 
 
 class Spread(Strict):

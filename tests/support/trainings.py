@@ -109,8 +109,7 @@ def qat_run(gain: float = 0.0147, within: bool = False, ptq: float = -0.017, **c
     before = log[0].values["sqnr_db"]
     gains = {1e-6: 0.4, 3e-6: 1.2, 1e-5: 0.9}
     tried = [
-        {"learning_rate": rate, "score_db": before - 2 + gain, "sqnr_db": before + gain}
-        for rate, gain in gains.items()
+        {"learning_rate": rate, "gain_db": gain, "sqnr_db": before + gain} for rate, gain in gains.items()
     ]
     changed = {"settings": settings, "learning_rate": 3e-6, "tried": tried}
     training = run_of(0, log=log, metrics={}, stderr={}, n=0, **changed)

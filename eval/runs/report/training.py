@@ -186,7 +186,7 @@ def training_blocks(run: TrainingRun | None) -> list[doc.Block]:
         "steps alone, without evaluations and checkpoints.",
     ]
     settings = flat(run.settings)
-    tries = [describe_tries(run.tried, run.log[0], run.learning_rate)] if run.tried and run.log else []
+    tries = [f"{describe_tries(run.tried, run.learning_rate)}."] if run.tried else []
     beside: list[doc.Block] = [*tries, *run.notes, *(doc.Prose(line, "quiet") for line in explanation)]
     return [
         *curve_blocks([run]),

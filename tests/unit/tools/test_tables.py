@@ -205,6 +205,6 @@ def test_an_engine_of_another_recipe_in_a_bench_is_of_that_recipe():
 
 def test_training_is_compared_with_the_model_before_it():
     trained = run_of(qat_run(recipe=shipped("bert-int8-residual-qat")))
-    (row,) = tables.qat_table(Data([trained], [])).splitlines()[2:]
+    (row,) = tables.qat_table(Data([trained], [])).strip().splitlines()[2:]
     assert "| `int8-residual-qat` | 21.4 | 21.4 | 21.4 | " in row
     assert row.endswith("| -1.70 ± 0.21 | -0.23 ± 0.21 | -0.23 ± 0.21 |")
