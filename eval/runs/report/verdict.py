@@ -160,7 +160,8 @@ def qat_clause(results: Results) -> str:
     if ptq is None or qat is None or ptq.vs_fp32 is None or qat.vs_fp32 is None:
         return "PTQ and QAT were not both scored, so what training won back is not known"
     before, after = (
-        f"{figures.change_text(versus)}, SQNR {figures.sqnr(versus)}" for versus in (ptq.vs_fp32, qat.vs_fp32)
+        f"{figures.change_text(versus)}, SQNR {figures.sqnr(versus).text}"
+        for versus in (ptq.vs_fp32, qat.vs_fp32)
     )
     both = f"(against FP32: PTQ {before}; QAT {after})"
     if results.training is not None and results.training.best_step == 0:
