@@ -331,7 +331,7 @@ def quantize(
     sizes = {"input_ids": int(embeddings.num_embeddings)}
     if "token_type_ids" in plan.family.inputs:
         sizes["token_type_ids"] = model.config.type_vocab_size
-    settings = chosen.calibration.model_copy(update={"split": "memory"})
+    settings = chosen.engine_calibration.model_copy(update={"split": "memory"})
     batches = Batches(list_samples(samples), settings.batch_size, longest, sizes)
     with displayed(progress):
         reporter().begin("calibrating")

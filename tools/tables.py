@@ -249,6 +249,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe's settings, with what its rules do to each linear: older results have no roles."""
     family = family_named(recipe.model.family)
     linears = {f"{family.layers}.0.{path}": ModuleInfo("Linear") for path in family.linears}
+    recipe = recipe.model_copy(update={"calibration": recipe.engine_calibration})
     rules: dict[str, dict[str, Any]] = {}
     for rule in recipe.rules:
         fields = rule.model_dump(mode="json", exclude_none=True, exclude={"match", "role", "type"})

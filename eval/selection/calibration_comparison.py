@@ -101,13 +101,10 @@ class CalibrationComparison(DrawRecord):
         return self.rows[0]
 
 
-def list_sections(
-    own: Calibration, methods: Sequence[str], smooths: Sequence[str], *, row_max: bool = False
-) -> list[Calibration]:
+def list_sections(own: Calibration, methods: Sequence[str], smooths: Sequence[str]) -> list[Calibration]:
     """Return the calibration sections to compare, the recipe's own first, none twice.
 
-    Without names they are all `METHODS`, smoothed and not, and the recipe's own with one thing changed;
-    `row_max`: also with a softmax over the largest of each row, alone and with centering.
+    Without names they are all `METHODS`, smoothed and not, and the recipe's own with one thing changed.
 
     Raises:
         UserError: not a method, or not a way to smooth.
@@ -129,8 +126,8 @@ def list_sections(
             {"smoothing": ALPHA if own.smoothing == "gain" else "gain"},
             {"centering": not own.centering},
         ]
-        if row_max:
-            changes += [{"softmax_scale": "row-max", "centering": centering} for centering in (False, True)]
+        if own.softmax_scale == "row-max":
+            changes.append({"softmax_scale": "min-error"})
     sections = [own, *(_change(own, each) for each in changes)]
     return [section for at, section in enumerate(sections) if section not in sections[:at]]
 
@@ -184,8 +181,7 @@ class CalibrationCase:
 
 def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str]) -> list[CalibrationCase]:
     recipe = session.recipe
-    row_max = recipe.int8_attention and session.target.backend == "cuda"
-    sections = list_sections(recipe.calibration, methods, smooths, row_max=row_max)
+    sections = list_sections(recipe.engine_calibration, methods, smooths)
     require_quantized(recipe)
     model = session.fp32_model
     modules, prefix = module_table(model), model.base_model_prefix

@@ -97,6 +97,14 @@ class Recipe(Frozen):
     def int8_residual(self) -> bool:
         return self.residual == "int8" or self._asks_int8("Residual")
 
+    @property
+    def engine_calibration(self) -> sections.Calibration:
+        """Return the calibration section; backend cuda has `row-max` at no cost, so `auto` is that there."""
+        section = self.calibration
+        if section.softmax_scale == "auto" and self.engine.backend == "cuda" and self.int8_attention:
+            return section.model_copy(update={"softmax_scale": "row-max"})
+        return section
+
     def _asks_int8(self, kind: str) -> bool:
         return any(rule.type == kind and rule.precision == "int8" for rule in self.rules)
 

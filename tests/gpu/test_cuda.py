@@ -62,11 +62,11 @@ CASES = [  # recipe, size of heads, target; None: this GPU's own
     ("bert-int8-ffn", 64, None),
     ("bert-int8-attention", 32, "8.0+PTX"),
     ("bert-int8-residual-fused", 64, "8.0+PTX"),
-    ("bert-int8-attention row-max", 32, None),
-    ("bert-int8-residual-fused row-max", 64, None),
-    ("bert-int8-residual-fused row-max", 64, "8.0+PTX"),
+    ("bert-int8-attention fixed", 32, None),
+    ("bert-int8-residual-fused fixed", 64, None),
+    ("bert-int8-residual-fused fixed", 64, "8.0+PTX"),
     ("mpnet-int8-residual-fused", 64, None),
-    ("mpnet-int8-attention row-max", 32, "8.0+PTX"),
+    ("mpnet-int8-attention fixed", 32, "8.0+PTX"),
 ]
 OTHERS = {  # what this GPU can run of other targets: PTX, which the driver compiles, and mma.sync on Hopper
     target.name: target._replace(code=target.code.replace("sm", "compute").rstrip("a"), wgmma=False)

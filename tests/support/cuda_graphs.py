@@ -36,7 +36,10 @@ def batch_for(graph: onnx.ModelProto, lengths: tuple[int, ...] = (9, 4, 16), see
 
 
 def export(model: Any, recipe: Recipe, outputs: Any = LOGITS) -> onnx.ModelProto:
-    """Quantize and export a model as the CPU runtimes get it."""
+    """Quantize a model for backend cuda, and export it as the CPU runtimes get it."""
+    engine = recipe.engine.model_copy(update={"backend": "cuda"})
+    section = recipe.model_copy(update={"engine": engine}).engine_calibration
+    recipe = recipe.model_copy(update={"calibration": section})
     if recipe.export.gelu == "tanh":
         use_tanh_gelu(model, "tiny")
     quantized = tiny.calibrate_model(model, recipe)
@@ -53,9 +56,18 @@ def _new_model(model_type: str, **sizes: int) -> Any:
     return model
 
 
+def load_variant(recipe: str) -> Recipe:
+    """Load a recipe with centering; behind its name another `calibration.softmax_scale` may stand instead."""
+    name, _, softmax = recipe.partition(" ")
+    loaded = load_recipe(name)
+    changes = {"softmax_scale": softmax} if softmax else {"centering": True}
+    settings = loaded.calibration.model_copy(update=changes)
+    return loaded.model_copy(update={"calibration": settings})
+
+
 def write_case(folder: Path, model_type: str, recipe: str) -> None:
-    """Export a classifier of a model type."""
-    graph = export(_new_model(model_type), load_recipe(recipe))
+    """Export a classifier of a model type by a recipe or a variant of one."""
+    graph = export(_new_model(model_type), load_variant(recipe))
     save(graph, folder / "model.onnx", recipe)
 
 
@@ -91,16 +103,7 @@ def write_head(folder: Path, head: str, model_type: str = "bert") -> None:
 
 
 def write_wide(folder: Path, recipe: str, head_size: int) -> None:
-    """Export a model with heads of a size that kernels take, and 48 more channels than a tile has.
-
-    `recipe` may end with another `calibration.softmax_scale`.
-    """
-    recipe, _, softmax = recipe.partition(" ")
-    loaded = load_recipe(recipe)
-    if softmax:
-        settings = loaded.calibration.model_copy(update={"softmax_scale": softmax})
-        loaded = loaded.model_copy(update={"calibration": settings})
+    """Export a model with heads of a size that kernels take, and 48 more channels than a tile has."""
     width = {"hidden_size": 2 * head_size, "intermediate_size": 2 * head_size + 48}
-    family = recipe.partition("-int8")[0]
-    model = _new_model(family, **width, max_position_embeddings=514)
-    save(export(model, loaded), folder / "model.onnx", recipe)
+    model = _new_model(recipe.partition("-int8")[0], **width, max_position_embeddings=514)
+    save(export(model, load_variant(recipe)), folder / "model.onnx", recipe)

@@ -12,7 +12,7 @@ they hold. Chosen by the error of P v over the calibration data, at no cost in t
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -64,7 +64,13 @@ class SoftmaxRow(Strict):
     )
 
 
-def describe_changes(rows: Iterable[SoftmaxRow]) -> Iterator[Change]:
+def describe_changes(rows: Sequence[SoftmaxRow]) -> Iterator[Change]:
+    yield Change(
+        "softmax of each row",
+        len({row.module for row in rows if row.row_max}),
+        "INT8 attention",
+        "The softmax of {} is over the largest of each row, and what it weighs is divided by the sum.",
+    )
     yield Change(
         "centered values",
         len({row.module for row in rows if row.centered}),

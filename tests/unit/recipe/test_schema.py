@@ -351,3 +351,18 @@ def test_random_values_are_a_recipe_or_a_user_error(changes):
     except UserError:
         return
     assert schema.parse_recipe(schema.dump_recipe(recipe), "again") == recipe
+
+
+@pytest.mark.parametrize(
+    ("backend", "recipe", "changes", "softmax"),
+    [
+        ("cuda", "bert-int8-attention", {}, "row-max"),
+        ("cuda", "bert-int8-linears", {}, "auto"),
+        ("cuda", "bert-int8-attention", {"softmax_scale": "min-error"}, "min-error"),
+        ("tensorrt_rtx", "bert-int8-attention", {}, "auto"),
+    ],
+)
+def test_what_auto_means_follows_the_backend(backend, recipe, changes, softmax):
+    data = schema.load_recipe(recipe).model_dump(mode="json")
+    data["engine"]["backend"], data["calibration"] = backend, data["calibration"] | changes
+    assert schema.Recipe.model_validate(data).engine_calibration.softmax_scale == softmax

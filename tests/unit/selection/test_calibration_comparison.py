@@ -45,11 +45,13 @@ def test_default_rows_change_one_thing_beside_the_grid(own: Calibration) -> None
     assert 10 <= len(found) <= 19
 
 
-def test_engines_that_take_it_also_get_a_softmax_over_the_largest_of_each_row() -> None:
-    plain, found = (list_sections(OWN, (), (), row_max=row_max) for row_max in (False, True))
-    added = [section for section in found if section not in plain]
-    assert found[: len(plain)] == plain
-    assert [(each.softmax_scale, each.centering) for each in added] == [("row-max", False), ("row-max", True)]
+def test_a_softmax_over_the_largest_of_each_row_is_compared_with_scales() -> None:
+    own = OWN.model_copy(update={"softmax_scale": "row-max", "centering": True})
+    found = list_sections(own, (), ())
+    assert [each.softmax_scale for each in found if differing(each, own) == {"softmax_scale"}] == [
+        "min-error"
+    ]
+    assert [each.centering for each in found if differing(each, own) == {"centering"}] == [False]
 
 
 def test_named_methods_and_smoothings_make_the_grid() -> None:

@@ -37,7 +37,7 @@ from ....support.cuda_graphs import (
 from ....support.draws import require_alike
 from ....support.long import mark_long
 
-LENGTHS = [(9, 4, 16), (1,), (128, 5)]
+LENGTHS = [(9, 4, 16), (1,), (64, 5)]
 NOT_COVERED = ["deberta-v2", "modernbert"]
 
 
@@ -115,7 +115,7 @@ def test_every_head_of_every_family_is_made_by_kernels_as_by_its_graph(
 
 @pytest.mark.parametrize(
     "recipe",
-    [f"bert-int8-{name}" for name in ("attention", "residual", "residual-fused", "attention row-max")],
+    [f"bert-int8-{name}" for name in ("attention", "residual", "residual-fused", "attention fixed")],
 )
 @pytest.mark.parametrize("head_size", ATTENTION_SIZES)
 def test_heads_of_sizes_that_kernels_take_are_made_as_by_the_graph(head_size, recipe, made_once, monkeypatch):
@@ -139,7 +139,7 @@ def test_a_kernel_fed_by_the_graph_makes_the_codes_of_the_graph(graph):
     plan, arrays = pack(match_graph(graph))
     widths = {name: tensor.width for name, tensor in plan.tensors.items()}
     for found in compare_boundaries(graph, plan, arrays, batch_for(graph, (30, 9, 4, 16, 1))):
-        assert found.largest <= (1 if found.int8 else 2e-3), found
+        assert found.largest <= (1 if found.int8 else 4e-3), found
         if found.int8:
             reads_codes = found.reads == "int8"
             assert found.share <= (3 / (60 * widths[found.tensor]) if reads_codes else 0.04), found
@@ -192,7 +192,7 @@ def test_arrays_of_other_shapes_or_types_are_refused_by_their_names(graph_of):
 
 
 def test_a_plan_counts_on_nothing_that_is_not_checked(graph_of):
-    plan, arrays = pack(match_graph(graph_of("bert", "bert-int8-residual-fused")))
+    plan, arrays = pack(match_graph(graph_of("bert", "bert-int8-residual-fused fixed")))
     first, second = [each for each in plan.operations if isinstance(each, Linear)][:2]
     head, embed = plan.head, plan.embed
     attention = next(each for each in plan.operations if isinstance(each, Attention))
