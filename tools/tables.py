@@ -59,6 +59,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MEASURED = "docs/measured"
 RUNS, BENCHES = "runs", "benches"  # folders there
 SCALES_SINCE = "2026-11-28T12:00"  # the last change of calibration: accuracy from before it is no more
+ROW_MAX_SINCE = "2026-11-29T10:00"  # the same for an INT8 attention in backend `cuda`
 FIGURES_FILE = "recipes/figures.json"
 BEGIN, END = "<!-- figures:{} -->", "<!-- figures:end -->"
 SQUAD = "squad-lengths"  # in the path of made-up rows
@@ -66,7 +67,10 @@ UNPADDED = "unpadded-fp16"  # a system of a bench
 SMOOTHING = "calibration.smoothing"
 FUSED, LINEARS = "int8-residual-fused", "int8-linears"
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
-TRAINED, TRAINED_FIRST = "bert-base-second", "bert-base"  # two trainings of one model
+TRAINED, TIMED = (
+    "bert-base-third",
+    "bert-base-second",
+)  # trainings of one model; other backends ran the second
 
 
 class Record(dict[str, Any]):
@@ -108,7 +112,7 @@ def _keep(names: str, **inner: Any) -> dict[str, Any]:
     return dict.fromkeys(names.split()) | inner
 
 
-VERSUS = _keep("delta delta_stderr sqnr_db")
+VERSUS = _keep("delta delta_stderr sqnr_db sqnr_db_stderr sqnr_output")
 KEPT = _keep(  # what figures read of a run: None is all of a value, "*" every key of an object
     "created command recipe model task seed trained environment",
     stages={"*": _keep("status n metrics stderr", vs_fp32=VERSUS)},
@@ -172,13 +176,18 @@ def read_data(folder: Path) -> Data:
         found[key] = path, record
     records = [found[key][1] for key in sorted(found)]
     old = [path.name for path, record in found.values()
-           if not isinstance(record, Bench) and record.created < SCALES_SINCE]  # fmt: skip
+           if not isinstance(record, Bench) and record.created < _valid_since(record)]  # fmt: skip
     if old:
         raise UserError(
             f"calibration has changed since {', '.join(sorted(old))}; measure again, or delete them"
         )
     runs = [record for record in records if not isinstance(record, Bench)]
     return Data(runs, [record for record in records if isinstance(record, Bench)])
+
+
+def _valid_since(run: Record) -> str:
+    own = bool(run.engine) and run.engine.backend == "cuda" and run.engine.attention_int8
+    return ROW_MAX_SINCE if own else SCALES_SINCE
 
 
 def measurement(record: Any) -> tuple[Any, ...]:
@@ -516,7 +525,7 @@ def recipes_table(data: Data) -> str:
     for figure in (figure for figure in data.figures if figure.accuracy):
         name = figure.recipe.partition("-")[2]
         own = figure.device == "gpu" and figure.recipe.startswith("bert-")
-        kernels = speed_of(data, H200, f"{TRAINED}-sst2", name, "cuda", 128, 128) if own else None
+        kernels = speed_of(data, H200, f"{TIMED}-sst2", name, "cuda", 128, 128) if own else None
         mean, held_out, worst, lost, speed = shipped.format_figure(figure)
         over = f"{mean} ({len({row.task for row in figure.judged})})"
         speeds = "" if speed == shipped.NOT_MEASURED else speed, kernels and f"`cuda` {_ratio(kernels)}"
@@ -533,38 +542,36 @@ def recipes_words(data: Data) -> str:
 
 
 def bert_table(data: Data) -> str:
-    """`int8-residual-fused` in `cuda` on two trainings of BERT-base, by task."""
+    """`int8-residual-fused` in `cuda` on a trained BERT-base, by task."""
     rows = []
     for task in sorted({run.task.name for run in data.runs}, key=_task_order):
-        found = [_find(data, model, task, FUSED, "cuda") for model in (TRAINED, TRAINED_FIRST)]
-        if (run := found[0]) is None:
+        if (run := _find(data, TRAINED, task, FUSED, "cuda")) is None:
             continue
-        speed = speed_of(data, H200, f"{TRAINED}-{task}", FUSED, "cuda", 256, label(task))
+        speed = speed_of(data, H200, f"{TIMED}-{task}", FUSED, "cuda", 256, label(task))
         for metric in (_metric(run), _metric(run) + SECOND):
             if metric in run.stages.engine.metrics:
                 scores = [_score(run, stage, metric) for stage in ("fp32", "engine")]
                 rows_of = f", n = {run.stages.engine.n:,}" if metric == _metric(run) else ""
                 what = f"{_task(task)}, {label(metric)}{rows_of}"
-                losses = [_loss(each, metric) for each in found]
-                rows.append([what, *scores, *losses, _ratio(speed) if metric == _metric(run) else ""])
-    header = ["task", "FP32", "INT8", "difference, points", "of the first training", "speed-up"]
+                ours = [figures.sqnr(run.stages.engine.vs_fp32), _ratio(speed)]
+                rows.append(
+                    [what, *scores, _loss(run, metric), *(ours if metric == _metric(run) else ["", ""])]
+                )
+    header = ["task", "FP32", "INT8", "difference, points", "SQNR", "speed-up"]
     return table(header, rows)
 
 
 def backends_table(data: Data) -> str:
-    """The mean loss in `cuda` and in another backend, over the tasks that both ran."""
+    """The mean loss of fake-quant and of engines, over the tasks that a backend ran."""
     rows = []
     for recipe in (FUSED, "int8-attention", LINEARS):
-        for backend in ("tensorrt_rtx", "openvino"):
+        for backend, model in (("cuda", TRAINED), ("tensorrt_rtx", TIMED), ("openvino", TIMED)):
             tasks = sorted({run.task.name for run in data.runs}, key=_task_order)
-            pairs = [[_find(data, TRAINED, task, recipe, own) for own in ("cuda", backend)] for task in tasks]
-            both = [(ours, theirs) for ours, theirs in pairs if ours and theirs]
-            if len(both) > 1:
-                ours, theirs = ([pair[index] for pair in both] for index in (0, 1))
-                named = _tasks([run.task.name for run in ours])
-                means = _mean(ours, "fake_quant"), _mean(ours), label(backend), _mean(theirs)
-                rows.append([code(recipe), named, *means])
-    return table(["recipe", "mean over", "fake-quant", "`cuda`", "other backend", "there"], rows)
+            ran = [run for task in tasks if (run := _find(data, model, task, recipe, backend))]
+            if len(ran) > 1:
+                named = _tasks([run.task.name for run in ran])
+                rows.append([code(recipe), label(backend), named, _mean(ran, "fake_quant"), _mean(ran)])
+    return table(["recipe", "backend", "mean over", "fake-quant", "engine"], rows)
 
 
 def published_table(data: Data) -> str:
