@@ -553,7 +553,7 @@ def bert_table(data: Data) -> str:
                 scores = [_score(run, stage, metric) for stage in ("fp32", "engine")]
                 rows_of = f", n = {run.stages.engine.n:,}" if metric == _metric(run) else ""
                 what = f"{_task(task)}, {label(metric)}{rows_of}"
-                ours = [figures.sqnr(run.stages.engine.vs_fp32), _ratio(speed)]
+                ours = [figures.sqnr(run.stages.engine.vs_fp32).text, _ratio(speed)]
                 rows.append(
                     [what, *scores, _loss(run, metric), *(ours if metric == _metric(run) else ["", ""])]
                 )
