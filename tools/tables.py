@@ -65,6 +65,7 @@ BEGIN, END = "<!-- figures:{} -->", "<!-- figures:end -->"
 SQUAD = "squad-lengths"  # in the path of made-up rows
 UNPADDED = "unpadded-fp16"  # a system of a bench
 SMOOTHING = "calibration.smoothing"
+SQNR_STEP = 5  # dB of a row
 FUSED, LINEARS = "int8-residual-fused", "int8-linears"
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 TRAINED, TIMED = (
@@ -112,7 +113,7 @@ def _keep(names: str, **inner: Any) -> dict[str, Any]:
     return dict.fromkeys(names.split()) | inner
 
 
-VERSUS = _keep("delta delta_stderr sqnr_db sqnr_db_stderr sqnr_output")
+VERSUS = _keep("n delta delta_stderr disagreements sqnr_db sqnr_db_stderr sqnr_output")
 KEPT = _keep(  # what figures read of a run: None is all of a value, "*" every key of an object
     "created command recipe model task seed trained environment",
     stages={"*": _keep("status n metrics stderr", vs_fp32=VERSUS)},
@@ -526,13 +527,20 @@ def recipes_table(data: Data) -> str:
         name = figure.recipe.partition("-")[2]
         own = figure.device == "gpu" and figure.recipe.startswith("bert-")
         kernels = speed_of(data, H200, f"{TIMED}-sst2", name, "cuda", 128, 128) if own else None
-        mean, held_out, worst, lost, speed = shipped.format_figure(figure)
+        mean, *told, lost, sqnr, speed = shipped.format_figure(figure)
         over = f"{mean} ({len({row.task for row in figure.judged})})"
         speeds = "" if speed == shipped.NOT_MEASURED else speed, kernels and f"`cuda` {_ratio(kernels)}"
-        held_out = "" if held_out == shipped.NOT_MEASURED else held_out
-        cells = over, held_out, worst, lost.replace("/", " of "), ", ".join(filter(None, speeds))
+        held_out, worst, sqnr = ("" if cell == shipped.NOT_MEASURED else cell for cell in (*told, sqnr))
+        cells = (
+            over,
+            held_out,
+            worst,
+            lost.replace("/", " of "),
+            sqnr and f"{sqnr} dB",
+            ", ".join(filter(None, speeds)),
+        )
         rows.append([f"{code(figure.recipe)}, {shipped.DEVICES[figure.device]}", *cells])
-    header = ["recipe", "mean (tasks)", "held out", "worst task", "lost", "speed-up"]
+    header = ["recipe", "mean (tasks)", "held out", "worst task", "lost", "SQNR", "speed-up"]
     return table(header, rows)
 
 
@@ -559,6 +567,24 @@ def bert_table(data: Data) -> str:
                 )
     header = ["task", "FP32", "INT8", "difference, points", "SQNR", "speed-up"]
     return table(header, rows)
+
+
+def changed_table(data: Data) -> str:
+    """How many predictions change at which SQNR, over engines of all tasks that have classes."""
+    shares: dict[int, list[float]] = defaultdict(list)
+    for run in data.runs:
+        versus = run.stages.engine.vs_fp32 if _last(run, ("engine",)) else None
+        if versus and versus.get("sqnr_db") and versus.get("disagreements") is not None:
+            shares[int(versus.sqnr_db // SQNR_STEP)].append(versus.disagreements / versus.n)
+    rows = [
+        [
+            f"{SQNR_STEP * place} to {SQNR_STEP * (place + 1)} dB",
+            str(len(same)),
+            f"{min(same):.1%} to {max(same):.1%}",
+        ]
+        for place, same in sorted(shares.items())
+    ]
+    return table(["SQNR", "engines", "predictions that changed"], rows)
 
 
 def backends_table(data: Data) -> str:
@@ -739,6 +765,7 @@ FIGURES: dict[str, Callable[[Data], str]] = {
     "recipes": recipes_table,
     "recipes-words": recipes_words,
     "bert": bert_table,
+    "changed": changed_table,
     "backends": backends_table,
     "published": published_table,
     "qat": qat_table,
@@ -815,6 +842,7 @@ def _accuracies(run: Record) -> Iterator[Accuracy]:
             n=run.stages[stage].n,
             stage=stage,
             where=_where(run),
+            sqnr_db=round(versus.sqnr_db, 2) if versus.get("sqnr_db") and metric == _metric(run) else None,
         )
 
 

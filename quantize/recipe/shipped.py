@@ -22,12 +22,13 @@ SHOWN: dict[Device, tuple[str, int, int]] = {  # model, batch and tokens of the 
     "gpu": ("bert-base", 32, 128),
     "cpu": ("minilm-l6-sst2", 8, 128),
 }
+JUDGED = "minilm-l6"  # model of the SQNR that are compared, trained on each of `TASKS`
 TASKS = ("sst2", "mrpc", "stsb")  # that settings of recipes were chosen on; all others are held out
 MAX_DROP = 0.5  # points: what `auto` asks for by default
 NOISE, CHANCE = 2, 0.023  # standard errors; how often a recipe without loss seems to lose more than these
 NOT_MEASURED = "not measured"
 MARK = "†"  # behind a speed over padded baselines only
-TITLES = ("mean", "held out", "worst task", "lost", "speed-up")
+TITLES = ("mean", "held out", "worst task", "lost", "SQNR", "speed-up")
 
 
 class Accuracy(Frozen):
@@ -41,6 +42,7 @@ class Accuracy(Frozen):
     n: int  # samples, of the first split
     stage: Literal["engine", "onnxruntime", "fake_quant"]  # the last one that ran
     where: str  # hardware and library that ran it
+    sqnr_db: float | None = None  # of the logits; null where they are equal
 
 
 class Mean(Frozen):
@@ -93,6 +95,15 @@ class Figure(Frozen):
     def held_out(self) -> Mean | None:
         """Return the mean over tasks that no setting was chosen on."""
         return average([row for row in self.judged if row.task not in TASKS])
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """Return the mean SQNR of the engines of `JUDGED` over `TASKS`; None unless all ran."""
+        found: dict[str, list[float]] = {}
+        for row in self.judged:
+            if row.stage == "engine" and row.sqnr_db is not None and row.model == f"{JUDGED}-{row.task}":
+                found.setdefault(row.task, []).append(row.sqnr_db)
+        return fmean(map(fmean, found.values())) if {*found} == {*TASKS} else None
 
     @property
     def shown_speed(self) -> Speed | None:
@@ -215,6 +226,7 @@ def format_figure(figure: Figure, *, briefly: bool = False) -> tuple[str, ...]:
         format_mean(figure.held_out),
         format_worst(figure, briefly=briefly),
         format_beyond(figure.mean),
+        NOT_MEASURED if figure.sqnr_db is None else f"{figure.sqnr_db:.1f}",
         format_speed(figure),
     )
 
@@ -238,6 +250,11 @@ def describe_conditions(shown: Iterable[Figure], *, briefly: bool = False) -> li
             f"error; {'; '.join(sorted(ran))}. The mean is over tasks. {'' if briefly else held_out}"
             f"Lost: measurements that lost more than {NOISE} standard errors. By chance, {CHANCE:.1%} of "
             "those without a loss would. Empty: not measured."
+        )
+    if any(each.sqnr_db for each in shown):
+        sentences.append(
+            f"SQNR: in dB, the mean over {', '.join(TASKS)} of the engines of {JUDGED}. It tells "
+            "recipes apart where accuracy is within noise."
         )
     if any(row.stage != "engine" for each in shown for row in each.accuracy):
         sentences.append("(graph): of the fake-quantized or exported model, no engine of it ran.")

@@ -86,8 +86,15 @@ def test_a_task_counts_once_in_the_mean_and_held_out_ones_are_told_apart():
         tasks=2, points=-0.7, stderr=0.3162, measurements=3, beyond=2, by_chance=0.07
     )
     assert (found.held_out.tasks, found.held_out.points, found.held_out.stderr) == (1, -1.3, 0.6)
-    cells = ("-0.70 ± 0.32", "-1.30 ± 0.60", "-1.30 ± 0.60 rte", "2/3", "not measured")
+    cells = ("-0.70 ± 0.32", "-1.30 ± 0.60", "-1.30 ± 0.60 rte", "2/3", "not measured", "not measured")
     assert shipped.format_figure(found) == cells
+    compared = [
+        accuracy(task, 0.0).model_copy(update={"model": f"{shipped.JUDGED}-{task}", "sqnr_db": db})
+        for task, db in zip(("sst2", "sst2", "mrpc", "stsb"), (30.0, 34.0, 22.0, 30.0), strict=True)
+    ]
+    more = (*found.accuracy, *compared)
+    assert shipped.format_figure(found.model_copy(update={"accuracy": more}))[-2] == "28.0"
+    assert found.model_copy(update={"accuracy": more[:-1]}).sqnr_db is None  # of a task there is none
     same = accuracy("sst2", 0.0, None)  # no answer differs
     assert (
         shipped.average([same]).model_dump() | {"beyond": 0, "stderr": 0.0}
