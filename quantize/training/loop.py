@@ -352,14 +352,27 @@ def share_batches(
         yield rows, {n: torch.from_numpy(array).to(accelerator.device) for n, array in inputs.items()}
 
 
-def predict_rows(
-    accelerator: Accelerator, model: nn.Module, kind: TaskKind, encoded: Encoded, pad_id: int
+def predict_rows(  # noqa: PLR0913
+    accelerator: Accelerator,
+    model: nn.Module,
+    kind: TaskKind,
+    encoded: Encoded,
+    pad_id: int,
+    *,
+    look: Callable[[Any, Tensors], None] | None = None,
 ) -> Float32:
-    """Compute the answers float32 [answers, width] to a split; each process a share, the result on all."""
+    """Compute the answers float32 [answers, width] to a split; each process a share, the result on all.
+
+    `look` is shown the outputs to each batch, with hidden states, and the inputs.
+    """
+    states = {"output_hidden_states": True} if look else {}
     mine: list[tuple[Int64, Float32]] = []
     for rows, inputs in share_batches(accelerator, model, encoded, pad_id):
         with torch.inference_mode():
-            answers: Any = encoded.kept(rows, join_outputs(model(**inputs), kind.outputs))
+            output = model(**inputs, **states)
+            answers: Any = encoded.kept(rows, join_outputs(output, kind.outputs))
+            if look:
+                look(output, inputs)
         mine.append((rows, answers.float().cpu().numpy()))
     parts: list[tuple[Int64, Float32]] = gather_object(mine)
     result = np.empty((encoded.answers.sum(), parts[0][1].shape[1]), dtype=np.float32)

@@ -82,7 +82,7 @@ def to_db(noise: float) -> float:
 
 
 class Distillation:
-    """The FP32 model as teacher; its answers to the train split are computed once.
+    """The FP32 model as teacher, which runs alongside.
 
     The score that chooses weights and learning rate is the SQNR on the held-out rows, mean over the parts of
     the loss in dB: answers may be far nearer to FP32 than hidden states are.
@@ -96,46 +96,57 @@ class Distillation:
         self.teacher = session.new_model().to(accelerator.device)
         self.teacher.requires_grad_(False)
         self.unshift = unshift_states(session, accelerator)
-        encoded = data.encoded
-        answers = loop.predict_rows(accelerator, self.teacher, self.task.kind, encoded, data.pad_id)
-        if bad := int((~np.isfinite(answers)).any(axis=1).sum()):
+        self.labels = torch.from_numpy(data.encoded.labels).to(accelerator.device)
+        held_out = loop.predict_rows(accelerator, self.teacher, self.task.kind, data.judged, data.pad_id)
+        if bad := int((~np.isfinite(held_out)).any(axis=1).sum()):
             raise CheckFailed(
-                f"{bad} of {len(answers)} answers of the FP32 model to training rows are NaN or infinite"
+                f"{bad} of {len(held_out)} answers of the FP32 model to training rows are NaN or infinite"
             )
-        self.answers = torch.from_numpy(answers).to(accelerator.device)  # [answers, width]
-        self.labels = torch.from_numpy(encoded.labels).to(accelerator.device)
-        self.power = float(np.square(answers, dtype=np.float64).sum()) / encoded.rows or 1.0  # of a row
-        self.held_out = answers[encoded.answers_of(encoded.rows_of(data.held_out))]
+        self.held_out = held_out  # [answers, width]
+        self.power = float(np.square(held_out, dtype=np.float64).sum()) or 1.0
 
     def loss(self, model: Any, rows: Int64, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         parts, kind, encoded = self.parts, self.task.kind, self.data.encoded
         batch = select_inputs(self.teacher, batch)
-        output = model(**batch, output_hidden_states=parts.hidden > 0)
-        places, counts = (torch.from_numpy(x).to(self.labels.device) for x in encoded.places(rows))
-        answers = encoded.kept(rows, join_outputs(output, kind.outputs))
+        states = parts.hidden > 0
+        output = model(**batch, output_hidden_states=states)
+        with torch.no_grad(), self.accelerator.autocast():
+            target = self.teacher(**batch, output_hidden_states=states)
+        answers, wanted = (encoded.kept(rows, join_outputs(x, kind.outputs)) for x in (output, target))
         total: Any = 0.0
         if parts.logits:
-            error = (answers.float() - self.answers[places]).square().sum()
-            total = parts.logits * error / self.power
+            error = (answers.float() - wanted.float()).square().sum()
+            total = parts.logits * error * self.data.judged.rows / self.power
         if parts.labels and not kind.embeds:
+            places, counts = (torch.from_numpy(x).to(self.labels.device) for x in encoded.places(rows))
             total = total + parts.labels * kind.loss(answers, self.labels[places], counts)
-        if parts.hidden:
-            with torch.no_grad(), self.accelerator.autocast():
-                hidden = self.teacher(**batch, output_hidden_states=True).hidden_states
-            mine = self.unshift(output.hidden_states)
-            total = total + parts.hidden * compute_hidden_distance(mine, hidden, batch["attention_mask"])
+        if states:
+            total = total + parts.hidden * self._compare_states(output, target, batch)
         return total  # type: ignore[no-any-return]
+
+    def _compare_states(self, output: Any, target: Any, batch: loop.Tensors) -> torch.Tensor:
+        mine = self.unshift(output.hidden_states)
+        return compute_hidden_distance(mine, target.hidden_states, batch["attention_mask"])
 
     def judge(self, model: Any) -> loop.HeldOut:
         task, parts, judged, wanted = self.task, self.parts, self.data.judged, self.held_out
-        answers = loop.predict_rows(self.accelerator, model, task.kind, judged, self.data.pad_id)
+        hidden = torch.zeros((), device=self.accelerator.device)
+
+        def compare(output: Any, inputs: loop.Tensors) -> None:
+            with self.accelerator.autocast():
+                target = self.teacher(**inputs, output_hidden_states=True)
+            hidden.add_(self._compare_states(output, target, inputs))
+
+        look, pad_id = compare if parts.hidden else None, self.data.pad_id
+        answers = loop.predict_rows(self.accelerator, model, task.kind, judged, pad_id, look=look)
         if not np.isfinite(answers).all():
             return loop.HeldOut(float("nan"), {}, True)
-        noise, signal = (float(np.square(x, dtype=np.float64).sum()) for x in (answers - wanted, wanted))
-        values = {"sqnr_db": to_db(noise / (signal or 1.0))}
+        noise = float(np.square(answers - wanted, dtype=np.float64).sum())
+        values = {"sqnr_db": to_db(noise / self.power)}
         weighed = [(parts.logits, values["sqnr_db"])]
         if parts.hidden:
-            values["hidden_db"] = to_db(self._judge_hidden(model))
+            shared = float(self.accelerator.reduce(hidden, reduction="sum"))
+            values["hidden_db"] = to_db(shared / judged.rows)
             weighed.append((parts.hidden, values["hidden_db"]))
         if not task.kind.embeds:
             values["loss"] = task.kind.mean_loss(answers, judged.labels, judged.answers)
@@ -147,16 +158,6 @@ class Distillation:
         constant = loop.is_collapsed(task, answers, labels) and not loop.is_collapsed(task, wanted, labels)
         found = metrics.compute(task, answers, reference)
         return loop.HeldOut(values["score_db"], {**values, **found}, constant)
-
-    def _judge_hidden(self, model: Any) -> float:
-        accelerator, judged = self.accelerator, self.data.judged
-        total = torch.zeros((), device=accelerator.device)
-        for _, inputs in loop.share_batches(accelerator, self.teacher, judged, self.data.pad_id):
-            with torch.inference_mode(), accelerator.autocast():
-                hidden = model(**inputs, output_hidden_states=True).hidden_states
-                target = self.teacher(**inputs, output_hidden_states=True).hidden_states
-            total = total + compute_hidden_distance(self.unshift(hidden), target, inputs["attention_mask"])
-        return float(accelerator.reduce(total, reduction="sum")) / judged.rows
 
 
 def prepare_student(session: Session, settings: Qat) -> PreTrainedModel:
