@@ -210,12 +210,11 @@ def supported_page() -> str:
     ]
     header = ["family", "`model_type` in config.json", "inputs of the graph", "backend `cuda`"]
     lines += table(header, rows)
-    heads = " or ".join(map(str, cuda.ATTENTION_SIZES))
     lines += [
         "",
         "The other backends take all families. Backend `cuda` takes all kinds of tasks of those it covers, "
         f"on compute capability {_list(cuda.NAMES[:-1])} and newer ones. It has INT8 attention for heads of "
-        f"{heads} channels. INT8 "
+        f"up to {cuda.ATTENTION_SIZES[-1]} channels. INT8 "
         f"linears have multiples of {cuda.LINEAR_STEP} channels, and a LayerNorm up to "
         f"{128 * cuda.NORM_PARTS[-1]:,}. A batch has up to {MOST_TOKENS:,} tokens.",
     ]

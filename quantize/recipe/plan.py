@@ -13,7 +13,7 @@ from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import HEAD_SIZES_TEXT, INT8_HEAD_SIZES
+from qdqbench.quantize.utils.limits import HEAD_SIZES_TEXT, INT8_HEAD_SIZES, MOST_KERNEL_HEAD
 from qdqbench.quantize.utils.names import count_of, name_list
 
 QKV_ROLES: tuple[Role, ...] = ("query", "key", "value")
@@ -159,9 +159,12 @@ def _int8_attention(
     if recipe.attention == "int8" and not known:
         raise UserError("attention: int8 is asked for, but the model has no self-attention known here")
     attentions = {name: info for name, info in known.items() if formats.get(name) == "int8"}
-    if sizes := {info.head_size for info in attentions.values()} - {*INT8_HEAD_SIZES}:
+    cuda = recipe.engine.backend == "cuda"
+    taken = {*range(1, MOST_KERNEL_HEAD + 1)} if cuda else {*INT8_HEAD_SIZES}
+    if sizes := {info.head_size for info in attentions.values()} - taken:
+        text = f"at most {MOST_KERNEL_HEAD}" if cuda else HEAD_SIZES_TEXT
         raise UserError(
-            f"attention: int8 needs a head size of {HEAD_SIZES_TEXT} to be fused, this model has "
+            f"attention: int8 needs a head size of {text} to be fused, this model has "
             f"{', '.join(map(str, sorted(s or 0 for s in sizes)))}; set attention: fp16 in the recipe"
         )
     return tuple(attentions)

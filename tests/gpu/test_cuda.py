@@ -211,7 +211,7 @@ def test_tiles_are_timed_once_and_kept(made_once, tmp_path):
 
 @pytest.mark.parametrize("head", HEADS)
 def test_every_head_answers_as_the_interpreter(head, made_once):
-    """Heads of 16 have no INT8 attention, so the head alone is fed, by the interpreter."""
+    """The head alone is fed, by the interpreter."""
     import torch
 
     folder = made_once(f"cuda-{head}", lambda path: write_head(path, head))

@@ -53,6 +53,11 @@ def packed_tensors(graph: onnx.ModelProto, plan: Plan, batch: Arrays, tokens: To
         return rows.reshape(*rows.shape[:2], -1)[tokens.kept]
 
     whole = {name: np.concatenate([pack(found[part]) for part in each], 1) for name, each in parts.items()}
+    for each in (each for each in plan.operations if isinstance(each, Attention)):
+        for name in {*each.reads, each.output}:  # heads may be wider, by zeros
+            heads = whole[name].reshape(len(whole[name]), plan.tensors[name].width // each.head_size, -1)
+            spare = each.head_size - heads.shape[2]
+            whole[name] = np.pad(heads, ((0, 0), (0, 0), (0, spare))).reshape(len(heads), -1)
     answers = {value.name: found[value.name] for value in graph.graph.output}
     by_token = plan.head.pooling == "tokens"
     return {name: x if x.dtype == np.int8 else x.astype(check.HALF) for name, x in whole.items()} | {

@@ -9,7 +9,7 @@ import onnx
 from qdqbench.quantize.engine.cuda.match import FAMILIES
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, save, trace
 from qdqbench.quantize.models.load import load_model, prepare_model, use_tanh_gelu
-from qdqbench.quantize.recipe.schema import Recipe, family_free_recipes, load_recipe
+from qdqbench.quantize.recipe.schema import Recipe, adapt_recipe, family_free_recipes, load_recipe
 from qdqbench.quantize.tasks.types.embedding import PairEmbedding
 from qdqbench.quantize.tasks.types.kind import LOGITS
 from qdqbench.quantize.tasks.types.questions import QUESTIONS
@@ -106,4 +106,4 @@ def write_wide(folder: Path, recipe: str, head_size: int) -> None:
     """Export a model with heads of a size that kernels take, and 48 more channels than a tile has."""
     width = {"hidden_size": 2 * head_size, "intermediate_size": 2 * head_size + 48}
     model = _new_model(recipe.partition("-int8")[0], **width, max_position_embeddings=514)
-    save(export(model, load_variant(recipe)), folder / "model.onnx", recipe)
+    save(export(model, adapt_recipe(load_variant(recipe), backend="cuda")), folder / "model.onnx", recipe)

@@ -22,6 +22,7 @@ import numpy as np
 
 from qdqbench.quantize.engine.cuda import check
 from qdqbench.quantize.engine.cuda.match import Match
+from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES
 from qdqbench.quantize.engine.cuda.plan import Attention, Linear, Operation, Plan, Tensor, View
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
@@ -31,7 +32,7 @@ Numbers = dict[str, Array]
 
 def pack(match: Match) -> tuple[Plan, Numbers]:
     """Return the plan with merged GEMMs, and its arrays by name."""
-    plan, numbers = merge_qkv(match.plan, dict(match.constants))
+    plan, numbers = merge_qkv(*widen_heads(match.plan, dict(match.constants)))
     arrays: Numbers = {}
     for operation in plan.operations:
         numbers |= _fold(operation, plan, numbers)
@@ -39,6 +40,45 @@ def pack(match: Match) -> tuple[Plan, Numbers]:
         arrays |= {name: _cast(name, numbers[name], kind, shape) for name, kind, shape in listed}
     check.check_arrays(plan, arrays)
     return plan, arrays
+
+
+def widen_heads(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
+    """Give heads of INT8 attention a size that kernels have, with channels of zeros behind their own.
+
+    Linears make these of rows of zeros, and the linears behind the attention have columns of zeros for them.
+    """
+    operations, tensors = list(plan.operations), dict(plan.tensors)
+    for place, attention in enumerate(plan.operations):
+        if not isinstance(attention, Attention) or attention.probability_multiplier is None:
+            continue
+        size = next((each for each in ATTENTION_SIZES if each >= attention.head_size), 0)
+        made = [each for each in plan.operations if {*each.writes} & {*attention.reads}]
+        readers = [each for each in plan.operations if attention.output in each.reads]
+        others = [each for each in plan.operations if {*each.reads} & {*attention.reads}]
+        plain = all(isinstance(each, Linear) and each.residual is None for each in made)
+        plain &= all(isinstance(each, Linear) and each.residual != attention.output for each in readers)
+        if size in (0, attention.head_size) or not plain or others != [attention]:
+            continue
+        channels = np.arange(attention.heads * attention.head_size)
+        channels = channels // attention.head_size * size + channels % attention.head_size
+        width = attention.heads * size
+        names = [f"{each.name}.{part}" for each in made for part in ("weight", "weight_scale", "bias")]
+        names += [f"{name}.multiplier" for name in (*attention.reads, attention.output)]
+        for name in (each for each in names if np.ndim(constants.get(each, 0))):
+            constants[name] = _spread(constants[name], channels, width)
+        for name in (f"{each.name}.weight" for each in readers):
+            constants[name] = _spread(constants[name].T, channels, width).T
+        for name in (*attention.reads, attention.output):
+            tensors[name] = replace(tensors[name], width=width)
+        operations[place] = replace(attention, head_size=size)
+    return replace(plan, operations=tuple(operations), tensors=tensors), constants
+
+
+def _spread(rows: Array, places: Array, count: int) -> Array:
+    """Return rows at these places of `count`, and zeros between."""
+    wide = np.zeros((count, *rows.shape[1:]), rows.dtype)
+    wide[places] = rows
+    return wide
 
 
 def merge_qkv(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import Scaling, match_modules, resolve
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+from qdqbench.quantize.recipe.schema import Recipe, adapt_recipe, load_recipe
 from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import MAX_NAMED, name_list
@@ -189,6 +189,15 @@ class TestAttention:
     def test_head_sizes_that_do_not(self, size):
         with pytest.raises(UserError, match=rf"head size of 16, 32 or 64 .* this model has {size};"):
             resolve(self.recipe, modules(head_size=size), "bert")
+
+    @pytest.mark.parametrize("size", [1, 24, 64, 65])
+    def test_kernels_of_cuda_take_any_head_size_up_to_64(self, size):
+        recipe = adapt_recipe(self.recipe, backend="cuda")
+        if size <= 64:
+            assert len(resolve(recipe, modules(head_size=size), "bert").attention) == 2
+        else:
+            with pytest.raises(UserError, match=r"head size of at most 64 .* this model has 65;"):
+                resolve(recipe, modules(head_size=size), "bert")
 
     def test_its_output_linear_must_be_int8(self):
         rules = [rule.model_dump() for rule in self.recipe.rules]
