@@ -45,7 +45,7 @@ def pack(match: Match) -> tuple[Plan, Numbers]:
 def widen_heads(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
     """Give heads of INT8 attention a size that kernels have, with channels of zeros behind their own.
 
-    Linears make these of rows of zeros, and the linears behind the attention have columns of zeros for them.
+    Linears make these of rows of zeros, and the linears after the attention have columns of zeros for them.
     """
     operations, tensors = list(plan.operations), dict(plan.tensors)
     for place, attention in enumerate(plan.operations):
