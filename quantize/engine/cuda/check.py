@@ -7,9 +7,9 @@ import numpy as np
 from qdqbench.quantize.engine.cuda.names import (
     ATTENTION_SIZES,
     LINEAR_STEP,
-    MOST_CODES,
     NORM_PARTS,
     ROW_MAX_CODE,
+    most_codes,
 )
 from qdqbench.quantize.engine.cuda.plan import (
     Attention,
@@ -66,8 +66,11 @@ def _find_misfit(operation: Operation, plan: Plan) -> str:  # noqa: PLR0911
                 )
         case Embed() | Norm() if widths[0] % 8 or widths[0] > 128 * NORM_PARTS[-1]:
             return f"a LayerNorm has up to {128 * NORM_PARTS[-1]} channels, a multiple of 8, not {widths[0]}"
-        case Embed() | Norm() if len(operation.codes) > MOST_CODES:
-            return f"a LayerNorm writes codes of up to {MOST_CODES} quantizers, not {len(operation.codes)}"
+        case Embed() | Norm() if len(operation.codes) > (most := most_codes(widths[0])):
+            return (
+                f"a LayerNorm of {widths[0]} channels writes codes of up to {most} quantizers, "
+                f"not {len(operation.codes)}"
+            )
         case Quantize() | Linear(weight="fp16") if (
             widths[-1] % 4 and plan.tensors[operation.writes[0]].kind == "int8"
         ):

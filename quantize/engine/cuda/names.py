@@ -83,8 +83,9 @@ TARGETS = (
 )
 NAMES = tuple(target.name for target in TARGETS)
 _REFUSED = {"10.3": "it has few INT8 units (0.15 POPS), so FP16 is faster there"}
-MOST_CODES = 3  # that a kernel of norm.cu writes
-NORM_PARTS = 3, 6, 8  # of 128 channels each
+_MOST_CODES = 3  # that a kernel of norm.cu writes
+NORM_PARTS = 3, 6, 8, 16, 32  # of 128 channels each
+_IN_REGISTERS = 6  # parts whose gamma, beta and multipliers are not in shared memory
 ATTENTION_SIZES = (32, 64)  # of heads in INT8; smaller ones are padded
 MOST_MULTIPLIER = 127.49  # of probabilities; beyond it that of 1 could round to a code beyond 127
 ROW_MAX_CODE = 255  # of the largest probability of a row, where the others are over it
@@ -124,6 +125,13 @@ def attention_name(operation: Attention, plan: Plan) -> str:
 def count_parts(width: int) -> int:
     """Return the parts of the kernel that takes a LayerNorm; 0: there is none."""
     return next((parts for parts in NORM_PARTS if width <= 128 * parts), 0)
+
+
+def most_codes(width: int) -> int:
+    """Return how many codes the kernel of a LayerNorm writes: 48 KB hold what all its tokens share."""
+    parts = count_parts(width)
+    room = 48 * _KB // (4 * 128 * parts) - 2 if parts > _IN_REGISTERS else _MOST_CODES
+    return min(room, _MOST_CODES)
 
 
 def norm_name(operation: Embed | Norm, width: int) -> str:

@@ -64,7 +64,7 @@ _DENSE_ROWS, _DENSE_CHANNELS = 256, 1024  # at most, of a dense step in head.cu;
 _ACTIVATIONS = ["none", "tanh", "relu", "sigmoid", "gelu", "gelu_tanh"]  # as head.cu numbers them
 _ALIGN = 64  # tokens: an attention block's
 # Of a multiprocessor, as LEAST_BLOCKS in norm.cu. A block takes four tokens at a time.
-_NORM_BLOCKS = dict(zip(NORM_PARTS, (7, 4, 8), strict=True))
+_NORM_BLOCKS = dict(zip(NORM_PARTS, (7, 4, 8, 4, 2), strict=True))
 _KEYS = 128  # of a step of an attention block
 _MOST_KEYS = 4 * _KEYS  # that it holds in shared memory
 _WINDOW = 64  # tokens of an attention block

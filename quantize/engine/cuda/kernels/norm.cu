@@ -14,7 +14,7 @@ struct NormOutputs {
 
 constexpr int WARPS = 4;  // of a block
 // Blocks that a multiprocessor holds at once; more codes need more registers.
-template <int PARTS, int CODES> constexpr int LEAST_BLOCKS = PARTS > 6 ? 8 : CODES > 1 ? 1 : PARTS > 3 ? 4 : 7;
+template <int PARTS, int CODES> constexpr int LEAST_BLOCKS = PARTS > 16 ? 2 : PARTS > 8 ? 4 : PARTS > 6 ? 8 : CODES > 1 ? 1 : PARTS > 3 ? 4 : 7;
 // What all tokens share: gamma, beta and multipliers, in registers, or in shared memory where those would be too many.
 template <int PARTS, int CODES> struct Vectors {
   static constexpr bool SHARED = PARTS > 6;

@@ -319,7 +319,7 @@ def test_sizes_that_no_kernel_takes_are_refused(made_once, tmp_path):
             kernels.compile_kernels(replace(plan, operations=(changed,), tensors=tensors), [HOPPER])
     for kind, width, message in (
         ("linear", 40, "multiples of 16 channels"),
-        ("norm", 2048, "up to 1024 channels"),
+        ("norm", 8192, "up to 4096 channels"),
     ):
         operation = next(each for each in plan.operations if each.op == kind)
         name = operation.writes[0]

@@ -11,13 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qdqbench.quantize.engine.cuda import runtime
+from qdqbench.quantize.engine.cuda.check import require_kernels
 from qdqbench.quantize.engine.cuda.driver import AttentionArguments
 from qdqbench.quantize.engine.cuda.match import match_graph
-from qdqbench.quantize.engine.cuda.names import NORM_PARTS, STATIONARY, TARGETS, TILES, list_kernels
+from qdqbench.quantize.engine.cuda.names import (
+    NORM_PARTS,
+    STATIONARY,
+    TARGETS,
+    TILES,
+    list_kernels,
+    most_codes,
+)
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Norm, Plan, Tensor
 from qdqbench.quantize.engine.cuda.tiles import MOST_ITEMS
 from qdqbench.quantize.engine.cuda.tokens import pack_tokens
+from qdqbench.quantize.utils.errors import UserError
 
 from ....support.cuda_graphs import batch_for, write_wide
 from ....support.cuda_kernels import (
@@ -68,7 +77,8 @@ def packed(made_once):
 @pytest.fixture(scope="module")
 def emulator(packed, made_once):
     plans = [packed(*case)[1] for case in SHORT] + [make_gemm(64, 64, *each)[0] for each in EPILOGUES]
-    plans += [make_norm(128 * parts, codes)[0] for parts, codes in product(NORM_PARTS, range(4))]
+    sizes = ((128 * parts, codes) for parts, codes in product(NORM_PARTS, range(4)))
+    plans += [make_norm(width, codes)[0] for width, codes in sizes if codes <= most_codes(width)]
     plans.append(DENSE[0].plan())
     return Emulator(made_once("emulated", lambda folder: compile_kernels(plans, folder)))
 
@@ -183,9 +193,14 @@ def test_codes_of_an_activation_in_fp16(emulator, activation):
 
 
 @pytest.mark.parametrize("codes", range(4))
-@pytest.mark.parametrize("width", [8, 384, 392, 768, 1016, 1024])
+@pytest.mark.parametrize("width", [8, 384, 392, 768, 1016, 1024, 1032, 2048, 4096])
 def test_norms_of_any_width(emulator, width, codes):
     plan, arrays = make_norm(width, codes)
+    if codes > most_codes(width):
+        with pytest.raises(UserError, match=f"LayerNorm of {width} channels writes codes of up to 1 quanti"):
+            require_kernels(plan)
+        return
+    require_kernels(plan)
     compare_kernels(EmulatedEngine(plan, arrays, emulator), give_states([37], {"x": width}))
 
 
