@@ -52,7 +52,9 @@ def _find_misfit(operation: Operation, plan: Plan) -> str:  # noqa: PLR0911
         case Linear(weight="int8", activation=str(), residual=str()):
             return "an INT8 linear has an activation or a residual, not both"
         case Attention(probability_multiplier=float()) if size not in ATTENTION_SIZES:
-            return f"heads of INT8 attention have up to {ATTENTION_SIZES[-1]} channels, not {size}"
+            return (
+                f"heads of INT8 attention are padded to {' or '.join(map(str, ATTENTION_SIZES))}, not {size}"
+            )
         case Attention(probability_multiplier=None, biased=True):
             return "FP16 attention adds no bias by distance, INT8 attention does (recipe int8-attention)"
         case Attention(probability_multiplier=None) if size % 8 or size > _MOST_HALVES:

@@ -283,13 +283,14 @@ def test_any_change_of_a_plan_is_read_or_refused(engine, tmp_path):
     assert refused > 0.7 * len(places)
 
 
-def test_sizes_that_no_kernel_takes_are_refused(made_once, tmp_path):
+def test_sizes_that_no_kernel_takes_are_refused(made_once, tmp_path, monkeypatch):
+    monkeypatch.setattr("qdqbench.quantize.engine.cuda.pack.widen_heads", lambda *given: given)
     narrow = made_once(
         "cuda-bert-bert-int8-attention", lambda path: write_case(path, "bert", "bert-int8-attention")
     )
     plan, _ = pack(match_graph(onnx.load(narrow / "model.onnx")))
     with pytest.raises(
-        UserError, match=r"heads of INT8 attention have size 32 or 64, not 16; take tensorrt_rtx"
+        UserError, match=r"heads of INT8 attention are padded to 32 or 64, not 16; take tensorrt_rtx"
     ):
         kernels.compile_kernels(plan, [HOPPER])
     operations = (
@@ -304,7 +305,7 @@ def test_sizes_that_no_kernel_takes_are_refused(made_once, tmp_path):
     told = {"version": kernels.get_version()}
     path = tmp_path / "model.engine"
     path.write_bytes(save(arrays, told | {"plan": json.dumps(asdict(plan))}))
-    with pytest.raises(UserError, match="heads of INT8 attention have size 32 or 64, not 16"):
+    with pytest.raises(UserError, match="heads of INT8 attention are padded to 32 or 64, not 16"):
         read_file(path)
     attention = next(each for each in plan.operations if isinstance(each, Attention))
     attention = replace(attention, head_size=32, heads=1)
