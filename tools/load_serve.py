@@ -242,8 +242,10 @@ def drive(  # noqa: PLR0917
         import uvloop
 
         asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
-    asyncio.run(main())
-    out.put((shared.seconds, shared.statuses, time.perf_counter() - begun))
+    try:
+        asyncio.run(main())
+    finally:
+        out.put((shared.seconds, shared.statuses, time.perf_counter() - begun))
 
 
 def post(path, value):

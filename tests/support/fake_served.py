@@ -16,6 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from qdqbench.quantize.deployment.serve import _read_pages
+from qdqbench.quantize.standalone.runtimes import Done
 from qdqbench.quantize.standalone.server.settings import Served, Settings
 from qdqbench.quantize.utils.errors import MissingDevice
 
@@ -80,8 +81,8 @@ class Mixing(Engine):
 class Idle(Engine):
     """One that computes nothing, as an engine without padding does."""
 
-    def __call__(self, batch):
-        return np.zeros((len(batch["input_ids"]), self.width), np.float32)
+    def launch(self, ids, types, lengths):
+        return Done(np.zeros((len(lengths), self.width), np.float32))
 
 
 class Packing(Engine):
