@@ -39,6 +39,7 @@ from support.http_client import Client  # noqa: E402
 
 KILLS = 6
 LAST_S = 20.0  # that clients wait for their last answers
+START_S = 60.0  # that client processes wait for each other
 IDLE_S = 5.0  # that a connection is kept for the next request
 CLOSE = 0.1  # probabilities of the same text in batches of other shapes; those of the fake engine are exact
 LOADS = "1x1,64x1,200x1,8x32,16x32"  # connections, and texts of a request
@@ -220,12 +221,14 @@ def drive(  # noqa: PLR0917
     seconds,
     rate,
     core,
+    together,
     out,
 ):
-    """So many connections for so long, in a process of its own."""
+    """So many connections for so long, in a process of its own; all begin together."""
     if core is not None:
         os.sched_setaffinity(0, [core])
     shared = Seen()
+    together.wait(START_S)  # a process takes its time to start, and the first must not have the server alone
     begun = time.perf_counter()
     shared.requests, shared.end, shared.open = requests, begun + seconds, set()
     shared.rate, shared.idle = rate, []
@@ -278,17 +281,14 @@ class Asking:
         Args:
             rate: requests a second, in a Poisson process; 0: each connection asks again once it is answered.
         """
-        queue, context = (
-            multiprocessing.get_context("spawn").SimpleQueue(),
-            multiprocessing.get_context("spawn"),
-        )
+        context = multiprocessing.get_context("spawn")
         requests, cores, clients = self.requests(count), usable_cores(), min(self.clients, connections)
         shares = [connections // clients + (n < connections % clients) for n in range(clients)]
         before, seconds = cpu_seconds(self.pid), self.seconds
-        children = []
+        together, queue, children = context.Barrier(clients), context.SimpleQueue(), []
         for n, share in enumerate(shares):
             core = cores[-1 - n] if clients > 1 else None
-            given = (self.port, share, requests, seconds, rate / clients, core, queue)
+            given = (self.port, share, requests, seconds, rate / clients, core, together, queue)
             children.append(context.Process(target=drive, args=given))
             children[-1].start()
         seen = Seen()
