@@ -32,6 +32,7 @@ import numpy as np
 import psutil
 
 from qdqbench.quantize.utils.system.cpu import find_cpu, usable_cores
+from qdqbench.quantize.utils.system.gpu import find_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -544,13 +545,17 @@ def main():
     return bool(wrong)
 
 
-def tell(found, arguments):
-    """Print and write what was found, and on which machine."""
-    machine = {"cpu": str(find_cpu()), "load_average": os.getloadavg(), "python": platform.python_version()}
+def describe_machine():
     versions = {name: metadata.version(name) for name in ("qdqbench", "tokenizers", "httptools", "msgspec")}
     with contextlib.suppress(metadata.PackageNotFoundError):
         versions["tokie"] = metadata.version("tokie")
-    text = json.dumps(found | {"machine": machine | versions}, indent=2)
+    told = {"cpu": str(find_cpu()), "gpu": gpu.name if (gpu := find_gpu()) else None}
+    return told | {"load_average": os.getloadavg(), "python": platform.python_version()} | versions
+
+
+def tell(found, arguments):
+    """Print and write what was found, and on which machine."""
+    text = json.dumps(found | {"machine": describe_machine()}, indent=2)
     print(text)
     if arguments.out:
         arguments.out.write_text(text + "\n")

@@ -699,6 +699,53 @@ def foreign_words(data: Data) -> str:
     )
 
 
+@cache
+def _serving() -> Any:
+    return json.loads((ROOT / MEASURED / "serving.json").read_text(encoding="utf-8"))
+
+
+def serving_table(data: Data) -> str:
+    """Loads on `serve` on a GPU, beside the engine's own rate."""
+    alone = {(each["run"].removesuffix("-embed"), each["tokens"]): each for each in _serving()["engine"]}
+    rows = []
+    for each in _serving()["loads"]:
+        model = each["run"].removesuffix("-embed")
+        kind = f"{each['tokens'] or 25} tokens{', embeddings' * (model != each['run'])}"
+        rate = alone[model, each["tokens"]]["texts_per_s"]
+        rows.append(
+            [
+                f"{model}, {kind}",
+                f"{each['connections']} x {each['texts_per_request']}",
+                f"{each['texts_per_s']:,.0f} of {rate:,.0f} ({each['texts_per_s'] / rate:.0%})",
+                f"{each['p50_ms']:.1f} / {each['p99_ms']:.1f}",
+                f"{each['cpu_us_per_text']:,.0f}",
+            ]
+        )
+    header = ["model, texts", "connections x texts", "texts a second, of the engine alone", "p50 / p99 ms"]
+    return table([*header, "CPU us a text"], rows)
+
+
+def noop_table(data: Data) -> str:
+    """CPU time of a server whose engine computes nothing."""
+    rows = []
+    for name in ("tokie", "tokenizers"):
+        path = ROOT / MEASURED / f"serving-noop-{name}.json"
+        loads = json.loads(path.read_text(encoding="utf-8"))["loads"]
+        cells = {f"{each['connections']} x {each['texts_per_request']}": each for each in loads}
+        rows.append([f"`{name}`", *(f"{each['cpu_us_per_text']:.0f}" for each in cells.values())])
+    return table(["us a text, by connections x texts", *cells], rows)
+
+
+def files_words(data: Data) -> str:
+    alone = {each["run"]: each["texts_per_s"] for each in _serving()["engine"] if each["tokens"] is None}
+    return " and ".join(
+        f"{each['rows_per_second']:,} rows a second with {each['run']}, "
+        f"{each['rows_per_second'] / alone[each['run']]:.0%} of the engine's rate"
+        for each in _serving()["files"]
+        if each["processes"] > 1
+    )
+
+
 def _start(data: Data) -> Figure:
     return next(each for each in data.figures if (each.recipe, each.device) == (f"bert-{FUSED}", "gpu"))
 
@@ -772,6 +819,9 @@ FIGURES: dict[str, Callable[[Data], str]] = {
     "families": families_table,
     "foreign": foreign_table,
     "foreign-words": foreign_words,
+    "serving": serving_table,
+    "files-words": files_words,
+    "noop": noop_table,
     "beyond-words": beyond_words,
     "loss-words": loss_words,
     "mean-words": mean_words,
