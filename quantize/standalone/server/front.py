@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -312,30 +312,28 @@ class Front:
 
     def _finish(self, done: Sequence[Asked]) -> None:
         """Answer requests that have all their rows."""
-        found = [self._read(asked) for asked in done]
+        answers = self.slots.answers[[slot for asked in done for slot in asked.slots]]
+        ends = accumulate((len(asked.slots) for asked in done), initial=0)
+        found = [answers[start:end] for start, end in pairwise(ends)]
         for asked, rows in zip(done, found, strict=True):
             if asked.known is None and self.settings.watch and asked.model == ENGINE:
                 self._watch(asked, rows)
-            self._release(asked)
+        self._release(*done)
         made: list[Any] = []
         try:
             made = self._make(done, found)
         except Exception:
             made = [*map(self._make_one, done, found)]
-        for asked, answers in zip(done, made, strict=True):
+        for asked, told in zip(done, made, strict=True):
             asked.open = False
-            if isinstance(answers, Exception):
-                self._fail(asked, answers)
+            if isinstance(told, Exception):
+                self._fail(asked, told)
             elif asked.known is not None:
-                same = [a.get("label") == b.get("label") for a, b in zip(asked.known, answers, strict=True)]
+                same = [a.get("label") == b.get("label") for a, b in zip(asked.known, told, strict=True)]
                 for each in same:
                     self.counts.add("qdqbench_watched_total", "same" if each else "other")
             else:
-                asked.reply(200, asked.about.respond(answers, asked.coded), {})
-
-    def _read(self, asked: Asked) -> Array:
-        """Return the answers of a request's rows, [rows, numbers]."""
-        return np.asarray(self.slots.answers[asked.slots])
+                asked.reply(200, asked.about.respond(told, asked.coded), {})
 
     def _make(self, done: Sequence[Asked], found: Sequence[Array]) -> list[Any]:
         told, samples, rows = self.served.told, list[Any](), list[list[Row]]()
@@ -382,13 +380,15 @@ class Front:
 
     # Ends
 
-    def _release(self, asked: Asked) -> None:
-        if asked.coded is None:
-            self.reserved -= len(asked.about.samples)
-        if asked.slots:
-            self.slots.epochs[np.array(asked.slots)] += 1  # what still comes of them is dropped
-            for slot in asked.slots:
-                self.owners[slot - self.base] = None
+    def _release(self, *given: Asked) -> None:
+        taken = [slot for asked in given for slot in asked.slots]
+        if taken:
+            self.slots.epochs[taken] += 1  # what still comes of them is dropped
+        for slot in taken:
+            self.owners[slot - self.base] = None
+        for asked in given:
+            if asked.coded is None:
+                self.reserved -= len(asked.about.samples)
             self.free[asked.engine] += asked.slots
             asked.slots = []
 
