@@ -106,7 +106,7 @@ def test_under_load_no_answer_is_lost_or_of_another_text(monkeypatch):
     async def main():
         load = load_serve.Load(port, load_serve.numbers(200))
         load.expected = [[{"score": float(text)}] for text in load.texts]
-        seen, _ = await load.at_rate(0.8, 2500)
+        seen, _ = await load.at_rate(0.8, 2000)  # fewer than the connections that two fronts take
         assert (seen.lost, seen.wrong, seen.without_retry, seen.again) == (0, 0, 0, 0)
         assert {*seen.statuses} == {200, 503}
         os.close(unread[0])
