@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from multiprocessing import resource_tracker
@@ -196,8 +196,9 @@ class Supervisor:
         shared, cores = self.shared, sorted(os.sched_getaffinity(0))
         target: Callable[..., None] = run_engine
         given: tuple[Any, ...] = (self.shape, cores, self.listeners[place]) if kind == "front" else ()
-        if kind == "front":
-            target = run_front
+        if kind == "front":  # which opens no model, and need not import what opens them
+            target, names = run_front, shared.served.models
+            shared = replace(shared, served=replace(shared.served, models=dict.fromkeys(names, object)))
         else:
             count, gpu = shared.models.count(ENGINE), None
             if shared.models[place] == ENGINE:
