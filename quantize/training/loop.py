@@ -275,6 +275,7 @@ MOST_DIVERGED = 2  # evaluations in a row
 FURTHER_DB = 10.0  # from FP32 than before training
 RATES = (3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4)  # that `auto` tries, in this order
 TRIED_STEPS = 30  # of each
+MOST_WORSE = 2  # rates in a row that win less than the best
 LEAST_GAIN = 0.1  # dB of a short training, for which a whole one is worth its time
 LOG_STEPS = 10  # between looks at the loss: each look waits for the device
 Tensors = dict[str, torch.Tensor]
@@ -550,13 +551,13 @@ def _begin(job: Job, accelerator: Accelerator, model: Any) -> State:
 
 
 def _try_rates(job: Job, accelerator: Accelerator, model: Any, state: State) -> None:
-    """Train for a few steps at each rate, from the same weights, until one wins less than another before.
+    """Train for a few steps at each rate, from the same weights, until two in a row win less than the best.
 
     The schedule is that of a whole training, so that the weights come to rest.
     """
     parameters: list[torch.Tensor] = [*job.model.parameters()]
-    before, best = [each.detach().clone() for each in parameters], state.scores[0]
-    steps, least = min(TRIED_STEPS, job.run.planned_steps), best + LEAST_GAIN
+    before, best, worse = [each.detach().clone() for each in parameters], 0.0, 0
+    steps = min(TRIED_STEPS, job.run.planned_steps)
     batches = epoch_batches(job.data, job.settings.batch_size, job.settings.seed, 0)
     for number, rate in enumerate(RATES):
         optimizer, scheduler = _new_optimizer(job, rate, steps)
@@ -573,11 +574,13 @@ def _try_rates(job: Job, accelerator: Accelerator, model: Any, state: State) -> 
             break
         gain, sqnr = judged.score - state.scores[0], judged.values["sqnr_db"]
         state.tried.append({"learning_rate": rate, "gain_db": gain, "sqnr_db": sqnr})
-        if judged.score > best:
-            best = judged.score
-            state.learning_rate = rate if best >= least else 0.0
-        elif judged.score < best - LEAST_GAIN:
+        worse = 0 if gain > best else worse + 1
+        if gain > best:
+            best, state.learning_rate = gain, rate
+        elif worse == MOST_WORSE:
             break
+    if best < LEAST_GAIN:
+        state.learning_rate = 0.0
     reporter().log(describe_tries([Tried(**row) for row in state.tried], state.learning_rate))
 
 
