@@ -13,7 +13,7 @@ from qdqbench.quantize.tasks.task import kind_of
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.kind import TaskKind
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.names import count_of, name_list
 from qdqbench.quantize.utils.system.quiet import quiet
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def load_encoder(  # noqa: PLR0913
             for field in family_of(config).dropouts:
                 if getattr(config, field, None) is not None:  # none: as another field says
                     setattr(config, field, dropout)
-        model, loading = _pretrained(name, kind, commit, config, ignore_mismatched_sizes=True)
+        model, loading = _pretrained(name, kind, commit, config, new_head=True)
     use_attention(model, ATTENTION if family_of(config).windows else "sdpa")
     new_weights = {*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])}
     prefix = f"{model.base_model_prefix}."
@@ -150,7 +150,9 @@ def load_encoder(  # noqa: PLR0913
     return model  # type: ignore[no-any-return]
 
 
-def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **options: Any) -> Any:
+def _pretrained(
+    name: str, kind: TaskKind, commit: str | None, config: Any, *, new_head: bool = False, **options: Any
+) -> Any:
     """Return a model in FP32, and what transformers reports of its weights, all of which it reads."""
     import torch
     import transformers
@@ -170,9 +172,21 @@ def _pretrained(name: str, kind: TaskKind, commit: str | None, config: Any, **op
         trust_remote_code=False,
         use_safetensors=True,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # transformers' own error shows none of them
         **options,
     )
     stored.require_all_read(name, loading["unexpected_keys"], model.base_model_prefix)
+    if (other := sorted(loading["mismatched_keys"])) and not new_head:
+        key, found, wanted = other[0]
+        raise UserError(
+            f"model {name} has {count_of(len(other), 'weight')} of another shape than config.json says, such "
+            f"as {key}: {[*found]} in place of {[*wanted]}; give a model whose weights and config.json fit"
+        )
+    if broken := [key for key, weight in model.named_parameters() if not torch.isfinite(weight).all()]:
+        raise UserError(
+            f"model {name} has NaN or infinity in {count_of(len(broken), 'weight')}, such as "
+            f"{name_list(broken[:2])}; give a checkpoint whose training did not diverge"
+        )
     return model, loading
 
 
@@ -202,6 +216,13 @@ def _require_head(config: Any, name: str, kind: TaskKind) -> None:
         raise UserError(
             f"model {name} is a {own}, but the task ({kind.name}) needs a model "
             f"...{kind.architecture}; give one fine-tuned on this task, or the --task of this model"
+        )
+    names = {} if kind.embeds else config.id2label or {}
+    if {*names} != {*range(len(names))} or len({*names.values()}) < len(names):
+        told = name_list([f"{number}: {label}" for number, label in sorted(names.items())])
+        raise UserError(
+            f"model {name} has classes {told} (id2label in config.json); number them from 0, and give each a "
+            "name of its own"
         )
 
 

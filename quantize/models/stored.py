@@ -13,6 +13,10 @@ from qdqbench.quantize.utils.names import count_of, name_list
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_LAYERS, MOST_LABELS = 1_000, 100_000  # of a model
+SIZES = re.compile(
+    r"^(hidden_size|vocab_size|num_attention_heads|num_hidden_layers|n_heads|n_layers|dim)$"
+)  # of a configuration: none is 0 or less
+POINTER, POINTER_BYTES = b"version https://git-lfs", 1024  # what Git leaves without its extension for files
 FLOATS = {"F64", "F32", "F16", "BF16"}
 BUFFERS = "_ids"  # ends of names of integers that older checkpoints store, such as of positions
 # names of what belongs to a quantized checkpoint, and of parts that have to be merged into weights
@@ -70,6 +74,8 @@ def require_model_folder(name: str) -> None:
     for file in paths:
         if file.exists() and not (file.is_file() or file.is_dir()):
             raise UserError(f"{file} is no regular file, and reading it may never end; remove it")
+        if file.is_file() and file.stat().st_size < POINTER_BYTES and file.read_bytes().startswith(POINTER):
+            raise UserError(f"{file} stands for a file that was not downloaded; run `git lfs pull` in {name}")
     files = {file.name for file in paths}
     if "config.json" in files:
         about: Any = None
@@ -105,6 +111,10 @@ def _require_bounds(name: str, config: Any) -> None:
         if most is not None and count > most:
             raise UserError(
                 f"model {name} has {count:,} as {key} (config.json), and {most:,} are the most; correct it"
+            )
+        if SIZES.search(key) and type(value) is int and value < 1:
+            raise UserError(
+                f"model {name} has {value} as {key} (config.json), and 1 is the least; correct it"
             )
 
 

@@ -195,6 +195,49 @@ def test_sizes_that_no_model_has_are_refused_before_it_is_made(change, folder):
         load_model(str(folder))
 
 
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"])
+@pytest.mark.parametrize("value", [0, -2])
+def test_sizes_below_one_are_refused(key, value, folder):
+    """-2 heads came as far as a tensor with a negative dimension, and that was a traceback."""
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | {key: value}))
+    with pytest.raises(UserError, match=rf"has {value} as {key} \(config\.json\), and 1 is the least"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_named(folder, bad):
+    change(folder, lambda weights: weights[LINEAR][0].fill_(bad))
+    with pytest.raises(UserError, match=rf"NaN or infinity in 1 weight, such as {LINEAR}; give a"):
+        load_model(str(folder))
+
+
+def test_weights_of_other_shapes_are_named(folder):
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | {"type_vocab_size": 9}))
+    with pytest.raises(
+        UserError, match=r"1 weight of another shape .*token_type_embeddings\.weight: \[\d, \d+\] in p"
+    ):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_pointer_of_git_lfs_is_no_file(folder, file):
+    (folder / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(UserError, match=rf"{file} stands for a file .* run `git lfs pull`"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("names", [{"0": "bad", "1": "bad"}, {"0": "bad", "5": "good"}, {"1": "a", "2": "b"}])
+def test_classes_have_numbers_from_zero_and_names_of_their_own(folder, names):
+    """Of two of one name an answer had the probability of the last alone."""
+    about = json.loads((folder / "config.json").read_text())
+    label2id = {name: int(number) for number, name in names.items()}
+    (folder / "config.json").write_text(json.dumps(about | {"id2label": names, "label2id": label2id}))
+    with pytest.raises(UserError, match=r"id2label in config\.json.*number them from 0"):
+        load_model(str(folder))
+
+
 def test_a_size_of_each_layer_is_no_number_of_layers(folder):
     about = json.loads((folder / "config.json").read_text()) | {"vocab_size_per_layer_input": 262_144}
     (folder / "config.json").write_text(json.dumps(about))
