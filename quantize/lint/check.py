@@ -441,7 +441,9 @@ def _check_scale(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow
         return
     number = scale.astype(np.float64).reshape(-1)
     bad = np.flatnonzero(~(np.isfinite(number) & (number > 0)))
-    if bad.size:
+    if not number.size:
+        yield find_at("bad-scale", node, "its tensor of scales is empty; the engine is not built")
+    elif bad.size:
         taken = bool(np.all(number[bad] == np.inf))  # builds, and gives NaN
         why = f"its scale is {number[bad[0]]:g}"
         if number.size > 1:
@@ -577,7 +579,7 @@ def _check_weight(
     axis += rank if axis < 0 else 0
     sizes = f"weight {shape}, {scale.size} scales along axis {axis}"
     if not 0 <= axis < rank or shape[axis] != scale.size:
-        yield find_at("wrong-weight-axis", dq, f"{sizes}: they do not fit")
+        yield find_at("wrong-weight-axis", dq, f"{sizes}: they do not fit", None, "refused")
         return
     if weight.reshaped or rank < 2:
         return

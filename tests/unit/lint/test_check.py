@@ -30,6 +30,17 @@ def found(report: CheckReport) -> list[tuple[str, str]]:
     return [(row.code, row.node) for row in report.findings]
 
 
+@pytest.mark.parametrize(("scales", "code"), [(0, "bad-scale"), (5, "wrong-weight-axis")])
+def test_scales_that_are_none_or_of_another_number_are_refused(scales: int, code: str) -> None:
+    """TensorRT-RTX 1.7.1 builds neither; the first had no finding, the second was called slow."""
+    model = tiny.healthy("fp32")
+    for name in ("scale", "zero_point"):
+        stored = next(t for t in model.graph.initializer if t.name == f"/layer/query.weight_{name}")
+        values = np.full(scales, name == "scale", helper.tensor_dtype_to_np_dtype(stored.data_type))
+        stored.CopyFrom(numpy_helper.from_array(values, stored.name))
+    assert code in [row.code for row in checked(model).refusals]
+
+
 @pytest.mark.parametrize("case", broken.CASES, ids=broken.IDS)
 def test_a_broken_model_names_the_node_and_nothing_else(case: broken.Case) -> None:
     report = checked(case.broken())
