@@ -1,15 +1,15 @@
 """Rates of layer parity on tiny models: false alarms of healthy graphs, and planted faults that it catches.
 
     python -m tools.false_alarms [--seeds N] [--families bert,roberta]
-    python -m tools.false_alarms [--runs N [--faults N | --odd] | --draws N]
+    python -m tools.false_alarms [--runs N [--faults N | --odd] | --draws N [--of RUN]]
 
 Healthy: families x recipes x classes x seeds x compute x form of weights. Every second model of a family with
 BERT's names has channels that are the same in every token, on a border of rounding. `--runs` takes that many
 whole runs on CPU engines instead, counts those whose parity, verification or gate fails, and builds engines
 from broken graphs in the first `--faults` of them. With `--odd` the evaluated texts repeat, are few, of one
 class or of very different lengths (`ODD`), in turn. `--draws` judges the answers of healthy graphs to such
-texts on ONNX Runtime, each text in two batches. Exits with 1 where something healthy fails, or a fault passes
-or was planted nowhere.
+texts on ONNX Runtime, each text in two batches; with `--of` those of a finished run's engine. Exits with 1
+where something healthy fails, or a fault passes or was planted nowhere.
 """
 
 import argparse
@@ -249,13 +249,14 @@ ODD: dict[str, Callable[[Any, Any], Any]] = {
 SAMPLES, PER_BATCH, LONGEST = 384, 32, 120
 
 
-def judged_draws(count: int, families: list[str]) -> bool:
+def judged_draws(count: int, families: list[str], run: Path | None) -> bool:
     """Judge answers of healthy graphs on draws of odd texts, and print the rate of false alarms."""
     failed = dict.fromkeys(ODD, 0)
     done = dict.fromkeys(ODD, 0)
     cases = [(family, recipe) for family in families for recipe in recipes_of(family)[:2]]
+    cases = cases if run is None else [("engine", load_recipe(str(run / "recipe.yaml")))]
     for place, (family, recipe) in enumerate(cases):
-        answers = _answers_of(family, recipe, seed=place)
+        answers = _answers_of(family, recipe, seed=place) if run is None else _answers_of_run(run)
         for draw in range(place, count, len(cases)):
             kind = [*ODD][draw // len(cases) % len(ODD)]
             done[kind] += 1
@@ -267,6 +268,24 @@ def judged_draws(count: int, families: list[str]) -> bool:
         print(f"| false alarms: {kind} | {interval(failed[kind], times) if times else 'not drawn'} |")
     print(f"| false alarms: all | {interval(sum(failed.values()), count)} |")
     return not any(failed.values())
+
+
+def _answers_of_run(run: Path) -> Any:
+    """Return answers of a run's engine, its fake-quant model and FP32, as `_answers_of` but of one order."""
+    from qdqbench.eval.verification import engine
+    from qdqbench.quantize.engine.runtime.runners import open_runner
+    from qdqbench.quantize.engine.sidecar import check_sidecar
+    from qdqbench.quantize.pipeline.graphs import graph_path
+    from qdqbench.quantize.pipeline.ownership import open_session
+
+    engine.SAMPLES = sys.maxsize
+    with open_session(run) as session:
+        path, graph = run / "engine" / "model.int8.engine", graph_path(session)
+        profiles, outputs = check_sidecar(path, graph).profiles, session.config.task.kind.outputs
+        with open_runner(path, graph, pad_id=session.pad_id, outputs=outputs) as runner:
+            data = engine._read_data(session, engine.widest(profiles).max[1])
+            got = engine._run_rows(runner, data, profiles, session)
+    return np.stack([[part, part] for part in (got, data.reference[data.rows], data.fp32[data.rows])])
 
 
 def _answers_of(family: str, recipe: Recipe, seed: int) -> Any:
@@ -311,7 +330,7 @@ def _holds(answers: Any, drawn: Callable[[Any, Any], Any], max_drop: float, seed
     got, reference, fp32 = answers
     gold = fp32[0].argmax(axis=1)
     gold = np.where(random.random(len(gold)) < 0.1, 1 - gold, gold)
-    rows = drawn(random.permutation(len(gold)), gold)
+    rows = np.unique(drawn(random.permutation(len(gold)), gold))  # verification takes equal texts once
     times = random.integers(2, size=(2, len(rows)))  # in which batch each of both computed it
     parts = got[times[0], rows], reference[times[1], rows], fp32[0, rows]
     found = checks.check_answers(
@@ -490,9 +509,10 @@ def main() -> None:
     asked.add_argument("--faults", type=int, default=20)
     asked.add_argument("--odd", action="store_true", help="texts of --runs, which then plants no faults")
     asked.add_argument("--draws", type=int, default=0)
+    asked.add_argument("--of", type=Path, help="run whose engine answers the texts of --draws")
     options = asked.parse_args()
     if options.draws:
-        sys.exit(not judged_draws(options.draws, options.families.split(",")))
+        sys.exit(not judged_draws(options.draws, options.families.split(","), options.of))
     if options.runs:
         families, backends = options.families.split(","), options.backends.split(",")
         faults = 0 if options.odd else options.faults
