@@ -15,7 +15,7 @@ from .metrics import Counts
 from .slots import RECORD, Array, Board, Slots, read_records, send, split_records
 
 DEPTH = 2  # launches under way: the host prepares one while the device computes the other
-WINDOW = 4  # batches of rows that are sorted by length together, where a batch is padded
+WINDOW = 8  # batches of rows that are sorted by length together, where a batch is padded
 LENGTH_STEP = 2  # tokens that lengths are padded to multiples of: a runtime prepares each new shape
 LEAST_ROWS, SHORTER = 4, 0.85  # a batch of so many ends where a row is so much shorter than its longest
 WARM_S = 3.0  # that further shapes are prepared for
