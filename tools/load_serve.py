@@ -434,7 +434,7 @@ def engine_rate(run, texts, seconds):
     model = Answering.of(Path(run)).open_model()
     coded = model.encoder.code(texts * max(1, 8192 // len(texts)))
     if not model.packs:
-        coded = coded.pick(np.arange(min(len(coded.lengths), 2048)))
+        coded = coded.pick(np.arange(min(len(coded.lengths), 512)))
     model.run(coded)  # prepares
     count, begun, before = 0, time.perf_counter(), time.process_time()
     while time.perf_counter() < begun + seconds:

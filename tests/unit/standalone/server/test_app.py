@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from qdqbench.quantize.deployment.serve import _read_pages
 from qdqbench.quantize.standalone.fast import FastTokenizer, open_fast
-from qdqbench.quantize.standalone.server import engine, http
+from qdqbench.quantize.standalone.server import engine, front, http
 from qdqbench.quantize.standalone.server.http import Site
 from qdqbench.quantize.standalone.server.server import Failed, require_short_words
 from qdqbench.quantize.standalone.server.settings import Settings
@@ -401,6 +401,7 @@ def test_metrics_name_endpoints_and_never_what_a_client_sent():
     async def main(site):
         await called(site, "POST", "/v1/predict", {"texts": ["1"]})
         await called(site, "GET", "/x%22%7d")
+        await asyncio.sleep(2 * front.SWEEP_S)  # which tells the rows that wait
         return (await called(site, "GET", "/metrics"))[2]
 
     text = within(main, fake_served())
