@@ -216,6 +216,8 @@ def calibrate(
             histograms.clip_weight(linear.weight_quantizer, linear.weight.detach())
     qkv_bias_folding.share_scales(plan, quantizers)
     fake.round_weight_scales(quantizers)
+    centering.give_zero_a_code(model, centered)
+    centered = centering.add_rounding(model, centered)
     replaced, of_overrides, far_off = _apply_overrides(quantizers, fixed)
     notes, warnings = notes + of_overrides, warnings + far_off
     states = {
@@ -223,14 +225,7 @@ def calibrate(
     }
     records.require_plausible(states)
     records.require_shared(states, plan)
-    biases: dict[str, list[float]] = {}
-    corrected = [name for name in plan.int8 if name not in list_bias_free_linears(plan)]
-    if settings.bias_correction:
-        from qdqbench.quantize.calibration.fakequant.native import use_evaluation
-
-        with use_evaluation(model):
-            biases = correct_biases(model, corrected, batches)
-        notes += note_missing_biases(model, corrected)
+    biases, without_bias = _correct(model, plan, batches) if settings.bias_correction else ({}, [])
     return records.CalibrationRecord(
         method=settings.method,
         methods={n: s.method for n, s in plan.scaling.items() if s.method != settings.method},
@@ -244,10 +239,21 @@ def calibrate(
         replaced=replaced,
         seed=settings.seed,
         data=_summarize_lengths(np.array(lengths)),
-        notes=notes,
+        notes=[*notes, *without_bias],
         warnings=[*warnings, *_warn_of_spread(states, plan)],
         quantizers=states,
     )
+
+
+def _correct(
+    model: "PreTrainedModel", plan: Plan, batches: Iterable[Batch]
+) -> tuple[dict[str, list[float]], list[str]]:
+    """Correct biases; return the additions, and notes."""
+    from qdqbench.quantize.calibration.fakequant.native import use_evaluation
+
+    corrected = [name for name in plan.int8 if name not in list_bias_free_linears(plan)]
+    with use_evaluation(model):
+        return correct_biases(model, corrected, batches), note_missing_biases(model, corrected)
 
 
 def _prepare(

@@ -13,6 +13,7 @@ from qdqbench.quantize.calibration.fakequant import quantizers as fake
 from qdqbench.quantize.calibration.techniques.centering import (
     Centering,
     Shift,
+    add_rounding,
     compute_biases,
     select_centering,
 )
@@ -146,7 +147,7 @@ def trained_record(model: Any, record: CalibrationRecord) -> CalibrationRecord:
             state.spread = record.quantizers[name].spread
     require_plausible(states)
     changed: dict[str, Any] = {"quantizers": states, "shifts": {}, "centers": {}, "biases": {}}
-    changed["centering"] = compute_biases(model, record.centering.inputs)
+    changed["centering"] = add_rounding(model, compute_biases(model, record.centering.inputs))
     return record.model_copy(update=changed)
 
 

@@ -24,6 +24,7 @@ from qdqbench.quantize.graph.precision import (
 from qdqbench.quantize.graph.weights import drop_zero_biases, factor_scales, fold_weights
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.load import is_large
+from qdqbench.quantize.models.rounding import fold_rounding
 from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.tasks.types.kind import LOGITS
@@ -87,7 +88,7 @@ def trace(
 
     device, inputs = next(model.parameters()).device, list(family_of(model.config).inputs)
     ids = torch.ones(2, 16, dtype=torch.long, device=device)
-    with unprinted(), tempfile.TemporaryDirectory(prefix="qdqbench-trace-") as folder:
+    with fold_rounding(model), unprinted(), tempfile.TemporaryDirectory(prefix="qdqbench-trace-") as folder:
         path = Path(folder) / "model.onnx"  # torch writes weights next to it if they exceed 2 GiB
         warnings.simplefilter("ignore")  # the exporter's advice on its own deprecation
         try:

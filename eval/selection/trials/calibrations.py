@@ -12,6 +12,7 @@ from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, get_quantizer_kind, list_quantizers
 from qdqbench.quantize.calibration.record import QuantizerState, require_plausible
+from qdqbench.quantize.calibration.techniques.centering import Centering, give_zero_a_code
 from qdqbench.quantize.calibration.techniques.qkv_bias_folding import share_scales
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
@@ -30,6 +31,7 @@ class SharedCalibration:
 
     model: "PreTrainedModel"
     states: dict[str, QuantizerState]
+    centering: Centering
     notes: list[str]
     seconds: float
 
@@ -42,7 +44,8 @@ def collect_ranges(
     scaling = {name: replace(each, method=SHARED_METHOD) for name, each in plan.scaling.items()}
     unbiased = settings.model_copy(update={"bias_correction": False})
     record = ptq.calibrate(model, replace(plan, scaling=scaling), batches, unbiased)
-    return SharedCalibration(model, record.quantizers, record.notes, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return SharedCalibration(model, record.quantizers, record.centering, record.notes, seconds)
 
 
 def apply_methods(
@@ -65,6 +68,7 @@ def apply_methods(
         amax = known[key] = known[key] if key in known else _amax_by(seen, method)
         quantizer.amax = amax.to(quantizer.amax.device)
     share_scales(plan, enabled)
+    give_zero_a_code(model, shared.centering)
     for name, quantizer in enabled.items():
         if get_quantizer_kind(name) != "weight":
             states[name] = states[name].model_copy(update={"amax": float(quantizer.amax)})

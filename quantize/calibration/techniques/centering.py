@@ -6,7 +6,9 @@ Both forms are exact before quantization and cost no kernel:
   make up for that, and so does that of the linear to which the residual is added (Wei et al. 2023, "Outlier
   Suppression+", arXiv 2304.09145, section 4.1);
 - GELU gives nothing under -0.17: a constant is subtracted from the input of the second feed-forward linear
-  before its Q. The bias of this linear has the constant times the sums of its weight's rows.
+  before its Q. The bias of this linear has the constant times the sums of its weight's rows: of the rounded
+  weight where it is quantized. Zero has a code of its own, as with zero points (Jacob et al. 2018, arXiv
+  1712.05877, section 2.1). Most values are near zero, and would share an error of either kind.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,9 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX
 from qdqbench.quantize.calibration.techniques.bias_correction import apply_biases
 from qdqbench.quantize.calibration.techniques.change import Change
 from qdqbench.quantize.calibration.techniques.smoothing import Ranges
+from qdqbench.quantize.models.rounding import set_rounding
 from qdqbench.quantize.recipe.plan import QKV_ROLES, Plan, list_bias_free_linears
 from qdqbench.quantize.utils.arrays import Float64
 from qdqbench.quantize.utils.schema import Strict
@@ -45,6 +49,7 @@ class Centering(Strict):
 
     inputs: dict[str, float] = {}  # linear -> constant, exact in FP16
     biases: dict[str, list[float]] = {}  # linear -> what its bias has for it, float32 values
+    rounding: dict[str, list[float]] = {}  # linear -> what it adds to this where its input is quantized
 
 
 class NormOutput(NamedTuple):
@@ -167,10 +172,35 @@ def compute_biases(model: "PreTrainedModel", constants: Mapping[str, float]) -> 
     biases = {}
     for name, constant in constants.items():
         linear: Any = model.get_submodule(name)
-        weight, factors = linear.weight.detach().double(), linear.input_quantizer.pre_quant_scale
-        sums = weight.sum(dim=1) if factors is None else weight @ factors.double().flatten()
-        biases[name] = (constant * sums).float().cpu().tolist()
+        biases[name] = _weigh(linear, constant, linear.weight.detach())
     return Centering(inputs=dict(constants), biases=biases)
+
+
+def _weigh(linear: Any, constant: float, weight: "torch.Tensor") -> list[float]:
+    """Return what a weight [N, K] makes of a constant in all K channels of its input, float32 values [N]."""
+    weight, factors = weight.double(), linear.input_quantizer.pre_quant_scale
+    sums = weight.sum(dim=1) if factors is None else weight @ factors.double().flatten()
+    values: list[float] = (constant * sums).float().cpu().tolist()
+    return values
+
+
+def give_zero_a_code(model: "PreTrainedModel", centering: Centering) -> None:
+    """Enlarge the amax behind each constant until the constant is a whole number of steps."""
+    for name, constant in centering.inputs.items():
+        quantizer: Any = model.get_submodule(name).input_quantizer
+        steps = (abs(constant) * INT8_MAX / quantizer.amax).floor().clamp_(min=1)
+        quantizer.amax = (abs(constant) * INT8_MAX / steps).maximum(quantizer.amax)
+
+
+def add_rounding(model: "PreTrainedModel", centering: Centering) -> Centering:
+    """Add what rounding of the weights makes of the constants, for weights whose amax is known; in place."""
+    rounding = {}
+    for name, constant in centering.inputs.items():
+        linear: Any = model.get_submodule(name)
+        weight = linear.weight.detach()
+        rounding[name] = _weigh(linear, constant, linear.weight_quantizer(weight) - weight)
+        set_rounding(linear, rounding[name])
+    return centering.model_copy(update={"rounding": rounding})
 
 
 def apply_centering(model: "PreTrainedModel", centering: Centering) -> None:
@@ -178,6 +208,8 @@ def apply_centering(model: "PreTrainedModel", centering: Centering) -> None:
     for name, constant in centering.inputs.items():
         model.get_submodule(name).register_forward_pre_hook(partial(_subtract, constant))
     apply_biases(model, centering.biases)
+    for name, values in centering.rounding.items():
+        set_rounding(model.get_submodule(name), values)
 
 
 def _subtract(constant: float, _: Any, inputs: "tuple[torch.Tensor, ...]") -> "tuple[torch.Tensor, ...]":
@@ -208,4 +240,5 @@ def select_centering(centering: Centering, names: Iterable[str]) -> Centering:
     return Centering(
         inputs={name: centering.inputs[name] for name in chosen},
         biases={name: centering.biases[name] for name in chosen},
+        rounding={name: centering.rounding[name] for name in chosen},
     )

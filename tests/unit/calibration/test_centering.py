@@ -125,3 +125,19 @@ def test_a_range_with_two_sides_has_no_constant(tmp_path: Path) -> None:
         ranges = centering.Ranges({name: edges}, {})
         assert centering.choose_constants(model, [name], ranges) == chosen
         assert ranges.inputs[name].max() == pytest.approx((1 + high) / 2 if chosen else max(1, high))
+
+
+def test_zero_stays_zero_where_it_is_quantized(tmp_path: Path) -> None:
+    """Most of what GELU gives is near zero: no step and no rounded weight may move it."""
+    recipe = load_recipe("bert-int8-linears")
+    model, plan, record = quantized(
+        write_model(tmp_path / "model", "bert"), recipe, outlier_channel_splitting=0
+    )
+    for name in record.centering.inputs:
+        linear = model.get_submodule(name)
+        zeros = torch.zeros(1, 1, linear.in_features)
+        with quantizers_off(model):
+            exact = linear(zeros)
+        assert torch.allclose(linear(zeros), exact, atol=1e-4)
+        assert torch.allclose(exact, linear.bias - torch.tensor(record.centering.biases[name]), atol=1e-4)
+    assert {*record.centering.rounding} == {*record.centering.inputs}
