@@ -98,7 +98,7 @@ DAMAGED = {
     "empty-weights": (WEIGHTS, partial(cut, share=0), [r"cannot load model"]),
     "truncated-weights": (WEIGHTS, partial(cut, share=0.6), [r"cannot load model"]),
     "corrupted-header": (WEIGHTS, partial(overwrite, start=0, count=64), [r"cannot load model"]),
-    "nan-weights": (WEIGHTS, partial(overwrite, start=-40000, count=30000), [r"NaN|not finite|infinite"]),
+    "nan-weights": (WEIGHTS, partial(overwrite, start=-40000, count=30000), [r"NaN or infinity in"]),
     "no-tokenizer": (
         "model",
         lambda path: keep_only(path, "config.json", "model.safetensors"),
@@ -109,8 +109,16 @@ DAMAGED = {
         partial(edit, pad_token=None),
         [r"tokenizer of model .* has no pad token", r"key pad_token"],
     ),
-    "shapes-differ": (CONFIG, partial(edit, intermediate_size=96), [r"cannot load model|lacks weights"]),
-    "few-positions": (CONFIG, partial(edit, max_position_embeddings=64), [r"cannot load|positions"]),
+    "shapes-differ": (
+        CONFIG,
+        partial(edit, intermediate_size=96),
+        [r"of another shape than config\.json says"],
+    ),
+    "few-positions": (
+        CONFIG,
+        partial(edit, max_position_embeddings=64),
+        [r"of another shape than config\.json says"],
+    ),
     "truncated-data": (VALIDATION, partial(cut, share=0.6), [r"validation\.parquet", r"damaged"]),
     "no-such-split": (VALIDATION, Path.unlink, [r"'validation'", r"looked for"]),
     "no-rows-to-evaluate": (VALIDATION, remove_rows, [r"validation\.parquet", r"no rows"]),
@@ -144,8 +152,7 @@ def test_damaged_model_or_data(case, copied, tmp_path, qdqbench):
     damage(tmp_path / name)
     out = tmp_path / "run"
     done = qdqbench("run", "--model", model, "--task", "sst2", "--data", data, "--out", out)
-    # a NaN is found by a check of the logits, after the stage ran
-    refused(done, *told, code=2 if case == "nan-weights" else 1)
+    refused(done, *told)
     assert not out.exists()
 
 

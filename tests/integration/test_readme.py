@@ -199,7 +199,7 @@ def test_every_option_in_the_text_exists():
     }
     assert "--debug" in named
     # of zensical and of tools/load_serve.py
-    assert named - known <= {"--strict", "--fake"}
+    assert named - known <= {"--strict", "--fake", "--clients", "--peer", "--tokens"}
 
 
 def test_every_option_of_a_script_exists():

@@ -42,7 +42,7 @@ def test_right_kernels_have_no_bad_block(graph):
 SPOILT = {  # array: factor, what is spoilt, its last ONNX node, the likely cause
     "embed.gamma": (2.0, "embed", "embed", "", ""),
     "bert.encoder.layer.0.attention.self.qkv.scale": (1.5, "layer.0", "linear", "/query/MatMul", "factor 1."),
-    "bert.encoder.layer.0.attention.self.scale": (-1.0, "layer.0", "attention", "/MatMul_1", "factor -1"),
+    "bert.encoder.layer.0.attention.self.scale": (-1.0, "layer.0", "attention", "/MatMul_1", "factor -"),
     "bert.encoder.layer.1.output.dense.weight": (0, "layer.1", "linear", "/dense/MatMul", ""),
     f"{NORM}.beta": (np.inf, "layer.0", "norm", "/LayerNormalization", ""),
     "head.2.weight": (3.0, "head", "head", "/Tanh", ""),
