@@ -172,7 +172,8 @@ def write_model(folder: Path, model_type: str, head: str) -> None:
 
     folder.mkdir(parents=True)
     pad = 0
-    with quiet("transformers"):
+    with quiet("transformers"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of layers of no width, in MobileBERT
         try:
             config = tiny_config(model_type)
             found = getattr(transformers, HEAD_KINDS[head].auto)._model_mapping[type(config)]
