@@ -29,7 +29,7 @@ def _add_where_quantized(linear: Any, _: Any, output: "torch.Tensor") -> "torch.
 
 @contextmanager
 def fold_rounding(model: "PreTrainedModel") -> Iterator[None]:
-    """Have it in the biases for a while, where a graph of the quantized model is traced."""
+    """Move it into the biases while a graph of the quantized model is traced."""
     import torch
 
     linears: list[Any] = [each for each in model.modules() if getattr(each, ROUNDING, None) is not None]

@@ -571,6 +571,7 @@ def _try_rates(job: Job, accelerator: Accelerator, model: Any, state: State) -> 
         with torch.no_grad():
             torch._foreach_copy_(parameters, before)
         if not math.isfinite(judged.score):
+            job.notes.append(f"at learning rate {rate:g} answers became NaN, so no higher rate was tried")
             break
         gain, sqnr = judged.score - state.scores[0], judged.values["sqnr_db"]
         state.tried.append({"learning_rate": rate, "gain_db": gain, "sqnr_db": sqnr})

@@ -240,5 +240,5 @@ def select_centering(centering: Centering, names: Iterable[str]) -> Centering:
     return Centering(
         inputs={name: centering.inputs[name] for name in chosen},
         biases={name: centering.biases[name] for name in chosen},
-        rounding={name: centering.rounding[name] for name in chosen},
+        rounding={name: values for name, values in centering.rounding.items() if name in chosen},
     )

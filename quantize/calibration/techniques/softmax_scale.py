@@ -69,7 +69,7 @@ def describe_changes(rows: Sequence[SoftmaxRow]) -> Iterator[Change]:
         "softmax of each row",
         len({row.module for row in rows if row.row_max}),
         "INT8 attention",
-        "The softmax of {} is over the largest of each row, and what it weighs is divided by the sum.",
+        "The softmax of {} has codes up to the largest of each row; their sum divides the result.",
     )
     yield Change(
         "centered values",
@@ -160,7 +160,7 @@ class _Try:
 
 
 def resolve_setting(setting: str, plan: Plan, batches: Iterable[Batch]) -> str:
-    """Return what `auto` is: `min-error` if a batch has over `LONG` tokens, else `fixed`."""
+    """Return what `auto` is for engines without `row-max`: `min-error` above `LONG` tokens, else `fixed`."""
     if setting != "auto":
         return setting
     long = bool(plan.attention) and any(batch["input_ids"].shape[1] > LONG for batch in batches)

@@ -285,6 +285,7 @@ def automatic(folder, gains=None):
         ((-0.2, -0.1), 2, 0.0),
         ((0.02, 0.05, -1.0, -2.0), 4, 0.0),  # not worth a training
         ((float("nan"),), 0, 0.0),
+        ((0.3, 0.5, float("nan")), 2, 1e-6),
     ],
 )
 def test_the_rate_that_wins_most_is_found(tmp_path, accelerator, gains, tried, chosen):
@@ -298,6 +299,7 @@ def test_the_rate_that_wins_most_is_found(tmp_path, accelerator, gains, tried, c
         else ("nothing to win", 0, 0)
     )
     assert chosen or torch.equal(tiny.weights(job), seen[0])  # those before training
+    assert any("became NaN" in note for note in job.notes) == bool(np.isnan(gains).any())
 
 
 def test_a_found_rate_trains_as_a_given_one(tmp_path, accelerator):
