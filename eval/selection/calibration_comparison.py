@@ -28,7 +28,7 @@ from qdqbench.eval.selection.trials.results import (
     Trial,
 )
 from qdqbench.eval.selection.trials.store import TRIALS, Trials, named_by, write_recipe
-from qdqbench.quantize.calibration.techniques.bias_correction import correct_biases
+from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.techniques.channel_splitting import EXTRA
 from qdqbench.quantize.calibration.techniques.smoothing import ALPHA
 from qdqbench.quantize.models.modules import module_table
@@ -242,7 +242,7 @@ class CalibrationMeasurement:
         start, shared = time.perf_counter(), self._shared[1]
         model, states = apply_methods(shared, case.plan)
         if case.section.bias_correction:
-            correct_biases(model, case.plan.int8, session.calibration_batches())
+            ptq.correct(model, case.plan, session.calibration_batches())
         spent = shared.seconds + time.perf_counter() - start
         # the same arithmetic, with weights rounded once and not in every batch
         QuantizerToggles(model, case.plan, {}).set(

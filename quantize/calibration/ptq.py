@@ -225,7 +225,7 @@ def calibrate(
     }
     records.require_plausible(states)
     records.require_shared(states, plan)
-    biases, without_bias = _correct(model, plan, batches) if settings.bias_correction else ({}, [])
+    biases, without_bias = correct(model, plan, batches) if settings.bias_correction else ({}, [])
     return records.CalibrationRecord(
         method=settings.method,
         methods={n: s.method for n, s in plan.scaling.items() if s.method != settings.method},
@@ -245,10 +245,10 @@ def calibrate(
     )
 
 
-def _correct(
+def correct(
     model: "PreTrainedModel", plan: Plan, batches: Iterable[Batch]
 ) -> tuple[dict[str, list[float]], list[str]]:
-    """Correct biases; return the additions, and notes."""
+    """Correct biases in place, but those that an engine folds away; return the additions, and notes."""
     from qdqbench.quantize.calibration.fakequant.native import use_evaluation
 
     corrected = [name for name in plan.int8 if name not in list_bias_free_linears(plan)]

@@ -12,7 +12,7 @@ import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet
 
-from qdqbench.quantize.tasks.data.files import FORMATS, MOST_COLUMNS, find_form
+from qdqbench.quantize.tasks.data.files import FORMATS, MOST_COLUMNS, find_form, require_closed_quotes
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
 
@@ -146,6 +146,7 @@ def _read_csv(path: Path, wanted: Collection[str]) -> Iterator[tuple[pa.RecordBa
         raise UserError(f"{path} has more than one column {name_list(twice)}; remove or rename the others")
     if len(names) > MOST_COLUMNS:
         raise UserError(f"{path} has {len(names):,} columns, and {MOST_COLUMNS:,} are the most; drop others")
+    require_closed_quotes(path, encoding, mark)
     with path.open("rb") as stream:
         reader = pa.csv.open_csv(
             stream,

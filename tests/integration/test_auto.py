@@ -160,7 +160,7 @@ def test_the_embedded_default_without_any_option(tmp_path, qdqbench, monkeypatch
     done = qdqbench("auto")
     found = read_auto(tmp_path / "runs" / "auto-embedded")
     assert done.code == (0 if found.choice.passed else 2), done.err
-    assert found.steps[0].name == "bert-int8-linears"
+    assert found.steps[0].kind == "shipped"  # which one, and whether it holds, is the machine's
     assert found.choice.command == "qdqbench run runs/auto-embedded/best.yaml"
 
 

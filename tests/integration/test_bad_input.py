@@ -458,13 +458,13 @@ def test_ctrl_c_at_the_keyboard(sst2, tmp_path):
     command = [sys.executable, "-c", heeds + MAIN, "run", "int8-linears", *sst2.options, "--out", str(out)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, env=environment(), **pipes) as process:
-        until = time.monotonic() + 120
+        until = time.monotonic() + 400
         while not (out / "stages.json").exists() and time.monotonic() < until:
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         try:
-            shown, told = process.communicate(timeout=60)
+            shown, told = process.communicate(timeout=200)
         finally:
             process.kill()  # if it hangs, fail and do not wait
     assert (process.returncode, shown) == (130, "")

@@ -7,6 +7,7 @@ import pytest
 from qdqbench.eval.selection.calibration_comparison import CalibrationComparison
 from qdqbench.eval.selection.trials.results import DRAW
 from qdqbench.eval.selection.trials.store import Trials
+from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.recipe.schema import load_recipe
 
 from .tiny import EVAL_ROWS, TRAIN_ROWS, fine, listing, refused, rows, write_split
@@ -92,6 +93,21 @@ def test_a_killed_comparison_goes_on(qdqbench, sst2, recipe, tmp_path, monkeypat
     assert made == ["mse", "percentile/99.9"]
     assert qdqbench(*options, "--limit", 16, "--out", out).code == 0  # other rows judge
     assert made[2:] == ["FP32", "max", "mse", "percentile/99.9"]
+
+
+def test_biases_that_an_engine_folds_are_not_corrected(qdqbench, sst2, recipe, tmp_path, monkeypatch):
+    """As in `run`: k and v with one weight scale have no bias behind their GEMM."""
+    seen, real = [], ptq.correct_biases
+    monkeypatch.setattr(
+        ptq, "correct_biases", lambda model, names, data: seen.append(names) or real(model, names, data)
+    )
+    path = recipe("bert-int8-attention", bias_correction=True)
+    path.write_text(path.read_text().replace("weights: int8/per-channel", "weights: int8/per-tensor"))
+    options = (path, *sst2.options, "--out")
+    assert qdqbench("compare-calibration", *options, tmp_path / "a", "--samples", 64, *NARROW).code == 0
+    assert qdqbench("run", *options, tmp_path / "b", "--until", "quantize").code == 0
+    assert seen[0] == seen[-1]
+    assert not [name for name in seen[0] if name.endswith((".key", ".value"))]
 
 
 @pytest.mark.long

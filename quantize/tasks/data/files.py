@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Collection, Sequence
@@ -172,19 +173,7 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
     import datasets
 
     names = ", ".join(str(path) for path in paths)
-    # A sentence may be "NA", "null" or "12": only the labels of a CSV have missing values.
-    options: dict[str, Any] = {}
-    notes, warnings, mark, encoding = list[str](), list[str](), ",", "utf-8"
-    if kind == "csv":
-        encoding, mark, _ = find_form(paths[0], {*task.text_columns, task.label_column})
-        missing = {task.label_column: ["", "NA", "NaN", "nan", "null", "None"]}
-        options = {"converters": dict.fromkeys(task.text_columns, str), "keep_default_na": False}
-        options |= {"na_values": missing, "encoding": encoding, "sep": mark}
-        if not encoding.startswith("utf-8"):
-            said, doubt = (notes, "") if encoding in MARKED else (warnings, ": look at its texts")
-            said.append(f"{names} is not UTF-8 and was read as {encoding}{doubt}")
-        if mark != ("\t" if paths[0].suffix == ".tsv" else ","):
-            notes.append(f"{names} has {BETWEEN[mark]} between its fields")
+    options, mark, notes, warnings = _csv_options(task, paths) if kind == "csv" else ({}, ",", [], [])
     # else a load of local files asks a server, which takes seconds if there is no network
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     try:
@@ -208,7 +197,8 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
         if files.SAID.search(why):  # on the disk of temporary files: the data may be whole
             raise files.cannot_write(Path(cache_folder()), files.NO_SPACE) from error
         if kind == "csv" and "UnicodeDecodeError" in why:
-            raise UserError(f"{names} is neither UTF-8 nor {encoding} ({why}); save it as UTF-8") from error
+            read_as = options["encoding"]
+            raise UserError(f"{names} is neither UTF-8 nor {read_as} ({why}); save it as UTF-8") from error
         raise UserError(
             f"cannot read {names} as {kind} ({why}); it has no rows, another form than "
             "its name says, or is damaged"
@@ -218,6 +208,24 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
             f"{names} has rows with more fields than its header; quote the texts that hold {BETWEEN[mark]}"
         )
     return dataset, notes, warnings
+
+
+def _csv_options(task: Task, paths: list[Path]) -> tuple[dict[str, Any], str, list[str], list[str]]:
+    """Return options of the reader, the separator, notes on the form, and warnings."""
+    encoding, mark, _ = find_form(paths[0], {*task.text_columns, task.label_column})
+    # a sentence may be "NA", "null" or "12": only labels can be missing
+    missing = {task.label_column: ["", "NA", "NaN", "nan", "null", "None"]}
+    options = {"converters": dict.fromkeys(task.text_columns, str), "keep_default_na": False}
+    options |= {"na_values": missing, "encoding": encoding, "sep": mark}
+    names, notes, warnings = ", ".join(map(str, paths)), list[str](), list[str]()
+    if not encoding.startswith("utf-8"):
+        said, doubt = (notes, "") if encoding in MARKED else (warnings, ": look at its texts")
+        said.append(f"{names} is not UTF-8 and was read as {encoding}{doubt}")
+    if mark != ("\t" if paths[0].suffix == ".tsv" else ","):
+        notes.append(f"{names} has {BETWEEN[mark]} between its fields")
+    for path in paths:
+        require_closed_quotes(path, encoding, mark)
+    return options, mark, notes, warnings
 
 
 def _count_columns(path: Path, kind: str, mark: str) -> int:
@@ -328,6 +336,31 @@ def find_form(path: Path, wanted: Collection[str]) -> tuple[str, str, list[str]]
     if twice := [name for name in wanted if fields[chosen].count(name) > 1]:
         raise UserError(f"{path} has more than one column {min(twice)!r}; remove or rename the others")
     return encoding, chosen, fields[chosen]
+
+
+def require_closed_quotes(path: Path, encoding: str, mark: str) -> None:
+    """Refuse a CSV with a quote that is not closed: readers join its row with others."""
+    most = csv.field_size_limit(sys.maxsize)
+    try:
+        with path.open(encoding=encoding, errors="replace", newline="") as stream:
+            rows = csv.reader(stream, delimiter=mark, strict=True)
+            while _skip_row(path, rows):
+                pass
+    finally:
+        csv.field_size_limit(most)
+
+
+def _skip_row(path: Path, rows: Any) -> bool:
+    first = rows.line_num + 1
+    try:
+        return next(rows, None) is not None
+    except csv.Error as error:
+        if rows.line_num > first:
+            raise UserError(
+                f"{path}: line {first} opens a quote that is not closed up to line {rows.line_num}; close it, or "
+                "double quotes that belong to a text"
+            ) from error
+        return True  # a text that begins with a quoted word
 
 
 def _encoding(path: Path) -> str:

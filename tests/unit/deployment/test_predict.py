@@ -180,6 +180,7 @@ def bad_data(folder: Path) -> dict[str, tuple[object, str]]:
         "empty.csv": (b"", "cannot read .*empty.csv as csv|has no rows"),
         "header.csv": (b"text\n", "has no rows; give a file with some"),
         "ragged.csv": (b"text,n\na,1\nb,2,3\n", "cannot read .*ragged.csv as csv .*2 columns, got 3"),
+        "open.csv": (b'text,n\n"a,1\n"b",2\n', "line 2 opens a quote that is not closed up to line 3"),
         "twice.csv": (b"text,text\na,b\n", "more than one column 'text'|more than one column text"),
         "other.csv": (b"title,n\na,1\n", "no column text; its columns are title, n; name those"),
         "list.json": (b'[{"text": "a"}]', "is one list of JSON; write a row in each line"),

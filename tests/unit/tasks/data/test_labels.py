@@ -54,6 +54,24 @@ def test_texts_are_matched_with_the_models_classes_or_sorted(folder, classes, la
     assert any("numbered" in note and "pos = " in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (['"one,1', "two,0", '"three",1'], "line 2 opens a quote that is not closed up to line 4"),
+        (["one,1", '"two,0', "three,1"], "line 3 opens a quote that is not closed up to line 4"),
+        (['"one""",1', '"two', 'lines""",0', '"three" words,1', 'a "fourth",0'], None),
+    ],
+)
+def test_a_quote_that_joins_rows_is_refused(tmp_path, lines, said):
+    path = tmp_path / "validation.csv"
+    path.write_text("\n".join(["text,label", *lines]))
+    if said is not None:
+        with pytest.raises(UserError, match=said):
+            read(OWN, tmp_path)
+        return
+    assert read(OWN, tmp_path)[0] == ['one"', 'two\nlines"', "three words", 'a "fourth"']
+
+
 def test_texts_that_are_more_than_the_classes_are_named(folder):
     write(folder, "validation.csv", [*ROWS, ("odd", "neutral")])
     with pytest.raises(
