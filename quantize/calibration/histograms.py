@@ -82,6 +82,16 @@ class ActivationCalibrator(HistogramCalibrator):  # type: ignore[misc]  # ModelO
             self._found = self._search()
         return self._found
 
+    def compute_amax_by(self, method: str) -> torch.Tensor:
+        """Return the amax of what was seen by another method, a float32 scalar."""
+        if method == "max":
+            return torch.tensor(self.largest, dtype=torch.float32)
+        other = copy.copy(self)
+        other.method, other._found = method, None
+        amax = other.compute_amax()
+        assert amax is not None  # the pass refused what is zero everywhere
+        return amax
+
     def _search(self) -> torch.Tensor:
         report_phase("scales from histograms")
         used = int(np.flatnonzero(self.counts)[-1]) + 1

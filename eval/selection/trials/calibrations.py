@@ -65,7 +65,7 @@ def apply_methods(
             continue
         seen, method = get_calibrator(quantizer), plan.scaling_of(name.rpartition(".")[0]).method
         key = method, seen.largest, seen.limit, seen.counts.tobytes()
-        amax = known[key] = known[key] if key in known else _amax_by(seen, method)
+        amax = known[key] = known[key] if key in known else seen.compute_amax_by(method)
         quantizer.amax = amax.to(quantizer.amax.device)
     share_scales(plan, enabled)
     give_zero_a_code(model, shared.centering)
@@ -74,21 +74,6 @@ def apply_methods(
             states[name] = states[name].model_copy(update={"amax": float(quantizer.amax)})
     require_plausible(states)
     return model, states
-
-
-def _amax_by(seen: Any, method: str) -> "torch.Tensor":
-    """Return the amax by any method from the histogram of an `ActivationCalibrator`, float32 scalar."""
-    import torch
-
-    from qdqbench.quantize.calibration.histograms import ActivationCalibrator
-
-    if method == "max":
-        return torch.tensor(seen.largest, dtype=torch.float32)
-    calibrator = ActivationCalibrator(method)
-    calibrator.counts, calibrator.limit, calibrator.largest = seen.counts, seen.limit, seen.largest
-    amax = calibrator.compute_amax()
-    assert amax is not None  # the shared pass refused what is zero everywhere
-    return amax
 
 
 def describe_cost(
@@ -101,9 +86,6 @@ def describe_cost(
     ]
     ratio, name = max(ratios, key=itemgetter(0), default=(None, None))
     return CalibrationCost(seconds=seconds, amax_over_rms=ratio, amax_over_rms_at=name, notes=[*notes])
-
-
-IN_PLACE = "qdqbench_in_place"  # ModelOpt's name for the arithmetic below
 
 
 class QuantizerToggles:
@@ -120,6 +102,8 @@ class QuantizerToggles:
         """
         import torch
 
+        from qdqbench.quantize.calibration.fakequant.modelopt import use_exactly
+
         self.on: frozenset[str] = frozenset()
         self._weights: dict[str, list[tuple[Any, torch.Tensor, torch.Tensor]]] = {}
         self._activations: dict[str, list[Any]] = {LAYERNORMS: []}
@@ -130,7 +114,7 @@ class QuantizerToggles:
                 self._weights[name] = [(linear.weight, linear.weight.detach(), rounded)]
                 self._activations[name] = [linear.input_quantizer]
             tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
-            self._weights[EMBEDDINGS] = [(w, w.detach(), _round(w.detach(), w.abs().max())) for w in tables]
+            self._weights[EMBEDDINGS] = [(w, w.detach(), _round_table(w.detach())) for w in tables]
         for name in plan.attention:
             module = model.get_submodule(name)
             self._activations[name] = [getattr(module, f"{x}_bmm_quantizer") for x in "qkvp"]
@@ -144,7 +128,8 @@ class QuantizerToggles:
             norm.input_quantizer.amax = amax.to(model.device)
             self._activations[LAYERNORMS].append(norm.input_quantizer)
         if model.device.type == "cpu":
-            _use_in_place(quantizer for group in self._activations.values() for quantizer in group)
+            activations = (quantizer for group in self._activations.values() for quantizer in group)
+            use_exactly(activations)  # copies are most of the time of ModelOpt's own arithmetic
 
     def set(self, on: Collection[str]) -> None:
         wanted = frozenset(on)
@@ -156,19 +141,6 @@ class QuantizerToggles:
         self.on = wanted
 
 
-def _round(value: "torch.Tensor", amax: "torch.Tensor", lowest: int = -INT8_MAX) -> "torch.Tensor":
-    """Round by ModelOpt's arithmetic, bit for bit, without its copies: most of its time on a CPU."""
-    scale = amax.new_tensor(INT8_MAX) / amax  # a plain number would be multiplied by 1 / amax
-    return (value * scale).round_().clamp_(lowest, INT8_MAX).div_(scale)
-
-
-def _use_in_place(quantizers: Iterable[Any]) -> None:
-    from modelopt.torch.quantization.nn.modules import tensor_quantizer
-
-    def quantize(inputs: "torch.Tensor", quantizer: Any) -> "torch.Tensor":
-        return _round(inputs, quantizer.amax, -INT8_MAX - (not quantizer.narrow_range))
-
-    if not tensor_quantizer.is_registered_quant_backend(IN_PLACE):
-        tensor_quantizer.register_quant_backend(IN_PLACE, quantize)
-    for quantizer in quantizers:
-        quantizer.backend = IN_PLACE
+def _round_table(table: "torch.Tensor") -> "torch.Tensor":
+    scale = INT8_MAX / table.abs().max()
+    return (table * scale).round_().clamp_(-INT8_MAX, INT8_MAX).div_(scale)

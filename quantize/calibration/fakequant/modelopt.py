@@ -6,6 +6,7 @@ of their input. Under autocast to BF16 a code times its scale is rounded as the 
 round it anyway; weights are quantized from their FP32 masters.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import_modelopt()
 from modelopt.torch.quantization.calib import HistogramCalibrator  # noqa: E402
 from modelopt.torch.quantization.model_calib import _mse_quant_func  # noqa: E402
 from modelopt.torch.quantization.nn import TensorQuantizer  # noqa: E402
+from modelopt.torch.quantization.nn.modules import tensor_quantizer  # noqa: E402
 
 
 def get_calibrator(quantizer: Any) -> Any:
@@ -60,6 +62,21 @@ def fake_quantize(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
     return torch.fake_quantize_per_channel_affine(
         inputs, scale.per_channel, scale.zero, scale.axis, scale.low, scale.high
     )
+
+
+def use_backend(
+    name: str, function: Callable[[torch.Tensor, Any], torch.Tensor], quantizers: Iterable[Any]
+) -> None:
+    """Let quantizers compute by a function of inputs and quantizer, which ModelOpt knows by a name."""
+    if not tensor_quantizer.is_registered_quant_backend(name):
+        tensor_quantizer.register_quant_backend(name, function)
+    for quantizer in quantizers:
+        quantizer.backend = name
+
+
+def use_exactly(quantizers: Iterable[Any]) -> None:
+    """Let quantizers compute by `quantize_exactly`, without gradients."""
+    use_backend("qdqbench_exact", quantize_exactly, quantizers)
 
 
 def quantize_exactly(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:

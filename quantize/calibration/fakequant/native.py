@@ -275,13 +275,10 @@ def use_native(model: "PreTrainedModel") -> None:
     Scales are prepared now, and again after `amax` was set or loaded or the model was moved. Quantizers that
     are enabled later need another call. Do not export the model like this: `use_modelopt` first.
     """
-    from modelopt.torch.quantization.nn.modules import tensor_quantizer
-
-    if not tensor_quantizer.is_registered_quant_backend(BACKEND):
-        tensor_quantizer.register_quant_backend(BACKEND, modelopt.fake_quantize)
     _undo(model)
-    for quantizer in fake.list_quantizers(model).values():
-        quantizer.backend = BACKEND
+    quantizers = fake.list_quantizers(model).values()
+    modelopt.use_backend(BACKEND, modelopt.fake_quantize, quantizers)
+    for quantizer in quantizers:
         modelopt.prepare_scales(quantizer)
     groups = list(_group_readers(model))
     for module in model.modules():

@@ -357,8 +357,8 @@ def _skip_row(path: Path, rows: Any) -> bool:
     except csv.Error as error:
         if rows.line_num > first:
             raise UserError(
-                f"{path}: line {first} opens a quote that is not closed up to line {rows.line_num}; close it, or "
-                "double quotes that belong to a text"
+                f"{path}: line {first} opens a quote that is not closed up to line {rows.line_num}; "
+                "close it, or double quotes that belong to a text"
             ) from error
         return True  # a text that begins with a quoted word
 

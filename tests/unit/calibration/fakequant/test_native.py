@@ -268,6 +268,22 @@ def test_frozen_weights_have_the_codes_of_the_graph(tiny_bert: Path, axis: int |
         np.testing.assert_array_equal((linear.weight / scale).round().detach(), stored)
 
 
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    amax=st.floats(2**-10, 128, width=32),
+    spread=st.floats(0.01, 100),
+    form=st.sampled_from(["narrow", "wide", "unsigned"]),
+)
+def test_exact_rounding_is_that_of_modelopt(seed: int, amax: float, spread: float, form: str) -> None:
+    values = spread * torch.randn((2, 5, 11), generator=torch.Generator().manual_seed(seed))
+    values = values.abs() if form == "unsigned" else values
+    quantizer = quantizer_of(amax, None, unsigned=form == "unsigned", narrow_range=form == "narrow")
+    with torch.inference_mode():
+        expected = quantizer(values)
+        private.use_exactly([quantizer])
+        assert torch.equal(quantizer(values), expected)
+
+
 def test_a_scale_that_is_zero_to_fp16_gives_zeros_as_modelopt_has_it() -> None:
     quantizer = quantizer_of([[2e-8], [1.0]], axis=0)
     values = torch.tensor([[1e-8, 2e-8], [0.3, -2.0]])

@@ -4,9 +4,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from qdqbench.eval.selection.sensitivity.measure import (
     CandidateSet,
@@ -14,7 +11,7 @@ from qdqbench.eval.selection.sensitivity.measure import (
     list_candidates,
     watch_norms,
 )
-from qdqbench.eval.selection.trials.calibrations import QuantizerToggles, _round
+from qdqbench.eval.selection.trials.calibrations import QuantizerToggles
 from qdqbench.eval.selection.trials.results import EMBEDDINGS, LAYERNORMS
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
@@ -128,20 +125,3 @@ def test_every_layernorm_of_the_encoder_is_watched(prepared: Prepared) -> None:
         f"bert.encoder.layer.{layer}.{name}" for layer in range(LAYERS) for name in inside
     ]
     assert all(float(amax) > 0 for amax in prepared.norms.values())
-
-
-@given(
-    seed=st.integers(0, 2**32 - 1),
-    amax=st.floats(2**-10, 128, width=32),
-    spread=st.floats(0.01, 100),
-    shape=st.sampled_from([(3, 7), (2, 5, 11), (1, 1)]),
-)
-def test_rounding_is_that_of_modelopt(seed: int, amax: float, spread: float, shape: tuple[int, ...]) -> None:
-    quantizers.import_modelopt()
-    from modelopt.torch.quantization.tensor_quant import fake_tensor_quant
-
-    values = spread * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    limit = torch.tensor(amax)
-    for narrow, lowest in ((True, -127), (False, -128)):
-        expected = fake_tensor_quant(values, limit, None, 8, False, narrow)
-        assert torch.equal(_round(values, limit, lowest), expected)
