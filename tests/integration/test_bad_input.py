@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from .tiny import EVAL_ROWS, MAIN, environment, listing, refused, rows, write_split
+from .tiny import EVAL_ROWS, MAIN, environment, listing, refused, rows, signs_of_life, write_split
 
 VALID = "version: 1\nname: mine\n"
 LATEST = ("results.json", "report.md", "report.html")
@@ -48,38 +48,17 @@ def cut(path, share):
     path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
 
 
-def overwrite(path, start, count):
-    data = bytearray(path.read_bytes())
-    data[start : start + count] = b"\xff" * count
-    path.write_bytes(data)
-
-
 def keep_only(folder, *names):
     for path in folder.iterdir():
         if path.name not in names:
             path.unlink()
 
 
-def change_rows(path, change):
+def add_label(path):
     table = rows("sst2", EVAL_ROWS, 100)
-    change(table)
+    table["label"][5] = 2
     path.unlink()
     write_split(path, table)
-
-
-def set_all(name, value):
-    return lambda table: table.update({name: [value] * EVAL_ROWS})
-
-
-def set_one(name, value):
-    return lambda table: table[name].__setitem__(5, value)
-
-
-def remove_rows(path):
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).slice(0, 0), path)
 
 
 CONFIG, WEIGHTS = "model/config.json", "model/model.safetensors"
@@ -93,54 +72,21 @@ DAMAGED = {
         partial(edit, model_type="mobilebert"),
         [r"'mobilebert'", r"supported here: bert"],
     ),
-    "unknown-architecture": (CONFIG, partial(edit, model_type="nonesuch"), [r"does not know", r"nonesuch"]),
     "no-weights": (WEIGHTS, Path.unlink, [r"cannot load model", r"safetensors"]),
-    "empty-weights": (WEIGHTS, partial(cut, share=0), [r"cannot load model"]),
     "truncated-weights": (WEIGHTS, partial(cut, share=0.6), [r"cannot load model"]),
-    "corrupted-header": (WEIGHTS, partial(overwrite, start=0, count=64), [r"cannot load model"]),
-    "nan-weights": (WEIGHTS, partial(overwrite, start=-40000, count=30000), [r"NaN or infinity in"]),
     "no-tokenizer": (
         "model",
         lambda path: keep_only(path, "config.json", "model.safetensors"),
         [r"tokenizer"],
-    ),
-    "no-pad-token": (
-        "model/tokenizer_config.json",
-        partial(edit, pad_token=None),
-        [r"tokenizer of model .* has no pad token", r"key pad_token"],
     ),
     "shapes-differ": (
         CONFIG,
         partial(edit, intermediate_size=96),
         [r"of another shape than config\.json says"],
     ),
-    "few-positions": (
-        CONFIG,
-        partial(edit, max_position_embeddings=64),
-        [r"of another shape than config\.json says"],
-    ),
     "truncated-data": (VALIDATION, partial(cut, share=0.6), [r"validation\.parquet", r"damaged"]),
-    "no-such-split": (VALIDATION, Path.unlink, [r"'validation'", r"looked for"]),
-    "no-rows-to-evaluate": (VALIDATION, remove_rows, [r"validation\.parquet", r"no rows"]),
-    "no-rows-to-calibrate": (TRAIN, remove_rows, [r"train\.parquet", r"no rows"]),
     "no-train-split": (TRAIN, Path.unlink, [r"'train'", r"looked for"]),
-}
-# What is done to the table of the validation split.
-DAMAGED |= {
-    name: (VALIDATION, partial(change_rows, change=change), told)
-    for name, change, told in [
-        ("no-labels", set_all("label", -1), [r"labels", r"all -1", r"validation"]),
-        ("some-labels-missing", set_one("label", None), [r"missing in 1 of 96", r"labeled split"]),
-        ("a-label-too-many", set_one("label", 2), [r"0 to 2", r"classes 0 to 1"]),
-        ("labels-are-texts", set_all("label", "yes"), [r"3 different texts", r"has 2 classes"]),
-        ("texts-are-numbers", set_all("sentence", 1), [r"'sentence'", r"not texts"]),
-        ("a-text-is-missing", set_one("sentence", None), [r"'sentence'", r"row 5"]),
-        (
-            "a-column-is-missing",
-            lambda table: table.update(text=table.pop("sentence")),
-            [r"no column sentence", r"its columns are label, idx, text"],
-        ),
-    ]
+    "a-label-too-many": (VALIDATION, add_label, [r"0 to 2", r"classes 0 to 1"]),
 }
 
 
@@ -179,48 +125,30 @@ OPTIONS = {
     "model-missing": ("run --model {dir}/nowhere --task sst2 {data}", [r"nowhere"]),
     "model-is-a-file": ("run --model {folder}/config.json --task sst2 {data}", [r"config\.json"]),
     "model-without-task": ("run {model}", [r"--model and --task belong together"]),
-    "task-without-model": ("run --task sst2", [r"--model and --task belong together"]),
     "data-missing": (
         "run {model} --task sst2 --data {dir}/nowhere",
         [r"data folder .*nowhere does not exist"],
     ),
     "data-is-a-file": ("run {model} --task sst2 --data {folder}/config.json", [r"has no column sentence"]),
-    "unknown-task": (
-        "run {model} --task sst {data}",
-        [r"unknown task 'sst'", r"'sst2'", r"--text-column\b(?!s)"],
-    ),
     "task-for-other-labels": ("run {model} --task mnli {data}", [r"mnli"]),
-    "task-for-regression": ("run {model} --task stsb {data}", [r"stsb"]),
     "unknown-text-column": (
         "run {sst2} --text-column sentense",
         [r"sentense \(nearest: sentence\)", r"--text-column\b(?!s)"],
     ),
-    "unknown-label-column": (
-        "run {sst2} --label-column lable",
-        [r"lable \(nearest: label\)", r"--label-column"],
-    ),
-    "text-column-twice": ("run {sst2} --text-column sentence --text-column sentence", [r"all different"]),
     "labels-more-than-outputs": (
         "run {model} --task mine {data}/sst2 --text-column sentence --label-column idx",
         [r"the right --label-column"],
     ),
     "number-of-labels-wrong": ("run {sst2} --num-labels 5", [r"5 classes"]),
-    "unknown-metric": ("run {sst2} --metric bleu", [r"bleu", r"accuracy, f1, matthews"]),
     "unknown-recipe": (
         "run bert-int8-linear {sst2}",
         [r"'bert-int8-linear'", r"nearest is 'bert-int8-linears'"],
     ),
     "broken-recipe": ("run {recipe} {sst2}", [r"not valid recipe YAML"], "rules: [{match: x"),
-    "recipe-is-a-list": ("run {recipe} {sst2}", [r"holds no recipe"], "- 1"),
     "recipe-matches-nothing": (
         "run {recipe} {sst2}",
         [r"encoder\.leyer", r"encoder\.layer"],
         f"{VALID}{OTHER_RULES}",
-    ),
-    "recipe-of-no-samples": (
-        "run {recipe} {sst2}",
-        [r"calibration\.samples", r"greater than 0"],
-        f"{VALID}calibration: {{samples: 0}}",
     ),
     "recipe-longer-than-the-model": (
         "run {recipe} {sst2}",
@@ -238,7 +166,6 @@ OPTIONS = {
     "no-such-command": ("rum", [r"rum"]),
     "no-such-option": ("run {sst2} --tusk sst2", [r"--tusk"]),
     "limit-of-nothing": ("run {sst2} --limit 0", [r"--limit"]),
-    "limit-is-no-number": ("run {sst2} --limit many", [r"--limit"]),
     "argument-missing": ("check", [r"(?i)target"]),
     "hub-set-of-no-name": ("run {model} --task sst2 --data hub:", [r"hub:OWNER/NAME"]),
 }
@@ -354,30 +281,18 @@ def test_profile_before_the_report(sst2, tmp_path, qdqbench):
 # ONNX files that are none.
 
 ONNX = {
-    "missing": Path.unlink,
     "a-folder": lambda path: (path.unlink(), path.mkdir()),
-    "empty": partial(cut, share=0),
-    "truncated-early": partial(cut, share=0.01),
     "truncated": partial(cut, share=0.5),
-    "truncated-late": partial(cut, share=0.999),
-    "corrupted": partial(overwrite, start=100, count=400),
     "text": lambda path: path.write_text("hello"),
-    "random": lambda path: path.write_bytes(bytes(range(256)) * 64),
 }
 
 
 @pytest.mark.parametrize("case", ONNX)
-@pytest.mark.parametrize("options", [[], ["--recipe", "bert-int8-linears"]], ids=["alone", "recipe"])
-def test_check_of_a_file_that_is_no_graph(case, options, finished_run, tmp_path, qdqbench):
+def test_check_of_a_file_that_is_no_graph(case, finished_run, tmp_path, qdqbench):
     path = Path(shutil.copy(finished_run / "model.int8.onnx", tmp_path / "model.onnx"))
     ONNX[case](path)
     told = [r"model\.onnx", *([r"truncated|corrupted|not"] if case == "truncated" else [])]
-    refused(qdqbench("check", path, *options), *told)
-
-
-def test_check_against_an_unknown_recipe(finished_run, qdqbench):
-    done = qdqbench("check", finished_run / "model.int8.onnx", "--recipe", "nonesuch")
-    refused(done, "nonesuch", "bert-int8-linears")
+    refused(qdqbench("check", path), *told)
 
 
 # Interrupted runs: each name is called in the middle of a stage.
@@ -468,10 +383,9 @@ def test_ctrl_c_at_the_keyboard(sst2, tmp_path):
         finally:
             process.kill()  # if it hangs, fail and do not wait
     assert (process.returncode, shown) == (130, "")
-    *signs, last = told.splitlines()
+    signs, _, last = told.rstrip().rpartition("\n")
     assert last == "qdqbench: interrupted; what is finished is kept, and the same command resumes"
-    # signs of life, on a busy machine, after what INT8 can bring here
-    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in signs[1:]), signs
+    assert signs_of_life(signs), signs
     nothing_half_written(out)
     assert "baseline" in json.loads((out / "stages.json").read_text())["stages"]
 

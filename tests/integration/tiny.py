@@ -299,3 +299,8 @@ def environment() -> dict[str, str]:
     """Environment of a child process: no colours asked for or forced."""
     kept = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "PY_COLORS")}
     return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+
+
+def signs_of_life(told: str) -> bool:
+    """Whether lines on stderr are those of a busy machine: what INT8 brings here, and times with steps."""
+    return all(re.match(r"\d\d:\d\d:\d\d |what INT8 can bring on ", line) for line in told.splitlines())
