@@ -313,7 +313,7 @@ class Asking:
 def processes_of(pid, kind=""):
     """Processes of a server, all or those of a kind."""
     found = []
-    for child in psutil.Process(pid).children():
+    for child in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has just ended
             if child.name().startswith(f"qdqbench-{kind}"):
                 found.append(child)

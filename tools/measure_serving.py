@@ -45,7 +45,7 @@ LOADS = [  # run, tokens of a text (None: as it is), connections, texts of a req
     ("minilm", None, 96, 32, 0.0),
     ("minilm", None, 800, 1, 0.7),
 ]
-FILES = [("bert-base", 8), ("minilm", 8), ("bert-base", 1), ("minilm", 1)]  # run, processes
+FILES = [("bert-base", 8), ("bert-base", 4)]  # run, processes
 
 
 def start(run, servers, ready):
@@ -75,6 +75,12 @@ def main():
     tokenizer = Answering.of(arguments.runs / RUNS[0]).tokenizer
     kinds = {None: texts} | {n: load_serve.lengthen(texts, n, tokenizer) for n in (MRPC, 128)}
     servers, found = {}, {"ready_s": {}, "engine": [], "loads": [], "files": []}
+    found["machine"] = load_serve.describe_machine()
+
+    def keep(part, row):
+        found[part].append(row)
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
     starts = [
         threading.Thread(target=start, args=(arguments.runs / run, servers, found["ready_s"])) for run in RUNS
     ]
@@ -85,7 +91,7 @@ def main():
     try:
         for run, tokens in dict.fromkeys(load[:2] for load in LOADS):
             rate, _ = load_serve.engine_rate(arguments.runs / run, kinds[tokens], 1.0)
-            found["engine"].append({"run": run, "tokens": tokens, "texts_per_s": round(rate)})
+            keep("engine", {"run": run, "tokens": tokens, "texts_per_s": round(rate)})
         full = {}
         for run, tokens, connections, count, share in LOADS:
             process, port = servers[run]
@@ -93,7 +99,7 @@ def main():
             asking = load_serve.Asking(process.pid, port, path, kinds[tokens], arguments.seconds, CLIENTS)
             made = asking.load(connections, count, share * full.get((run, count), 0.0))
             full[run, count] = max(full.get((run, count), 0.0), 0.0 if share else made["answered_per_s"])
-            found["loads"].append({"run": run, "tokens": tokens, "share": share} | made)
+            keep("loads", {"run": run, "tokens": tokens, "share": share} | made)
     finally:
         for process, _ in servers.values():
             process.kill()
@@ -107,9 +113,7 @@ def main():
             begun = time.perf_counter()
             made = predict_files(options.model_copy(update={"text_column": ["text"]})).model_dump()
             kept = {name: made[name] for name in ("rows", "seconds", "rows_per_second", "processes")}
-            found["files"].append({"run": run} | kept | {"whole_s": round(time.perf_counter() - begun, 2)})
-    found["machine"] = load_serve.describe_machine()
-    arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            keep("files", {"run": run} | kept | {"whole_s": round(time.perf_counter() - begun, 2)})
 
 
 if __name__ == "__main__":

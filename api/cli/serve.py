@@ -19,6 +19,7 @@ from qdqbench.quantize.pipeline.ownership import locked_for_reading
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.names import install_command
 from qdqbench.quantize.utils.progress import reporter
+from qdqbench.quantize.utils.system.gpu import count_gpus
 from qdqbench.quantize.utils.system.process import find_python
 
 EXTRA = ("httptools", "msgspec")  # of the extra `serve`
@@ -33,6 +34,7 @@ def serve(run: Path, options: ServeOptions) -> None:
         raise MissingDevice(
             f"serve needs {error.name}, which is not installed; `{install_command('serve')}`"
         ) from error
+    server.prepare(open_served.__module__, *(["torch"] if count_gpus() else []))
     served = open_served(run, options)
 
     def announce(url: str, loopback: bool) -> None:

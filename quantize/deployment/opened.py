@@ -1,6 +1,6 @@
 """A run that is opened to answer: its engine and graph by their hashes, and what answers are made with."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -96,8 +96,8 @@ class Answering:
     texts: tuple[str, ...] = ()  # of the run
 
     @classmethod
-    def of(cls, folder: Path, *, fp32: bool = False) -> "Answering":
-        """Read it from a run, with its FP32 model where that is asked for; raises as `open_run`."""
+    def of(cls, folder: Path, *, fp32: bool = False, texts: bool = True) -> "Answering":
+        """Read it from a run, with its FP32 model or texts if they are asked for; raises as `open_run`."""
         opened = open_run(folder)
         session, profiles, task = opened.session, opened.sidecar.profiles, opened.session.config.task
         unquantized, backend = folder / FP32, cast("BackendName", opened.sidecar.backend)
@@ -120,7 +120,7 @@ class Answering:
             told=told,
             outputs=tuple(task.kind.outputs),
             tokenizer=tokenizer.backend_tokenizer.to_str(),
-            texts=(*_read_texts(session),) if find_spec("tokie") and len(told["texts"]) == 1 else (),
+            texts=read_texts(folder) if texts else (),
             engine=opened.engine,
             graph=opened.graph,
             fp32=ModelFile(unquantized, files.sha256(unquantized)) if fp32 else None,
@@ -157,7 +157,13 @@ class Answering:
         return run
 
 
-def _read_texts(session: Session) -> Iterator[str]:
-    column = session.config.task.text_columns[0]
-    for split, _ in session.eval_splits.values():
-        yield from (text for text in split.dataset[:TEXTS][column] if isinstance(text, str))
+def read_texts(folder: Path) -> tuple[str, ...]:
+    """Return texts that a run was evaluated on, for a faster tokenizer; none where there is no such."""
+    session = Session(read_config(folder), folder)
+    task, found = session.config.task, list[Any]()
+    if not find_spec("tokie") or len(task.text_columns) > 1:
+        return ()
+    for name in task.eval_splits:
+        split = session.split(name, limit=session.config.limit)
+        found += split.dataset[:TEXTS][task.text_columns[0]]
+    return tuple(text for text in found if isinstance(text, str))

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from qdqbench.quantize.deployment.opened import Answering
+from qdqbench.quantize.deployment.opened import Answering, read_texts
 from qdqbench.quantize.deployment.serve_options import ServeOptions
 from qdqbench.quantize.standalone.server.settings import Served
 from qdqbench.quantize.utils.errors import UserError
@@ -18,7 +18,7 @@ PAGES = Path(__file__).parent / "pages"
 
 def open_served(folder: Path, options: ServeOptions) -> Served:
     """Open a run for serving; MissingDevice without an engine, `UserError` where it cannot be served here."""
-    answering = Answering.of(folder, fp32=not options.no_fp32)
+    answering = Answering.of(folder, fp32=not options.no_fp32, texts=False)
     told, on_cpu = answering.told, answering.backend in CPU_BACKENDS
     if options.watch and (options.no_fp32 or told["kind"] != "classification"):
         raise UserError("--watch compares classes with those of the FP32 model; leave it or --no-fp32 out")
@@ -31,7 +31,7 @@ def open_served(folder: Path, options: ServeOptions) -> Served:
         tokenizer=answering.tokenizer,
         models={"engine": partial(answering.open_engine, None), **fp32},
         gpus=0 if on_cpu else max(1, count_gpus()),
-        texts=answering.texts,
+        texts=partial(read_texts, folder),
         about={"task": answering.task, "columns": [*answering.columns], "int8": answering.int8},
         pages=dict(_read_pages()),
     )

@@ -126,7 +126,7 @@ def fake_told(**more):
     return told | {"pad_id": PAD, "batch": 8, "inputs": INPUTS} | more
 
 
-def make_served(told, tokenizer, engine, fp32=False, texts=()) -> Served:
+def make_served(told, tokenizer, engine, fp32=False, texts=tuple) -> Served:
     """A run of an engine that is made by a function."""
     fp32_too = {"fp32": engine} if fp32 else {}
     return Served("fake", "fake", "fake 1", told, tokenizer, {"engine": engine} | fp32_too, texts=texts)
@@ -155,12 +155,16 @@ def fake_served(
     return replace(made, pages=dict(_read_pages())) if pages else made
 
 
+def _lines(path):
+    return Path(path).read_text(encoding="utf-8").splitlines()[:1000] if path else ()
+
+
 def noop_served(tokenizer, texts):
     """A run of a real tokenizer, whose engine computes nothing."""
     told = fake_told(kind="classification", labels=["bad", "good"], max_length=128, pad_id=0, batch=256)
-    lines = Path(texts).read_text(encoding="utf-8").splitlines()[:1000] if texts else ()
     opener = partial(open_fake, Idle, 0.0, False, width=2)
-    return make_served(told, Path(tokenizer).read_text(encoding="utf-8"), opener, texts=tuple(lines))
+    tokenizer = Path(tokenizer).read_text(encoding="utf-8")
+    return make_served(told, tokenizer, opener, texts=partial(_lines, texts))
 
 
 def tiny_served(endpoint, kind="Mixing", **engine):

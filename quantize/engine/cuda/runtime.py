@@ -69,15 +69,16 @@ _KEYS = 128  # of a step of an attention block
 _MOST_KEYS = 4 * _KEYS  # that it holds in shared memory
 _WINDOW = 64  # tokens of an attention block
 _TIMED = 8  # launches of a GEMM, each with other weights, and three times
+_SERVED = 8  # buckets for each power of two of a server's batches
 _MOST_GRAPHS = 1024  # more than a server prepares for batches of 128 rows of up to 512 tokens
 PACKED = "packed"  # the one input of what is bound
 _MARK = "plan: "  # before the name of an operation in a profile
 _Around = Callable[[Operation], AbstractContextManager[None]]
 
 
-def choose_bucket(tokens: int) -> int:
-    """Return the least bucket that holds so many tokens: 16 for each power of two, all multiples of 64."""
-    step = max(_ALIGN, (1 << (tokens - 1).bit_length()) // 32)
+def choose_bucket(tokens: int, count: int = 16) -> int:
+    """Return the least bucket for so many tokens: `count` for each power of two, all multiples of 64."""
+    step = max(_ALIGN, (1 << (tokens - 1).bit_length()) // (2 * count))
     return -(-tokens // step) * step
 
 
@@ -356,8 +357,9 @@ class CudaEngine:
 
         tokens = pack_rows(self.plan, self.arrays, ids, types, lengths)
         count = len(ids) if self.plan.head.pooling == "tokens" else len(lengths)
-        bucket, rows, longest, reach = choose_graph(tokens)
-        # batches of a server differ: spare rows cost less than a graph for each number of them
+        _, rows, longest, reach = choose_graph(tokens)
+        # batches of a server differ: what is spare costs less than a graph for each number of it
+        bucket = choose_bucket(len(ids), _SERVED)
         key = bucket, max(rows, 1 << (bucket // 16 - 1).bit_length()), max(longest, _WINDOW), reach
         host = {}
         for name, answer in self.answer(tokens, key).items():

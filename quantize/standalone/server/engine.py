@@ -3,7 +3,7 @@
 import select
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,7 +18,8 @@ DEPTH = 2  # launches under way: the host prepares one while the device computes
 WINDOW = 8  # batches of rows that are sorted by length together, where a batch is padded
 LENGTH_STEP = 2  # tokens that lengths are padded to multiples of: a runtime prepares each new shape
 LEAST_ROWS, SHORTER = 4, 0.85  # a batch of so many ends where a row is so much shorter than its longest
-WARM_S = 3.0  # that further shapes are prepared for
+LENGTHS = (24, 50, 100, 200, 400)  # tokens of rows that an engine without padding is prepared for
+PREPARE_S = 10.0  # from the start, in which it does so while it is idle
 
 
 class Refusing(RuntimeError):
@@ -59,18 +60,30 @@ def warm_up(infer: Infer, told: Mapping[str, Any], timeout_s: float) -> tuple[in
     return fits, slowest, made.shape[1] * (length if told["over_tokens"] else 1)
 
 
+def list_packed(longest: int, tokens: int) -> Iterator[tuple[int, int]]:
+    """Yield rows and their length, for which an engine that needs no padding is prepared: the largest first.
+
+    Steps of a thirtieth are finer than the engine's: a size that it knows takes it no time.
+    """
+    for length in (longest, *(each for each in LENGTHS if each < longest)):
+        rows = max(1, tokens // length)
+        while rows:
+            yield rows, length
+            rows = min(rows - 1, 31 * rows // 32)
+
+
+def run_packed(infer: Any, rows: int, length: int) -> Array:
+    ids = np.zeros(rows * length, np.int32)
+    return infer.launch(ids, ids, np.full(rows, length, np.int32)).read()  # type: ignore[no-any-return]
+
+
 def warm_up_packed(infer: Any, told: Mapping[str, Any], tokens: int) -> tuple[int, float, int]:
-    """Run an engine that needs no padding at sizes up to a budget of tokens; returns as `warm_up`."""
-    longest, begun, slowest, width = told["max_length"], time.monotonic(), 0.0, 1
-    for length in (longest, 32, 16, 64, 128):
-        rows = [max(1, tokens // length >> shift) for shift in range(12)]
-        for count in dict.fromkeys([*rows, 1]):
-            size = min(length, longest)
-            ids, start = np.zeros(count * size, np.int32), time.monotonic()
-            made = infer.launch(ids, ids, np.full(count, size, np.int32)).read()
-            slowest, width = max(slowest, time.monotonic() - start), int(np.prod(made.shape[1:]))
-            if start - begun > WARM_S:
-                break
+    """Run an engine that needs no padding at the budget of tokens and at one row; returns as `warm_up`."""
+    longest, slowest, width = told["max_length"], 0.0, 1
+    for rows in (max(1, tokens // longest), 1):
+        start = time.monotonic()
+        made = run_packed(infer, rows, longest)
+        slowest, width = max(slowest, time.monotonic() - start), int(np.prod(made.shape[1:]))
     return tokens, slowest, width * (longest if told["over_tokens"] else 1)
 
 
@@ -98,12 +111,18 @@ class Worker:
         self.waiting = np.empty(0, RECORD)
         self.sorted = deque[Array]()  # batches of one window
         self.flying = deque[tuple[Array, Launched, float]]()
+        self.unprepared = list_packed(told["max_length"], tokens) if self.packed else iter(())
 
     def work(self) -> None:
         poll = select.poll()
         poll.register(self.pipe.fileno(), select.POLLIN)
+        until = time.monotonic() + PREPARE_S
         while True:
             idle = not (len(self.waiting) or self.sorted or self.flying)
+            quiet = idle and time.monotonic() < until and not poll.poll(0)
+            if quiet and (size := next(self.unprepared, None)):
+                run_packed(self.infer, *size)  # now: with a request it would take the request's time
+                continue
             if poll.poll(None if idle else 0):
                 try:
                     self.receive()

@@ -10,13 +10,14 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from .slots import ENGINE_GONE, RECORD, Board, Shape, Slots, make_memory, make_p
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 SIGNALS = {signal.SIGINT, signal.SIGTERM}
 TICK_S, AGAIN_S = 0.05, 1.0  # between looks at processes, and starts of one that does not start
-PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
+PR_SET_NAME = 15
 GRACE_S = 2.0  # beyond a request's own time, until what is still open is dropped at the end
 HANG = 5  # times the slowest batch of the warm-up
 STILL_S = 20.0  # that a front may hold Python's lock
@@ -68,22 +69,34 @@ class Shared:
     slots: Connection
     engine_pipes: Sequence[tuple[Connection, Connection]]
     front_pipes: Sequence[tuple[Connection, Connection]]
-    fast: bool
-    parent: int
 
     def open_board(self) -> tuple[Board, Metrics]:
         metrics = make_metrics(self.served, self.settings, self.models)
         return Board(self.board, self.fronts, len(self.models), metrics.size), metrics
 
 
-def _begin(shared: Shared, kind: str, cores: Sequence[int]) -> None:
+def prepare(*modules: str) -> None:
+    """Begin to import what processes need, in the process that they are forked from; call it early."""
+    multiprocessing.set_forkserver_preload([__name__, *modules])
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # in all of them: only this one decides
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _begin(kind: str, cores: Sequence[int]) -> None:
     """Begin a process that ends with the one that started it, and has a name of its own."""
+    parent = multiprocessing.parent_process()
+
+    def end() -> None:
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=end, daemon=True).start()
     if sys.platform == "linux":
-        libc = ctypes.CDLL(None)
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        libc.prctl(PR_SET_NAME, f"qdqbench-{kind}".encode())
-    if os.getppid() != shared.parent:
-        os._exit(1)  # it ended before
+        ctypes.CDLL(None).prctl(PR_SET_NAME, f"qdqbench-{kind}".encode())
     with suppress(OSError, AttributeError):  # no such call
         os.sched_setaffinity(0, cores)
 
@@ -92,7 +105,7 @@ def run_engine(
     shared: Shared, number: int, cores: Sequence[int], gpu: str | None, control: Connection
 ) -> None:
     """Load an engine, tell its sizes, and answer until the end of the process."""
-    _begin(shared, "engine", cores)
+    _begin("engine", cores)
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     served, settings, model = shared.served, shared.settings, shared.models[number]
@@ -126,20 +139,21 @@ def run_engine(
 def run_front(  # noqa: PLR0913, PLR0917
     shared: Shared,
     place: int,
-    shape: Shape,
     cores: Sequence[int],
     listener: socket.socket,
+    fast: bool,
+    shape: Shape,
     control: Connection,
 ) -> None:
     """Answer clients until the supervisor says that it ends."""
-    _begin(shared, "front", cores)
+    _begin("front", cores)
     os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"] = "false", "1"
     served, (board, metrics) = shared.served, shared.open_board()
-    fast = FastTokenizer(served.tokenizer, served.told["max_length"]) if shared.fast else None
+    quick = FastTokenizer(served.tokenizer, served.told["max_length"]) if fast else None
     front = Front(
         served, shared.settings, place, shared.models, Slots(shared.slots, shape), board,
         Counts(metrics, board.metrics[place]), shared.front_pipes[place][0],
-        [writer for _, writer in shared.engine_pipes], fast=fast,
+        [writer for _, writer in shared.engine_pipes], fast=quick,
     )  # fmt: skip
     site = Site(front, metrics, shared.hosts)
 
@@ -184,21 +198,22 @@ class Supervisor:
     ) -> None:
         self.shared, self.listeners, self._announce = shared, listeners, [announce]
         self.board, self.metrics = shared.open_board()
-        self.context = multiprocessing.get_context("spawn")
-        resource_tracker.ensure_running()  # now: it would unblock signals in the midst of a start
+        self.context = multiprocessing.get_context("forkserver")
         self.shape: Shape | None = None
+        self.fast = False
         self.ending = False
         self.children: list[Child] = []
 
     def start(self, kind: str, place: int) -> Child:
-        """Start a process; signals are blocked in it, so that only this one decides."""
+        """Start a process."""
         ours, theirs = self.context.Pipe()
         shared, cores = self.shared, sorted(os.sched_getaffinity(0))
         target: Callable[..., None] = run_engine
-        given: tuple[Any, ...] = (self.shape, cores, self.listeners[place]) if kind == "front" else ()
+        given: tuple[Any, ...] = (cores, self.listeners[place], self.fast, self.shape)
         if kind == "front":  # which opens no model, and need not import what opens them
             target, names = run_front, shared.served.models
-            shared = replace(shared, served=replace(shared.served, models=dict.fromkeys(names, object)))
+            served = replace(shared.served, models=dict.fromkeys(names, object), texts=tuple)
+            shared = replace(shared, served=served)
         else:
             count, gpu = shared.models.count(ENGINE), None
             if shared.models[place] == ENGINE:
@@ -208,17 +223,15 @@ class Supervisor:
                 cores = cores if gpu else cores[place::count] or cores
             given = (cores, gpu)
         process = self.context.Process(target=target, args=(shared, place, *given, theirs))
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        try:
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        process.start()
         theirs.close()
         return Child(kind, place, process, ours)
 
     def run(self) -> None:
         """Work until a signal; raises Failed where that cannot be."""
+        served = self.shared.served
         self.children = [self.start("engine", place) for place in range(len(self.shared.models))]
+        self.fast = open_fast(served.told, served.tokenizer, served.texts()) is not None  # while they load
         while not self.ending:
             for child in [*self.children]:
                 self.look(child)
@@ -237,8 +250,8 @@ class Supervisor:
             time.sleep(AGAIN_S)
         try:
             self.children[self.children.index(child)] = self.start(child.kind, child.place)
-        except OSError as error:
-            log(f"no process can be started ({error.strerror}); trying again")
+        except (OSError, EOFError) as error:
+            log(f"no process can be started ({error}); trying again")
             child.ready = False
 
     def open_slots(self) -> None:
@@ -333,6 +346,7 @@ def serve(served: Served, settings: Settings, announce: Callable[[str, bool], No
     the address or a model cannot be used, or a file changed before an engine was replaced.
     """
     require_short_words(served)
+    prepare()
     cores = len(os.sched_getaffinity(0))
     fronts = settings.fronts or max(1, min(16, cores // 2 if served.gpus else cores // 8))
     models = [ENGINE] * (settings.engines or max(1, served.gpus))
@@ -351,8 +365,6 @@ def serve(served: Served, settings: Settings, announce: Callable[[str, bool], No
         slots=make_memory("slots"),
         engine_pipes=[make_pipe() for _ in models],
         front_pipes=[make_pipe() for _ in range(fronts)],
-        fast=open_fast(served.told, served.tokenizer, served.texts) is not None,
-        parent=os.getpid(),
     )
     supervisor = Supervisor(shared, listeners, lambda: announce(f"http://{name}:{port}", loopback))
 

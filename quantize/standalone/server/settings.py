@@ -36,6 +36,6 @@ class Served:
     tokenizer: str  # JSON
     models: Mapping[str, Callable[[], Any]]  # by name: opens its `Infer`, in a process of its own
     gpus: int = 0  # that the engine is for; 0: it runs on the CPU
-    texts: Sequence[str] = ()  # of the run, on which a faster tokenizer must agree
+    texts: Callable[[], Sequence[str]] = tuple  # of the run, on which a faster tokenizer must agree
     about: Mapping[str, Any] = field(default_factory=dict)  # further facts for /v1/model
     pages: Mapping[str, tuple[bytes, str]] = field(default_factory=dict)  # by path: content, its type

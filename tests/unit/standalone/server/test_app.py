@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from qdqbench.quantize.deployment.serve import _read_pages
+from qdqbench.quantize.engine.cuda.runtime import choose_bucket
 from qdqbench.quantize.standalone.fast import FastTokenizer, open_fast
 from qdqbench.quantize.standalone.server import engine, front, http
 from qdqbench.quantize.standalone.server.http import Site
@@ -23,7 +24,7 @@ from qdqbench.quantize.standalone.server.settings import Settings
 from qdqbench.quantize.standalone.server.slots import ENGINE_GONE, RECORD, send
 from qdqbench.quantize.standalone.texts import Coded
 
-from ....support.fake_served import Engine, digits, fake_served, tiny_served
+from ....support.fake_served import Engine, Idle, digits, fake_served, tiny_served
 from ....support.http_client import finished
 from ....support.site import Setup, call, called, within
 
@@ -358,6 +359,40 @@ def test_the_largest_batch_is_one_that_fits_into_the_time_of_a_request():
     assert 0.08 <= slowest <= 0.15
     with pytest.raises(engine.Refusing, match=r"row of 64 tokens takes 0\.\d s, more than --timeout 0\.3"):
         engine.warm_up(Engine(per_batch=0.4), told, 0.3)
+
+
+@given(st.integers(16, 512), st.sampled_from([512, 4096, 16_384]))
+def test_an_engine_without_padding_is_prepared_for_every_bucket(longest, tokens):
+    sizes = [*engine.list_packed(longest, tokens)]
+    assert sizes[0] == (tokens // longest, longest)
+    assert all(rows * length <= tokens and length <= longest for rows, length in sizes)
+    wanted = {choose_bucket(count, 8) for count in range(1, tokens // longest * longest + 1)}
+    assert wanted <= {choose_bucket(rows * length, 8) for rows, length in sizes}
+
+
+def test_an_idle_engine_prepares_itself_and_answers_meanwhile():
+    ran = []
+
+    class Noting(Idle):
+        def launch(self, ids, types, lengths):
+            time.sleep(0.01)
+            ran.append((len(lengths), int(lengths[0])))
+            return super().launch(ids, types, lengths)
+
+    async def main(site):
+        while len(ran) < 6:
+            await asyncio.sleep(0.01)
+        status, _, _ = await called(site, "POST", "/v1/predict", {"texts": ["12"]})
+        assert status == 200
+        while len(ran) < 20:
+            await asyncio.sleep(0.01)
+
+    served = replace(fake_served(), models={"engine": Noting})
+    within(main, served)
+    sizes = [*engine.list_packed(64, Settings().batch_tokens)]
+    assert ran[:2] == [sizes[0], (1, 64)]  # before it is ready
+    assert (1, 4) in ran  # that of the request
+    assert [size for size in ran[2:20] if size != (1, 4)] == sizes[:17]
 
 
 @given(st.lists(st.integers(1, 128), max_size=200), st.integers(1, 40))

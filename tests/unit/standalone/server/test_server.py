@@ -187,14 +187,17 @@ def test_a_lack_of_memory_for_the_queues_is_told_at_the_start(monkeypatch):
 
 
 def end_by_signal(number: int, after_s: float) -> float:
-    """Start a server that loads for minutes, signal its group; return the seconds until all of it ended."""
+    """Start a server that loads for minutes, signal its group; return the seconds until all of it ended.
+
+    SIGKILL is for the supervisor alone.
+    """
     command = [sys.executable, "-m", "tests.support.slow_server"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     started = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
     try:
         assert started.stdout.readline() == b"starting\n"
         time.sleep(after_s)
-        os.killpg(started.pid, number)
+        (os.kill if number == signal.SIGKILL else os.killpg)(started.pid, number)
         clock = time.monotonic()
         started.wait(20)
         while (left := time.monotonic() - clock) < 20:
@@ -211,8 +214,10 @@ def end_by_signal(number: int, after_s: float) -> float:
         started.wait()
 
 
-@pytest.mark.parametrize(("number", "after_s"), [(signal.SIGINT, 0.1), (signal.SIGTERM, 0.5)])
-def test_a_signal_to_the_group_ends_a_server_that_starts(number, after_s):
+@pytest.mark.parametrize(
+    ("number", "after_s"), [(signal.SIGINT, 0.1), (signal.SIGTERM, 0.5), (signal.SIGKILL, 4.0)]
+)
+def test_a_signal_ends_all_processes_of_a_server_that_starts(number, after_s):
     assert end_by_signal(number, after_s) < 15
 
 
