@@ -1,12 +1,7 @@
 """`qdqbench auto` on a tiny model: every step, the report, a resume after a kill, what is refused."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pyarrow
@@ -18,7 +13,7 @@ from qdqbench.eval.selection.auto import run
 from qdqbench.eval.selection.auto.results import Auto
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 
-from .tiny import MAIN, Given, environment, listing, refused, results
+from .tiny import Given, listing, results
 
 pytestmark = pytest.mark.slow
 OUT = "auto"
@@ -111,47 +106,6 @@ def test_the_first_recipe_that_holds_is_deployed_and_repeated(sst2, tmp_path, qd
     assert again.code == 0, again.err
     assert json.loads(again.out)["steps"] == json.loads(found.model_dump_json())["steps"]
     assert {name: (out / name).stat().st_mtime_ns for name in before} == before
-
-
-@pytest.mark.long
-def test_a_killed_command_resumes(sst2, tmp_path, qdqbench):
-    """The step that was killed is taken again, those before are not."""
-    out = tmp_path / OUT
-    words = options(sst2, out, "int8-linears", "--samples", 96, "--trials", 8)
-    words += ["--min-speedup", "50", "--backend", "openvino"]  # nothing is so fast: search is tried
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen([sys.executable, "-c", MAIN, *words], env=environment(), **quiet)
-    deadline = time.monotonic() + 300
-    while not (out / "search").exists():
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    before = [json.loads(line)["trial"] for line in (out / "trials.jsonl").read_text().splitlines()[1:]]
-    assert [(step["name"], step["status"]) for step in before] == [("bert-int8-linears", "done")]
-    assert not (out / "auto.json").exists()
-    done = qdqbench(*words)
-    found = read_auto(out)
-    assert done.code == 2, done.err
-    assert "min_speedup 50 is asked" in done.err
-    assert json.loads(found.steps[0].model_dump_json()) == before[0]
-    assert found.steps[1].skipped == "only_speed"
-    assert found.steps[3].status == "failed"
-    assert "50x as fast" in found.steps[3].failure.text
-
-
-@pytest.mark.long
-def test_a_folder_of_another_task_is_not_mixed_in(given, tmp_path, qdqbench):
-    out = tmp_path / OUT
-    assert qdqbench(*options(given("sst2"), out, "int8-linears")).code == 0
-    before = (out / "auto.json").read_bytes()
-    refused(
-        qdqbench(*options(given("mrpc"), out)),
-        "holds a finished ladder of model",
-        "task mrpc; give another --out",
-    )
-    assert (out / "auto.json").read_bytes() == before
 
 
 @pytest.mark.long

@@ -6,7 +6,6 @@ import pytest
 
 from qdqbench.eval.selection.calibration_comparison import CalibrationComparison
 from qdqbench.eval.selection.trials.results import DRAW
-from qdqbench.eval.selection.trials.store import Trials
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.recipe.schema import load_recipe
 
@@ -60,39 +59,6 @@ def test_every_row_is_measured_and_the_best_is_written(qdqbench, sst2, recipe, t
     assert chosen.model_copy(update={"name": own.name, "calibration": own.calibration}) == own
     for text in ("best", "the recipe", "entropy", "Validation is the judge", "recipe.yaml"):
         assert text in done.out
-
-
-@pytest.mark.long
-def test_a_killed_comparison_goes_on(qdqbench, sst2, recipe, tmp_path, monkeypatch):
-    """Killed at its second row, then once more with a torn line, against one that was not."""
-    three = ("--method", "max", "--method", "mse", "--method", "percentile/99.9", "--smoothing", "none")
-    few = ("--samples", 32, "--limit", 32)
-    options = ("compare-calibration", recipe(ATTENTION), *sst2.options, *few, *three)
-    assert qdqbench(*options, "--out", tmp_path / "whole").code == 0
-    answer, made = Trials.answer, []
-
-    def spied(self, model, text):
-        if made == ["FP32", "max"]:
-            raise KeyboardInterrupt
-        made.append(text)
-        return answer(self, model, text)
-
-    monkeypatch.setattr(Trials, "answer", spied)
-    out = tmp_path / "killed"
-    done = qdqbench(*options, "--out", out)
-    assert (done.code, made) == (130, ["FP32", "max"])
-    assert done.err == "qdqbench: interrupted; what is finished is kept, and the same command resumes\n"
-    with (out / "methods.trials.jsonl").open("a") as stream:
-        stream.write('{"key": "{')
-    made.clear()
-    done = qdqbench(*options, "--out", out)
-    assert (done.code, made) == (0, ["mse", "percentile/99.9"])
-    assert done.err == f"{out / 'methods.trials.jsonl'}: resuming after 1 finished trials\n"
-    assert lasting(read_methods(out)) == lasting(read_methods(tmp_path / "whole"))
-    assert qdqbench(*options, "--out", out).code == 0
-    assert made == ["mse", "percentile/99.9"]
-    assert qdqbench(*options, "--limit", 16, "--out", out).code == 0  # other rows judge
-    assert made[2:] == ["FP32", "max", "mse", "percentile/99.9"]
 
 
 def test_biases_that_an_engine_folds_are_not_corrected(qdqbench, sst2, recipe, tmp_path, monkeypatch):
@@ -151,20 +117,6 @@ def test_the_choice_sees_no_validation_row(qdqbench, sst2, recipe, tmp_path):
     for ours, theirs in zip(first.rows, other.rows, strict=True):
         assert ours.trial.scores["draw"] == theirs.trial.scores["draw"]
     assert [row.best for row in first.rows] == [row.best for row in other.rows]
-
-
-@pytest.mark.long
-def test_named_rows_of_a_regression(qdqbench, given, recipe, tmp_path):
-    stsb = given("stsb")
-    out = tmp_path / "out"
-    options = (recipe("bert-int8-ffn"), *stsb.options, "--out", out, "--samples", 500)
-    done = qdqbench("compare-calibration", *options, *NARROW, "--json")
-    assert (done.code, done.err) == (0, "")
-    found = read_methods(out)
-    assert json.loads(done.out) == json.loads(found.model_dump_json())
-    assert [row.name for row in found.rows] == ["max", "percentile/99.9"]
-    assert found.data["samples"] == TRAIN_ROWS - 64
-    assert any("192 samples, not 500" in note for note in found.notes)
 
 
 @pytest.mark.long

@@ -1,12 +1,7 @@
 """`qdqbench search` on a tiny model without engines: outcome, interruption, and two workers."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import asdict
 
 import pytest
@@ -16,9 +11,8 @@ from qdqbench.eval.selection.search.results import read_search
 from qdqbench.eval.selection.search.workspace import Workspace
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 from qdqbench.quantize.utils.errors import CheckFailed
-from qdqbench.quantize.utils.system.quiet import quiet
 
-from .tiny import MAIN, Outcome, call_alone, environment
+from .tiny import Outcome, call_alone
 
 pytestmark = pytest.mark.slow
 TRIALS = 7
@@ -188,63 +182,3 @@ def test_trials_that_fail_are_recorded_and_skipped(given, files, tmp_path, qdqbe
     assert "the logits are NaN" in failed.values()
     assert any(trial.is_scored for trial in found.trials)
     assert "trials failed" in done.out
-
-
-def start(given, files, out, *more):
-    words = options(given, files, out, *more)
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", MAIN, *words], env=environment(), **quiet)
-
-
-def wait_until(worker, holds):
-    deadline = time.monotonic() + 300
-    while not holds():
-        assert worker.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
-@pytest.mark.long
-def test_a_killed_search_ends_as_one_that_was_not(searched, given, files, tmp_path):
-    store = tmp_path / "out" / "trials.jsonl"
-    worker = start(given, files, tmp_path / "out")
-    wait_until(worker, lambda: store.is_file() and len(store.read_text().splitlines()) > 3)
-    os.kill(worker.pid, signal.SIGKILL)
-    worker.communicate()
-    assert call_alone(*options(given, files, tmp_path / "out")).code == 0
-    whole, resumed = (read_search(out / "search.json") for out in (searched[0], tmp_path / "out"))
-    for one, other in zip(whole.trials, resumed.trials, strict=False):
-        assert (one.params, one.scores) == (other.params, other.scores)
-
-
-@pytest.mark.long
-def test_a_killed_worker_loses_nothing(given, files, tmp_path):
-    """Two on one storage; what the killed one was at is done by the other."""
-    shared = "--storage", f"sqlite:///{tmp_path / 'shared.db'}"
-    first = start(given, files, tmp_path / "a", *shared)
-    wait_until(first, lambda: count_done(shared[1]) >= 1)  # the tables and the ranking are there
-    second = start(given, files, tmp_path / "b", *shared)
-    wait_until(first, lambda: count_done(shared[1]) >= 2)
-    os.kill(first.pid, signal.SIGKILL)
-    first.communicate()
-    _, errors = second.communicate(timeout=500)
-    assert second.returncode == 0, errors
-    trials = read_search(tmp_path / "b" / "search.json").trials
-    assert sum(trial.duplicate_of is None for trial in trials) >= TRIALS
-    assert not any(trial.failure for trial in trials)
-    assert [trial.origin for trial in trials].count("given") == 1
-    # the first one resumes, and writes its own report of the same trials
-    again = call_alone(*options(given, files, tmp_path / "a", *shared))
-    assert again.code == 0, again.err
-    assert read_search(tmp_path / "a" / "search.json").trials == trials
-
-
-def count_done(storage):
-    import optuna
-
-    with quiet("optuna"):
-        try:
-            study = optuna.load_study(study_name="mine-sst2", storage=storage)
-        except Exception:  # the tables are not there yet
-            return 0
-        return len(study.get_trials(states=[optuna.trial.TrialState.COMPLETE]))

@@ -100,17 +100,6 @@ def test_killed_run_goes_on(qdqbench, given, recipe, tmp_path, monkeypatch):
     assert len(lines) == count + 1  # settings
 
 
-@pytest.mark.long
-def test_other_settings_begin_anew_and_say_so(qdqbench, sst2, recipe, tmp_path):
-    out, path = tmp_path / "out", recipe()
-    options = ["sensitivity", path, *sst2.options, "--out", out]
-    assert qdqbench(*options, "--samples", 16).code == 0
-    done = qdqbench(*options, "--samples", 24)
-    assert done.code == 0
-    assert "starting from scratch" in done.err
-    assert read_sensitivity(out).data["samples"] == 24
-
-
 def test_draw_is_beside_calibration_and_validation_is_not_read(qdqbench, sst2, recipe, tmp_path):
     """The folder has no validation split; a train split that is too small is said."""
     import shutil

@@ -1,6 +1,5 @@
 """The package as it is installed: its parts, its data, and a help that loads nothing heavy."""
 
-import fnmatch
 import json
 import os
 import re
@@ -9,7 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from importlib import metadata, resources
+from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -45,15 +44,6 @@ def pinned() -> dict[str, Version]:
     return {pin.name: Version(str(pin.specifier).removeprefix("==")) for pin in here}
 
 
-def modules() -> list[Path]:
-    return [path.relative_to(ROOT) for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
-
-
-def package_of(folder: Path) -> str:
-    """The package that a folder is: `api` is `qdqbench` itself."""
-    return ".".join(["qdqbench", *(folder.parts if folder.parts[0] != "api" else folder.parts[1:])])
-
-
 def test_pinned_versions_are_within_the_bounds(pyproject: dict[str, Any], pinned: dict[str, Version]) -> None:
     project = pyproject["project"]
     texts = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
@@ -84,45 +74,9 @@ def test_classifiers_name_the_versions_of_python_that_are_allowed(pyproject: dic
     assert named == {str(minor) for minor in range(40) if f"3.{minor}" in allowed}
 
 
-def test_every_folder_with_modules_is_a_package(pyproject: dict[str, Any]) -> None:
-    folders = {path.parent for path in modules()}
-    tools = pyproject["tool"]["setuptools"]
-    assert set(tools["packages"]) == {package_of(folder) for folder in folders}
-    assert tools["package-dir"] == {package_of(Path(top)): top for top in FOLDERS}  # setuptools adds the rest
-    assert all((ROOT / folder / "__init__.py").is_file() for folder in folders)
-
-
 def test_no_other_top_level_folder_holds_product_code() -> None:
     tops = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert tops == set(FOLDERS)
-
-
-def test_every_data_file_is_package_data(pyproject: dict[str, Any]) -> None:
-    patterns = pyproject["tool"]["setuptools"]["package-data"]
-    found = [
-        path.relative_to(ROOT)
-        for folder in FOLDERS
-        for path in (ROOT / folder).rglob("*")
-        if path.is_file() and path.suffix not in (".py", ".pyc", ".md")
-    ]
-    assert [str(path) for path in found if not packaged(path, patterns)] == []
-    assert {path.suffix for path in found} >= {".yaml", ".j2", ".json", ".typed"}
-
-
-def packaged(path: Path, patterns: dict[str, list[str]]) -> bool:
-    """Whether the nearest package above a file names it; `*` of setuptools does not cross folders."""
-    package = next(folder for folder in path.parents if (ROOT / folder / "__init__.py").is_file())
-    inner = path.relative_to(package).as_posix()
-    return any(
-        fnmatch.fnmatchcase(inner, pattern) and pattern.count("/") == inner.count("/")
-        for pattern in patterns.get(package_of(package), ())
-    )
-
-
-def test_data_files_are_readable_as_resources() -> None:
-    assert (resources.files("qdqbench.quantize.report") / "templates" / "page.html.j2").is_file()
-    assert (resources.files("qdqbench.quantize.utils") / "look.css").is_file()
-    assert (resources.files("qdqbench.recipes") / "int8-linears.yaml").is_file()
 
 
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
