@@ -10,12 +10,11 @@ from pathlib import Path
 from qdqbench._options import BenchOptions
 from qdqbench._progress import displayed
 from qdqbench._runs import Progress
-from qdqbench.eval.bench.cpu import CpuWork
 from qdqbench.eval.bench.gpu import GpuWork, background, start_compiles, start_export
 from qdqbench.eval.bench.report import write_bench_reports
 from qdqbench.eval.bench.results import BENCH_FILE, TENSORRT_SYSTEMS, Bench, read_earlier, write_bench
 from qdqbench.eval.bench.run import require_gpu, run_bench
-from qdqbench.eval.bench.systems import TABLE, BenchPlan, own_backend
+from qdqbench.eval.bench.systems import TABLE, BenchPlan, Work, own_backend
 from qdqbench.eval.bench.target import (
     Target,
     batched_splits,
@@ -95,7 +94,7 @@ def start_bench(target: str | Path | None, options: BenchOptions) -> tuple[Bench
     with ExitStack() as stack:
         reporter().begin("exporting")
         stack.enter_context(_owned_folder(place, path, own_recipe, options))
-        work = CpuWork() if cpu else GpuWork(stack.enter_context(background(os.cpu_count() or 1)))
+        work = Work() if cpu else GpuWork(stack.enter_context(background(os.cpu_count() or 1)))
         if path:
             opened = run_target(path)
             if isinstance(work, GpuWork):
@@ -196,7 +195,7 @@ def _export_all(  # noqa: PLR0913, PLR0917
     folder: Path,
     plan: BenchPlan,
     pooling: Pooling | None,
-    work: GpuWork | CpuWork,
+    work: Work,
 ) -> Target:
     """Return the target by the first recipe, with those by the others, exported at the same time."""
     recipe, *others = recipes

@@ -41,7 +41,7 @@ BENCH = [
 PADDED = [  # baselines that the unpadded encoder beats everywhere, at these sizes and lengths
     part for name in ("torch-fp16-eager", "compile-fp16-eager") for part in ("--exclude", name)
 ]
-FUSED, TUNED = "int8-residual-fused", "tuned"
+FUSED = "int8-residual-fused"
 WITHOUT_TENSORRT = [  # slower than the unpadded encoder, and built longest
     part for name in ("int8-tensorrt_rtx", "fp16") for part in ("--exclude", name)
 ]

@@ -1,13 +1,19 @@
 """The commands that choose what becomes INT8, and how."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from qdqbench._auto import start_auto
-from qdqbench._options import AutoOptions, CalibrationOptions, SearchCommandOptions, SensitivityOptions
+from qdqbench._options import (
+    AutoOptions,
+    CalibrationOptions,
+    RecipeOptions,
+    SearchCommandOptions,
+    SensitivityOptions,
+)
 from qdqbench.cli.answer import Answer
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection import calibration_comparison as compared
@@ -53,15 +59,7 @@ def search(recipe: str | None, options: SearchCommandOptions) -> Answer:
                 "or --overwrite to start from scratch"
             )
     session = Session(config, folder / WORK)
-    identity, ready = identity_of("search", session), session.require_inputs
-    with (
-        owned_folder(folder, identity, overwrite=options.overwrite, ready=ready),
-        ExitStack() as stack,
-    ):
-        session.folder.mkdir(exist_ok=True)
-        if config.model is None and not (session.folder / EMBEDDED_MODEL).is_file():
-            reporter().begin("training the built-in BERT")
-            stages.embedded(session)
+    with _held("search", session, folder, options), ExitStack() as stack:
         reporter().begin("preparing")
         worker = open_worker(session, options, stack)
         worker.run()
@@ -101,12 +99,7 @@ def _measure(
     """Return what `measured`, made of a session, finds."""
     folder = run_folder(kind, config, options.out)
     session = Session(config, folder)
-    identity = identity_of(kind, session)
-    ready = partial(session.require_inputs, evaluates=kind == "methods")
-    with owned_folder(folder, identity, overwrite=options.overwrite, ready=ready):
-        if config.model is None:
-            reporter().begin("training the built-in BERT")
-            stages.embedded(session)
+    with _held(kind, session, folder, options):
         measurement = measured(session, options.samples)
         if measurement.trials.store.resume_note:
             reporter().log(measurement.trials.store.resume_note)
@@ -114,3 +107,16 @@ def _measure(
         shown = report(found)
         write_result(found, shown, folder)
     return Answer(found, shown, [f"recipe: {folder / RECIPE_FILE}", f"report: {folder / f'{kind}.html'}"])
+
+
+@contextmanager
+def _held(kind: str, session: Session, folder: Path, options: RecipeOptions) -> Iterator[None]:
+    """Hold the folder of a command, with the built-in BERT where no model is named."""
+    identity = identity_of(kind, session)
+    ready = partial(session.require_inputs, evaluates=kind != "sensitivity")
+    with owned_folder(folder, identity, overwrite=options.overwrite, ready=ready):
+        session.folder.mkdir(exist_ok=True)
+        if session.config.model is None and not (session.folder / EMBEDDED_MODEL).is_file():
+            reporter().begin("training the built-in BERT")
+            stages.embedded(session)
+        yield

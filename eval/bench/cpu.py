@@ -29,18 +29,13 @@ NNCF_LONGEST = 128  # tokens of a random calibration sample
 
 
 @dataclass
-class CpuWork(systems.SharedWork):
-    pass
-
-
-@dataclass
 class CpuRuns:
     lanes: Callable[[int], Sequence[Answer]]  # for a number of streams, all threads together; may be fewer
     detail: str
     built: EngineResult | None = None
 
 
-def prepare_on_cpu(here: systems.Preparation[CpuWork]) -> list[systems.Entry]:
+def prepare_on_cpu(here: systems.Preparation) -> list[systems.Entry]:
     import torch
 
     here.stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -70,7 +65,7 @@ def prepare_on_cpu(here: systems.Preparation[CpuWork]) -> list[systems.Entry]:
     return systems.prepare_each(here, prepare)
 
 
-def _int8_runs(here: systems.Preparation[CpuWork], system: systems.System) -> CpuRuns:
+def _int8_runs(here: systems.Preparation, system: systems.System) -> CpuRuns:
     session, config, backend = here.target.session, here.config, cast("BackendName", system.library)
     if here.options.quick:
         engine = outcomes.read_built(session.folder)
@@ -91,13 +86,13 @@ def _int8_runs(here: systems.Preparation[CpuWork], system: systems.System) -> Cp
     return CpuRuns(lanes, f"{compute.upper()} where not INT8", built)
 
 
-def _export_runs(here: systems.Preparation[CpuWork], system: systems.System) -> CpuRuns:
+def _export_runs(here: systems.Preparation, system: systems.System) -> CpuRuns:
     backend, compute = cast("BackendName", system.library), cast("cpu_runtimes.Compute", system.precision)
     data = here.target.graphs["fp32"].read_bytes()
     return CpuRuns(_compiled_lanes(here, backend, data, compute), f"FP32 export, {compute.upper()} compute")
 
 
-def _dynamic_runs(here: systems.Preparation[CpuWork], _: systems.System) -> CpuRuns:
+def _dynamic_runs(here: systems.Preparation, _: systems.System) -> CpuRuns:
     models = here.work.models
     if "dynamic" not in models:
         from onnxruntime.quantization import QuantType, quantize_dynamic
@@ -112,7 +107,7 @@ def _dynamic_runs(here: systems.Preparation[CpuWork], _: systems.System) -> CpuR
     return CpuRuns(lanes, "onnxruntime.quantization.quantize_dynamic, QInt8 weights per channel")
 
 
-def _nncf_runs(here: systems.Preparation[CpuWork], _: systems.System) -> CpuRuns:
+def _nncf_runs(here: systems.Preparation, _: systems.System) -> CpuRuns:
     models = here.work.models
     if "nncf" not in models:
         import nncf
@@ -145,7 +140,7 @@ def _calibration_rows(target: Target) -> Iterator[Batch]:
             yield {name: batch[name][row : row + 1, :length] for name in target.family.inputs}
 
 
-def _torch_runs(here: systems.Preparation[CpuWork], system: systems.System) -> CpuRuns:
+def _torch_runs(here: systems.Preparation, system: systems.System) -> CpuRuns:
     forward = here.forward(system)
 
     def lanes(streams: int) -> Sequence[Answer]:
@@ -158,7 +153,7 @@ def _torch_runs(here: systems.Preparation[CpuWork], system: systems.System) -> C
     return CpuRuns(lanes, f"{how}, SDPA, with the mask")
 
 
-def _torch_lane(here: systems.Preparation[CpuWork], forward: Callable[..., Any], streams: int) -> Answer:
+def _torch_lane(here: systems.Preparation, forward: Callable[..., Any], streams: int) -> Answer:
     import torch
 
     threads, names = max(1, (here.options.threads or 1) // streams), here.target.family.inputs
@@ -173,7 +168,7 @@ def _torch_lane(here: systems.Preparation[CpuWork], forward: Callable[..., Any],
     return run
 
 
-RUNS: dict[str, Callable[[systems.Preparation[CpuWork], systems.System], CpuRuns]] = {
+RUNS: dict[str, Callable[[systems.Preparation, systems.System], CpuRuns]] = {
     "int8": _int8_runs,
     "export": _export_runs,
     "dynamic": _dynamic_runs,
@@ -184,7 +179,7 @@ RUNS: dict[str, Callable[[systems.Preparation[CpuWork], systems.System], CpuRuns
 
 
 def _compiled_lanes(
-    here: systems.Preparation[CpuWork],
+    here: systems.Preparation,
     backend: BackendName,
     model: Any,
     compute: cpu_runtimes.Compute,

@@ -189,7 +189,7 @@ def marker(folder: Path, mode: str, pair: Pair) -> Path:
 
 
 @dataclass
-class GpuWork(systems.SharedWork):
+class GpuWork(systems.Work):
     background: Background
     unpadded: dict[str, peers.UnpaddedEncoder] = field(default_factory=dict)  # by precision
     compiles: dict[tuple[str, Pair], str] = field(default_factory=dict)  # task by mode and (batch, length)
@@ -299,7 +299,7 @@ def specs_of(target: Target, system: systems.System, config: systems.Config) -> 
     return specs
 
 
-def prepare_on_gpu(here: systems.Preparation[GpuWork]) -> list[systems.Entry]:
+def prepare_on_gpu(here: systems.Preparation) -> list[systems.Entry]:
     import torch
 
     timer = measure.CudaTimer()
@@ -321,7 +321,7 @@ def prepare_on_gpu(here: systems.Preparation[GpuWork]) -> list[systems.Entry]:
 
 
 def _prepare_engine(
-    here: systems.Preparation[GpuWork], system: systems.System, timer: measure.CudaTimer
+    here: systems.Preparation, system: systems.System, timer: measure.CudaTimer
 ) -> systems.Entry:
     specs = specs_of(here.target, system, here.config)
     single = {spec.engine: spec for spec in specs.values()}
@@ -357,7 +357,7 @@ def _prepare_engine(
 
 
 def _bind_lanes(
-    here: systems.Preparation[GpuWork], bind: Callable[[int, int, Any], Any]
+    here: systems.Preparation, bind: Callable[[int, int, Any], Any]
 ) -> tuple[list[measure.Lane], str]:
     """Return one lane per stream from a function (batch, length, stream) -> Bound, and how it runs."""
     lanes: list[measure.Lane] = []
@@ -379,9 +379,7 @@ def _bind_lanes(
     return lanes, detail
 
 
-def _padded_lanes(
-    here: systems.Preparation[GpuWork], system: systems.System
-) -> tuple[list[measure.Lane], str]:
+def _padded_lanes(here: systems.Preparation, system: systems.System) -> tuple[list[measure.Lane], str]:
     """Bind PyTorch to the shapes of a config; CheckFailed where it was not compiled in time."""
     failed = here.work.background.failed
     for pair in here.config.shapes:
@@ -401,20 +399,21 @@ def _padded_lanes(
     return _bind_lanes(here, bind)
 
 
-def _unpadded_encoder(here: systems.Preparation[GpuWork], system: systems.System) -> peers.UnpaddedEncoder:
+def _unpadded_encoder(here: systems.Preparation, system: systems.System) -> peers.UnpaddedEncoder:
     session = here.target.session
     if reason := peers.refusal(session.fp32_model.config.model_type, here.target.family.name):
         raise UserError(reason)
     found = gpu.compute_capability if (gpu := find_gpu()) else "0.0"
     if system.precision == "fp8" and tuple(map(int, found.split("."))) < peers.FIRST_FP8:
         raise UserError(f"GPUs of compute capability 8.9 and newer multiply FP8, and this one has {found}")
-    if system.precision not in here.work.unpadded:
+    made: dict[str, peers.UnpaddedEncoder] = here.work.unpadded
+    if system.precision not in made:
         encoder = peers.UnpaddedEncoder(peers.sdpa_model(session.new_model(), "fp16", "cuda"))
         if system.precision == "fp8":
             rows = [row for batch in here.batches for row in peers.unpadded_rows(batch)]
             encoder.use_fp8(peers.pack_rows(rows[: peers.FP8_ROWS], 1, encoder.positions_of))
-        here.work.unpadded[system.precision] = encoder
-    return here.work.unpadded[system.precision]
+        made[system.precision] = encoder
+    return made[system.precision]
 
 
 class PackedKernels:
@@ -454,7 +453,7 @@ def _tokens_of(launch: Int32, tokens: int) -> Tokens:
 
 
 def _packed_lanes(
-    here: systems.Preparation[GpuWork],
+    here: systems.Preparation,
     encoder: peers.UnpaddedEncoder | PackedKernels,
     timer: measure.CudaTimer,
 ) -> tuple[list[measure.Lane], str]:

@@ -3,12 +3,11 @@
 import os
 from contextlib import ExitStack
 
-from qdqbench.eval.bench.cpu import CpuWork
 from qdqbench.eval.bench.gpu import GpuWork, background
 from qdqbench.eval.bench.report import stale_files
 from qdqbench.eval.bench.results import BENCH_FILE, read_bench, write_bench
 from qdqbench.eval.bench.run import require_gpu, run_bench
-from qdqbench.eval.bench.systems import BenchPlan, systems_of
+from qdqbench.eval.bench.systems import BenchPlan, Work, systems_of
 from qdqbench.eval.bench.target import session_target
 from qdqbench.quantize.pipeline.outcomes import Skipped, read_built, read_engine_run
 from qdqbench.quantize.pipeline.session import Session
@@ -64,7 +63,7 @@ def bench_quickly(session: Session) -> str:
         plan = plan.model_copy(update={"exclude": tuple(others)})
         with reporting_to(Within()), ExitStack() as stack:
             if own.on_cpu:
-                bench = run_bench(target, plan, CpuWork(), command=command)
+                bench = run_bench(target, plan, Work(), command=command)
             else:
                 work = GpuWork(stack.enter_context(background(os.cpu_count() or 1)))
                 bench = run_bench(target, plan, work, command=command, backend=require_gpu(own.backend))

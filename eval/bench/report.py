@@ -193,8 +193,8 @@ def bench_report(bench: Bench) -> doc.Report:
 
 
 def _tile(bench: Bench, config: BenchConfig, ratio: Speedup) -> doc.Tile:
-    remark = f"over {_named(bench, config, ratio.baseline).text} ms"
-    remark = f"{ratio.leading.interval} {remark}".strip()
+    over = f"{bench.labels[ratio.baseline]} {latency_cell(bench, config, ratio.baseline).text}"
+    remark = f"{ratio.leading.interval} over {over} ms".strip()
     return doc.Tile(config_text(bench, config), figures.speed_text(ratio), remark, figures.speed(ratio).state)
 
 
@@ -339,17 +339,6 @@ def headline_title(bench: Bench) -> str:
     timed = {row.system for config in bench.configs for row in config.rows if row.status == "done"}
     fp8 = any(system.precision == "fp8" and system.name in timed for system in bench.systems)
     return f"INT8 over the fastest FP16{' engine' if engines_alone else ' or FP8' if fp8 else ''}"
-
-
-def headline_cells(bench: Bench, config: BenchConfig) -> list[doc.Cell]:
-    if (best := headline_of(bench.systems, config)) is None:
-        return [doc.Cell("not measured"), doc.Cell(), doc.Cell()]
-    return [figures.speed(best), *(_named(bench, config, name) for name in (best.system, best.baseline))]
-
-
-def _named(bench: Bench, config: BenchConfig, name: str) -> doc.Cell:
-    cell = latency_cell(bench, config, name)
-    return doc.Cell(f"{bench.labels[name]} {cell.text}", cell.state)
 
 
 def ratio_rows(bench: Bench) -> Rows:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pynvml
 
-from qdqbench.eval.bench.cpu import CpuWork, prepare_on_cpu
+from qdqbench.eval.bench.cpu import prepare_on_cpu
 from qdqbench.eval.bench.gpu import GpuWork, prebuild, prepare_on_gpu, require_kernels
 from qdqbench.eval.bench.measure import LEAST_FOR_P99, Burst, Effort, check_outputs, gpu_uuid, measure_rounds
 from qdqbench.eval.bench.results import (
@@ -32,6 +32,7 @@ from qdqbench.eval.bench.systems import (
     BenchPlan,
     Entry,
     Preparation,
+    Work,
     configs_of,
     describe_systems,
 )
@@ -173,7 +174,7 @@ def require_gpu(backend: Any) -> tuple[str, str]:
 def run_bench(  # noqa: PLR0913
     target: Target,
     options: BenchPlan,
-    work: GpuWork | CpuWork,
+    work: Work,
     *,
     command: str,
     backend: tuple[str, str] = ("", ""),
@@ -214,7 +215,7 @@ def run_bench(  # noqa: PLR0913
         result.prepare_s = round(time.monotonic() - clock, 1)
         configs = () if options.build_only else configs_of(options)
         for number, config in enumerate(configs, start=1):
-            here = Preparation[Any](target, options, config, work, ExitStack())
+            here = Preparation(target, options, config, work, ExitStack())
             label = f"{config.batch} x {'data set' if config.split else config.length}"
             reporter().begin(label, number - 1, len(configs))
             _measure_config(result, here, monitor, label)
@@ -230,7 +231,7 @@ def run_bench(  # noqa: PLR0913
     return result
 
 
-def _measure_config(result: Bench, here: Preparation[Any], monitor: GpuMonitor | None, label: str) -> None:
+def _measure_config(result: Bench, here: Preparation, monitor: GpuMonitor | None, label: str) -> None:
     """Prepare, verify, measure, verify again; adds the config and what is wrong with it to the result."""
     options, config, split = here.options, here.config, here.config.split
     on_cpu, clock = options.device == "cpu", time.monotonic()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Literal, cast
 
 from pydantic import ConfigDict
 
@@ -215,19 +215,16 @@ def _version(library: str) -> str:
 
 
 @dataclass
-class SharedWork:
+class Work:
     models: dict[str, Any] = field(default_factory=dict, kw_only=True)  # by precision, or by who quantized
 
 
-Work = TypeVar("Work", bound=SharedWork)
-
-
 @dataclass(frozen=True)
-class Preparation(Generic[Work]):
+class Preparation:
     target: Target
     options: BenchPlan
     config: Config
-    work: Work  # what all configs of a bench share
+    work: Any  # what all configs of a bench share: `Work`, on a GPU `GpuWork`
     stack: ExitStack  # frees what the config holds
     compiled: dict[str, Any] = field(default_factory=dict)  # functions of PyTorch by precision and mode
 
@@ -268,7 +265,7 @@ class Entry:
     kernels: Callable[[], BenchKernels] | None = None  # of one inference; reads them, so only once measured
 
 
-def prepare_each(here: Preparation[Any], prepare: Callable[[System], Entry]) -> list[Entry]:
+def prepare_each(here: Preparation, prepare: Callable[[System], Entry]) -> list[Entry]:
     """Prepare every system; an engine of the bench that fails is an error, all else is skipped."""
     entries, systems = [], systems_of(here.target, here.options)
     if any(system.mode for system in systems.values()):

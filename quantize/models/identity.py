@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from qdqbench.quantize.models.families.others import explain_other
 from qdqbench.quantize.utils.errors import UserError
@@ -27,7 +27,6 @@ SENTENCE_CONFIG = "config_sentence_transformers.json"  # prompts and similarity
 FIELD = "sentence_embedding"  # of a model's configuration: its `Pooling`
 POOLING_CLASS = "SentencePooling"  # of the module that pools
 Mode = Literal["mean", "cls", "last"]
-MODES: tuple[Mode, ...] = get_args(Mode)
 # flags of 1_Pooling/config.json, what newer files have instead, and flags of what is not supported here
 FLAGS: dict[str, Mode] = {
     "pooling_mode_mean_tokens": "mean",

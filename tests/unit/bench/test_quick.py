@@ -45,8 +45,8 @@ def measured(session, monkeypatch, backend, *, outcome=None, **found):
 @pytest.mark.parametrize(
     ("backend", "systems", "work", "shown"),
     [
-        ("openvino", ["int8", "fp32-openvino"], "CpuWork", ("", "")),
-        ("onnxruntime", ["int8", "fp32-onnxruntime"], "CpuWork", ("", "")),
+        ("openvino", ["int8", "fp32-openvino"], "Work", ("", "")),
+        ("onnxruntime", ["int8", "fp32-onnxruntime"], "Work", ("", "")),
         ("tensorrt_rtx", ["int8", "fp16"], "GpuWork", ("tensorrt_rtx", "1.0")),
         ("cuda", ["int8", "torch-fp16"], "GpuWork", ("cuda", "1.0")),
     ],
@@ -57,9 +57,9 @@ def test_an_engine_is_timed_next_to_its_twin(session, monkeypatch, backend, syst
     assert (said, written) == ("", ["bench.json"])
     assert (names, more) == (systems, [work, shown])
     assert plan.quick
-    last = (32, 32) if work == "CpuWork" else (32, 128)
+    last = (32, 32) if work == "Work" else (32, 128)
     assert [config.shapes for config in configs_of(plan)] == [[(1, 128)], [(8, 128)], [last]]
-    assert plan.device == ("cpu" if work == "CpuWork" else "gpu")
+    assert plan.device == ("cpu" if work == "Work" else "gpu")
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,9 @@ def pages(bench, folder: Path) -> dict[str, str]:
 
 
 def column(bench, shape):
-    """Cells of one shape by the name of the row, the headline with them."""
+    """Cells of one shape by the name of the row."""
     place = [report.config_text(bench, config) for config in bench.configs].index(shape)
-    cells = {name: cells[place] for name, cells in [*report.latency_rows(bench), *report.ratio_rows(bench)]}
-    return cells | {report.headline_title(bench): report.headline_cells(bench, bench.configs[place])}
+    return {name: cells[place] for name, cells in [*report.latency_rows(bench), *report.ratio_rows(bench)]}
 
 
 def bench_with(name, label):
@@ -51,7 +50,9 @@ def test_the_fastest_int8_engine_is_the_one_that_is_compared():
     found = headline_of(bench.systems, cell)
     assert (found.system, found.baseline, found.value) == ("int8-exact", "fp16", pytest.approx(1.2))
     assert {s.baseline for s in cell.speedups if s.system == "int8-exact"} >= {"int8", "fp16", "torch-fp32"}
-    assert column(bench, "1 x 128")["INT8 over the fastest FP16"][1] == Cell("INT8 engine, exact shape 0.6")
+    assert report.headline_title(bench) == "INT8 over the fastest FP16"
+    tile = report.bench_report(bench).tiles[0]
+    assert (tile.title, tile.value) == ("1 x 128", "1.20x")
     assert report.slow_lines(bench)[0].startswith("1 x 128: INT8 engine is slower than FP16 engine, 0.90x")
 
 
@@ -115,8 +116,8 @@ def test_a_slow_down_within_the_spread_is_inconclusive():
     for ratio in bench.configs[0].speedups:
         ratio.ci95_high = 1.02 if ratio.verdict == "slower" else ratio.ci95_high
     assert report.slow_lines(bench) == []
-    ratio = column(bench, "1 x 128")["INT8 over the fastest FP16"][0]
-    assert (ratio.text, ratio.state) == ("0.90x [0.90, 1.02] inconclusive", "unclear")
+    tile = report.bench_report(bench).tiles[0]
+    assert (tile.value, tile.remark[:12], tile.state) == ("0.90x", "[0.90, 1.02]", "unclear")
     assert report.bench_report(bench).verdict.state == "unclear"
 
 
@@ -139,7 +140,6 @@ def test_an_error_is_a_line_and_never_a_number(tmp_path):
     first, second = column(bench, "1 x 128"), column(bench, "8 x 128")
     assert first["INT8 engine"] == Cell("error", "bad")
     assert first["INT8 engine over FP16 engine"] == Cell()
-    assert first["INT8 over the fastest FP16"][0] == Cell("not measured")
     assert second["torch.compile FP16"] == Cell("not measured")
     for text in (on_terminal(report.bench_report(bench), 300), *pages(bench, tmp_path).values()):
         assert "NaN or infinite logits" in text

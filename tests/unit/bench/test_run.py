@@ -12,7 +12,7 @@ from qdqbench.eval.bench.gpu import GpuWork
 from qdqbench.eval.bench.measure import ReadySystem
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSystem, BenchTarget, compute_speedups
 from qdqbench.eval.bench.run import run_bench
-from qdqbench.eval.bench.systems import BenchPlan, Config, Entry, Preparation, SharedWork
+from qdqbench.eval.bench.systems import BenchPlan, Config, Entry, Preparation, Work
 from qdqbench.eval.bench.target import BatchedSplit, Target
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -152,7 +152,7 @@ def test_a_run_is_timed_on_its_texts_and_all_else_on_random_token_ids(machine, t
     assert [text.tolist() for text in run.texts] == ids.tolist()
     made = measure(run, ONE)
     assert made.settings.inputs == "texts of split train"
-    here = Preparation(run, ONE, Config(2, 4, None), SharedWork(), ExitStack())
+    here = Preparation(run, ONE, Config(2, 4, None), Work(), ExitStack())
     assert {tuple(row[:2]) for batch in here.batches for row in batch["input_ids"]} <= {(5, 6), (8, 9)}
 
 
