@@ -36,11 +36,10 @@ from tests.integration import test_serve_fuzz as http
 from tests.support.disfigured import disfigure
 from tests.support.fake_served import tiny_served
 from tests.support.foreign_layer import float_layer
-from tests.support.fuzz import broken
+from tests.support.fuzz import BASES, broken
 from tests.support.records import engine_result
 from tests.support.site import Setup, Transport
 from tests.support.tiny_layer import FORMS, healthy
-from tests.unit.lint.test_hostile import BASES
 
 from qdqbench.eval.bench.results import read_bench
 from qdqbench.eval.metrics.logits import read_answers

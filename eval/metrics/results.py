@@ -65,6 +65,8 @@ class Comparison(Strict):
     @classmethod
     def _drop(cls, values: Any) -> Any:
         """Leave out what runs had as null until 0.1.0."""
+        if not isinstance(values, dict):
+            return values
         gone = {"divergence", "divergence_stderr"}
         return {key: value for key, value in values.items() if value is not None or key not in gone}
 

@@ -1,8 +1,7 @@
 """The command line of trtexec (TensorRT 10.14 to 11), and a reader of its --exportProfile.
 
 Options and formats are those of `sampleOptions.cpp` and `sampleReporting.cpp` in TensorRT's open sources.
-trtexec writes what C++ streams print: names without escapes, `nan` and `inf` where JSON has no such number,
-and six digits of a float.
+trtexec writes what C++ streams print: names without escapes, and six digits of a float.
 """
 
 import json
@@ -19,10 +18,6 @@ MAX_BYTES = 64 << 20  # of a file
 MAX_PARTS = 2_000_000  # lists and objects of a file, each of which takes far more memory than its text
 MAX_KERNELS = 20_000  # BERT-large with four profiles has 1,400
 MAX_MS = 1e9  # of a kernel
-# A string may lack its end, and what follows `nan(` is short: each character is looked at once.
-_NOT_A_NUMBER = re.compile(
-    r'"(?:[^"\\]|\\.)*(?:"|\\?\Z)|([-+]?)\b(nan|inf)\b(?:\([^)\s]{0,64}\))?', re.IGNORECASE | re.DOTALL
-)
 
 
 def read_profile(path: Path) -> dict[str, float]:
@@ -50,28 +45,17 @@ def read_profile(path: Path) -> dict[str, float]:
 
 
 def _read_json(path: Path) -> Any:
-    """Return what a JSON file holds, with the NaN and infinities of C++ streams; memory is bounded."""
+    """Return what a JSON file holds; memory is bounded."""
     what = "a kernel profile"
     text = read_bounded(path, MAX_BYTES, what, f"{what} that trtexec wrote")
     if text.count("[") + text.count("{") > MAX_PARTS:
         raise UserError(f"{path} has more than {MAX_PARTS} lists and objects, which {what} has not")
     try:
-        try:
-            return json.loads(text, strict=False)
-        except ValueError:
-            return json.loads(_NOT_A_NUMBER.sub(_spelled, text), strict=False)
+        return json.loads(text, strict=False)
     except (ValueError, RecursionError) as error:
         raise UserError(
             f"{path} is not JSON ({' '.join(str(error).split())[:100]}); give {what} that trtexec wrote"
         ) from error
-
-
-def _spelled(found: re.Match[str]) -> str:
-    if found[2] is None:
-        return found[0]
-    if found[2].lower() == "nan":
-        return "NaN"
-    return "-Infinity" if found[1] == "-" else "Infinity"
 
 
 def _number(value: Any) -> float | None:

@@ -1,12 +1,14 @@
 """Files that are broken in ways that happen, and in ways that someone thinks of."""
 
+import json
 import random
-import resource
-import time
+import struct
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from qdqbench.quantize.utils.errors import UserError
+from .build_logs import POLYGRAPHY, missing_scale, trtexec
+from .foreign_layer import float_layer
+from .layer_tables import bert, inspector_json
+from .tiny_layer import healthy
 
 HOSTILE = [
     b"../../../etc/passwd",
@@ -35,30 +37,28 @@ NUMBERS = [
 NESTED = [b"[" * 3000, b'{"a":' * 3000, b"[" * 300 + b"]" * 300, b'[{"name":[' * 500]
 
 
-def hold_to_one_sentence(
-    reader: Callable[[Path], object], samples: list[bytes], path: Path, count: int = 10_000
-) -> None:
-    """Broken files are read, or end in a UserError of one sentence: in bounded time and memory.
+def profile() -> bytes:
+    rows = [{"name": row.name, "timeMs": 1.0, "averageMs": 0.1, "percentage": 1.0} for row in bert()]
+    return json.dumps([{"count": 9}, *rows]).encode()
 
-    Args:
-        path: where each of them is written.
-    """
-    before, good, slowest, said = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0, 0.0, ""
-    for data in broken(samples, count):
-        path.write_bytes(data)
-        start = time.process_time()
-        try:
-            reader(path)
-            good += 1
-        except UserError as error:
-            said = max(said, str(error), key=lambda text: (not text.isprintable(), len(text)))
-        slowest = max(slowest, time.process_time() - start)
-    assert 0 < good < count
-    assert said.isprintable(), repr(said)
-    assert len(said) < 600 + 2 * len(str(path)), said
-    assert slowest < 2, f"{slowest} s of CPU for one file"
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown < 200_000, f"{grown} kB more memory"
+
+def cache() -> bytes:
+    lines = [f"/layer.{n}/MatMul: {struct.pack('>f', 0.1 + n).hex()}" for n in range(30)]
+    return "\n".join(["TRT-8601-EntropyCalibration2", *lines, ""]).encode()
+
+
+def engine() -> bytes:
+    return b"ptrt" + bytes(20) + bytes([10, 0, 0, 6]) + bytes(200)
+
+
+BASES: dict[str, Callable[[], list[bytes]]] = {
+    "onnx": lambda: [healthy("fp16").SerializeToString(), float_layer().SerializeToString()],
+    "log": lambda: [trtexec(*missing_scale("a", "b")).encode(), POLYGRAPHY.encode()],
+    "table": lambda: [inspector_json(bert(layers=1), schema).encode() for schema in (10, 11)],
+    "profile": lambda: [profile()],
+    "cache": lambda: [cache()],
+    "engine": lambda: [engine()],
+}
 
 
 def broken(samples: list[bytes], count: int, seed: int = 0) -> Iterator[bytes]:

@@ -8,8 +8,6 @@ from qdqbench.quantize.engine import trtexec
 from qdqbench.quantize.engine.trtexec import read_profile
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support.fuzz import hold_to_one_sentence
-
 MADE = Path(__file__).parents[2] / "golden" / "trtexec"  # by hand
 
 
@@ -18,10 +16,8 @@ def written(folder: Path, text: str) -> Path:
     return folder / "file.json"
 
 
-def test_a_profile_has_its_kernels_in_order_and_a_percentage_that_is_no_number():
-    kernels = read_profile(MADE / "profile.json")
-    assert "-nan" in (MADE / "profile.json").read_text()
-    assert [*kernels.values()] == [0.021, 0.05, 0.0]
+def test_a_profile_has_its_kernels_in_order():
+    assert [*read_profile(MADE / "profile.json").values()] == [0.021, 0.05, 0.0]
 
 
 def test_kernels_of_one_name_are_added(tmp_path):
@@ -35,7 +31,7 @@ def test_kernels_of_one_name_are_added(tmp_path):
         ('[{"count": 3}]', "has no kernels"),
         ('[{"name": "a", "ms": true}]', "no kernel profile"),
         ('[{"name": "a", "ms": -1}]', "no kernel profile"),
-        ('[{"name": "a", "ms": nan}]', "no kernel profile"),
+        ('[{"name": "a", "ms": nan}]', "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ("nothing", "is not JSON"),
     ],
@@ -65,9 +61,3 @@ def test_a_file_of_many_empty_lists_is_not_parsed(tmp_path, monkeypatch):
     monkeypatch.setattr(trtexec, "MAX_PARTS", 10)
     with pytest.raises(UserError, match="more than 10 lists"):
         read_profile(written(tmp_path, "[" + "[]," * 10 + "[]]"))
-
-
-@pytest.mark.long
-def test_ten_thousand_broken_files_end_in_one_sentence(tmp_path):
-    sample = (MADE / "profile.json").read_bytes()
-    hold_to_one_sentence(read_profile, [sample, sample + b"]"], tmp_path / "broken.json")

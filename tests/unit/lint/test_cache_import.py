@@ -14,7 +14,6 @@ from qdqbench.quantize.recipe.schema import parse_recipe
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support import tiny_bert as tiny
-from ...support.fuzz import hold_to_one_sentence
 
 QUERY = "encoder.layer.0.attention.self.query"
 
@@ -149,12 +148,6 @@ def test_a_recipe_that_changes_the_tensors_cannot_give_their_amax(changes):
         ValueError, match="smoothing to none, outlier_channel_splitting to 0 and centering to false"
     ):
         tiny.recipe_with(calibration={"amax": {"x.input_quantizer": 1.0}, **changes})
-
-
-@pytest.mark.long
-def test_ten_thousand_broken_caches_end_in_one_sentence(graph, found, tmp_path):
-    sample = write_cache(tmp_path / "good", graph, found).read_bytes()
-    hold_to_one_sentence(read_cache_file, [sample], tmp_path / "broken")
 
 
 def test_a_maximum_of_int8_codes_is_that_of_the_values():
