@@ -107,8 +107,7 @@ class ParityRow(Strict):
         default=MAX_OUTPUT_ERROR,
     )
     limit: float = field(
-        "Largest share of differing INT8 values that passes: 0.005, or with FP16 compute 2^-10 times their "
-        "mean magnitude, the larger.",
+        "Largest share of differing INT8 values that passes: 0.005, in older files also more.",
         default=0.005,
     )
     step_limit: int = field(
@@ -149,9 +148,7 @@ class Parity(Strict):
     rows: list[ParityRow] = field("One row per quantized tensor.")
     outputs: list[ParityRow] = field("One row per output of the graph; empty in older files.", default=[])
     logits_max_abs_diff: float = field("Largest logit difference, with teacher forcing.")
-    limit_fraction: float = field(
-        "Largest share of differing INT8 values that passes; the `limit` of a row may be larger."
-    )
+    limit_fraction: float = field("Largest share of differing INT8 values that passes.")
     limit_step: int = field("Largest difference of one INT8 value that passes.")
     passed: bool = field("True if every row and output is within its limits.")
     end_to_end: Comparison | None = field(

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto
 
 from qdqbench.eval.metrics.parity import LIMIT_FRACTION, LIMIT_STEP
 from qdqbench.eval.metrics.runners import session_of
@@ -36,7 +35,6 @@ from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.engine.target import computes_fp16
 from qdqbench.quantize.graph.index import MATMULS, SAME_VALUES, GraphIndex, module_of, tensor_values
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.lint.view import CheckGraph
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.inputs import MASK, select_inputs
 from qdqbench.quantize.pipeline import graphs, outcomes
@@ -58,7 +56,6 @@ class Deviation:
 
     index: GraphIndex
     node: onnx.NodeProto  # that makes it
-    family: Family
     got: Array | None  # None: the fault vanished when the tensor was marked
     expected: Array | None
     mask: Array  # [batch, length]
@@ -66,27 +63,18 @@ class Deviation:
 
 
 def likely_cause(evidence: Deviation) -> tuple[str, str]:
-    for rule in (_overflow, _mask, _partial_attention, _scale_or_bias):
+    for rule in (_overflow, _mask, _scale_or_bias):
         if (found := rule(evidence)) is not None:
             return found
     return "unknown", "compare the kernels named above with those of another backend version, and report it"
 
 
 def _overflow(evidence: Deviation) -> tuple[str, str] | None:
-    """Tell what leaves the range of FP16: a raw accumulator, the variance of a norm, or the values."""
+    """Tell what leaves the range of FP16: what follows a GEMM, the variance of a norm, or the values."""
     if not evidence.nonfinite:
         return None
-    node, index = evidence.node, evidence.index
+    node = evidence.node
     if (gemm := _behind_int8(evidence)) is not None:
-        scales = [dq.input[1] for name in gemm.input[:2] if (dq := _dequantizer(index, name)) is not None]
-        kinds = {index.initializers[s].data_type for s in scales if s in index.initializers}
-        channels = any((value := index.constant(s)) is not None and value.size > 1 for s in scales)
-        if channels and TensorProto.FLOAT16 in kinds:
-            return (
-                f"FP16 overflow of the raw INT32 accumulator of {gemm.name}: "
-                "per-channel weights with FP16 scales",
-                "export with FP32 scales or `export: {weight_scales: factored}`",
-            )
         return (
             f"FP16 overflow after the INT8 GEMM {gemm.name}",
             "export with `weight_scales: factored`, or keep the layer in FP32",
@@ -124,21 +112,6 @@ def _mask(evidence: Deviation) -> tuple[str, str] | None:
         "only samples with padding are wrong: the constant or the type of the attention mask",
         "the mask must be a finite FP16 number far below every score, such as -1e4",
     )
-
-
-def _partial_attention(evidence: Deviation) -> tuple[str, str] | None:
-    """Find q, k and v quantized without the softmax, and a tensor that is not ahead of the scores."""
-    family, module = evidence.family, module_of(evidence.node.name)
-    for attention in CheckGraph(evidence.index.model).attentions:
-        own = module_of(attention.softmax.name)
-        same = family.layer_of(module) == family.layer_of(own)
-        quantized = {part for part, operand in attention.operands.items() if operand.dq is not None}
-        if same and quantized == {"q", "k", "v"} and (module == own or family.behind_attention(module)):
-            return (
-                "attention is quantized in part: Q/DQ on q, k and v without Q/DQ on the softmax output",
-                "quantize all of it with `attention: int8`, or nothing with `attention: fp16`",
-            )
-    return None
 
 
 def _scale_or_bias(evidence: Deviation) -> tuple[str, str] | None:
@@ -306,7 +279,7 @@ def bisect_kernels(engine: CudaEngine, model: onnx.ModelProto, feeds: Feeds, fam
     nodes = {node.name or node.output[0]: node for node in model.graph.node}
     mask, nonfinite = np.asarray(feeds[MASK], bool), result.error.error is None
     last = nodes[operation.nodes[-1]]
-    deviation = Deviation(GraphIndex(model), last, family, got[result.tensor], expected, mask, nonfinite)
+    deviation = Deviation(GraphIndex(model), last, got[result.tensor], expected, mask, nonfinite)
     result.cause, result.advice = likely_cause(deviation)
     return result
 
@@ -447,7 +420,6 @@ def _explain(search: _Search, layers: Sequence[LayerRow]) -> None:
     evidence = Deviation(
         index=index,
         node=node,
-        family=search.stitched.family,
         got=search.got.get(str(result.tensor)),
         expected=search.expected.get(str(result.tensor)),
         mask=search.mask,

@@ -63,7 +63,6 @@ class Stitched:
     model: onnx.ModelProto
     blocks: tuple[Block, ...]  # in graph order
     types: dict[str, np.dtype[Any]]  # of the new graph inputs
-    family: Family  # whose module names the graph has
 
     def feeds(self, inputs: Mapping[str, Float32]) -> dict[str, Array]:
         """Return hidden states by block name as feeds of the graph, in its types."""
@@ -115,7 +114,7 @@ def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
         for position, name in enumerate(node.input):
             node.input[position] = replaced.get(name, name)
     replace_nodes(stitched, [*before, *graph.node, *behind])
-    return Stitched(stitched, tuple(blocks), types, family)
+    return Stitched(stitched, tuple(blocks), types)
 
 
 def _head_outputs(graph: onnx.GraphProto, free: list[Any]) -> dict[str, str]:

@@ -26,12 +26,16 @@ class BlockCheck(Strict):
     quantization_error: float = field(
         "Relative error of the fake-quant block against the FP32 block: the cost of quantization itself."
     )
-    limit: float = field("Limit of `error`: 0.01 or `quantization_error`, the larger.")
+    limit: float = field(
+        "Limit of `error`: root of the sum of squares of 0.01 (0.02 with BF16 compute) and "
+        "`quantization_error`."
+    )
     position_error: float | None = field(
         "Relative error at the worst single position; null if it is not a number."
     )
     position_limit: float = field(
-        "Limit of `position_error`: 0.05 or four times that of quantization itself, the larger."
+        "Limit of `position_error`: 0.05 (0.1 with BF16 compute) or four times that of quantization itself, "
+        "the larger."
     )
     systematic_error: float | None = field(
         "Part of `error` that an offset and a factor per channel explain; null if it is not a number."

@@ -2,14 +2,13 @@
 
 import fcntl
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pandas
 import pytest
 
-from .tiny import refused, results
+from .tiny import refused
 
 
 @pytest.fixture
@@ -89,46 +88,6 @@ def test_runs_of_other_samples_are_side_by_side_and_not_paired(finished_run, a_r
     found = json.loads(done.out)
     assert "other samples" in found["pairs"][0]["not_paired"]
     assert [run["name"] for run in found["runs"]] == ["bert-int8-linears", "run"]
-
-
-@pytest.mark.parametrize(("width", "scheme"), [(400, "dark"), (1280, "light")])
-def test_the_page_in_a_browser(compared, browser, width, scheme, tmp_path):
-    folder, flipped = compared
-    asked: list[str] = []
-    page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("pageerror", lambda error: pytest.fail(str(error)))
-    page.goto(f"file://{folder}/compare.html")
-    assert asked == [f"file://{folder}/compare.html"]  # offline
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    for text in ("bert-int8-linears", "run", "accuracy", "12 of 14", "inconclusive"):
-        assert page.locator("#runs tbody").get_by_text(text).first.is_visible(), text
-    rows = page.locator("#samples tbody tr")
-    assert rows.count() == len(flipped)
-    assert rows.first.locator("td.text").is_visible()
-    words = page.locator("#samples td.text").first.inner_text()
-    page.get_by_label("Filter texts").fill(words)
-    assert page.locator("#samples tbody tr:visible").count() == 1
-    page.get_by_label("Filter texts").fill("")
-    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (ground == "rgb(18, 22, 26)") == (scheme == "dark")
-    assert len(page.screenshot(path=tmp_path / "page.png")) > 10_000
-    if width > 560:
-        numbers = [int(cell) for cell in page.locator("#samples tbody tr > :first-child").all_inner_texts()]
-        page.get_by_role("button", name="sample").click()
-        after = [int(cell) for cell in page.locator("#samples tbody tr > :first-child").all_inner_texts()]
-        assert after == sorted(numbers)
-    page.close()
-
-
-def test_names_are_text_and_not_markup(finished_run, tmp_path, qdqbench):
-    other = shutil.copytree(finished_run, tmp_path / "<img src=x onerror=alert(1)>")
-    changed = results(other) | {"warnings": []}
-    (other / "results.json").write_text(json.dumps(changed))
-    assert qdqbench("compare", finished_run, other, "--out", tmp_path / "page").code == 0
-    html = (tmp_path / "page" / "compare.html").read_text()
-    assert "<img src=x" not in html
-    assert "&lt;img src=x" in html
 
 
 def test_a_bench_of_other_files_is_left_out_and_said(finished_run, a_run, tmp_path, qdqbench):

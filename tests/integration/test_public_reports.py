@@ -4,13 +4,11 @@ import json
 import shutil
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType
 
 from ..support import zoo
-from ..support.build_logs import line, missing_scale, trtexec
-from ..support.foreign_layer import samples, write_dynamic, write_static
+from ..support.foreign_layer import write_static
 from ..support.tiny_embedder import write_sentence_folder
 from .tiny import call_alone as call
 from .tiny import refused
@@ -81,16 +79,6 @@ def test_a_deployed_tokenizer_cuts_by_itself(tmp_path):
     assert len(alone.encode("a film " * 5000).ids) == 32
 
 
-def test_code_of_a_model_is_never_run(data, tmp_path):
-    """VeraTools/vera#68: jina-reranker-v3, which is Qwen 3 with code of its own."""
-    zoo.write_model(tmp_path / "model", "qwen3", "embedding")
-    about = json.loads((tmp_path / "model" / "config.json").read_text())
-    about |= {"auto_map": {"AutoModel": "modeling.JinaForRanking"}}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(about))
-    done = call("run", "--model", tmp_path / "model", "--task", "rerank", "--data", data / "rows")
-    refused(done, "code of its own", "modeling.JinaForRanking")
-
-
 def test_the_classifier_of_setfit(data, tmp_path):
     """huggingface/setfit#78: the body is an embedder, and the classifier is a pickle."""
     model = write_sentence_folder(tmp_path / "model")
@@ -124,55 +112,3 @@ def test_a_quantized_file(report, options, tmp_path):
     assert (done.code, done.err) == (0, ""), report
     assert "5 of 5" in done.out
     assert call("check", tmp_path / "fixed.onnx").code == 0
-
-
-def test_dynamic_quantization_takes_samples(tmp_path):
-    """microsoft/onnxruntime#5644: the sample of dynamic quantization of BERT."""
-    path, given = write_dynamic(tmp_path, "dynamic.onnx"), samples()
-    np.savez(
-        tmp_path / "x.npz", **{name: np.concatenate([each[name] for each in given]) for name in given[0]}
-    )
-    fixed = ("fix", path, "-o", tmp_path / "fixed.onnx", "--no-engine")
-    assert "--inputs" in call(*fixed).err
-    (tmp_path / "fixed.onnx").unlink()
-    assert "5 of 5" in call(*fixed, "--inputs", tmp_path / "x.npz").out
-
-
-@pytest.mark.parametrize(
-    ("report", "said", "code", "words"),
-    [
-        (
-            "NVIDIA/TensorRT#1785: BERT with --int8",
-            missing_scale("(Unnamed Layer* 12) [Shuffle]_output"),
-            "implicit-calibration",
-            "--fp16 alone",
-        ),
-        (
-            "NVIDIA/Model-Optimizer#16: a weight's scales",
-            [
-                line("Error[9]: Skipping tactic 0xdb due to exception [64] cannot broadcast with [224]", "E"),
-                line("Error Code 10: (Could not find any implementation for node w + MatMul.)", "E"),
-            ],
-            "log-scale-count",
-            "do not fit the channels",
-        ),
-        (
-            "NVIDIA/TensorRT#3587: DeBERTa's casts to UINT8",
-            [line("In node 2 and operator: Not (parseGraph): UNSUPPORTED_NODE: validUnaryType", "E")],
-            "log-unsupported-node",
-            "stops at Not",
-        ),
-        (
-            "NVIDIA/TensorRT#976: BERT tuned for one token",
-            [line("Dynamic dimensions required for input: input_ids, but no shapes were provided. "
-                  "Automatically overriding shape to: 1x1", "W")],
-            "log-no-shapes",
-            "--optShapes",
-        ),
-    ],
-)  # fmt: skip
-def test_a_log(report, said, code, words, tmp_path):
-    (tmp_path / "build.log").write_text(trtexec(*said, verdict="FAILED"))
-    done = call("diagnose", tmp_path / "build.log")
-    assert code in done.out, report
-    assert words in " ".join(done.out.split())
