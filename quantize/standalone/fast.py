@@ -9,9 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from .texts import Coded, Encoder
-
-FEW = 64  # texts that are faster without the threads of `tokie`, which it takes from two texts on
+from .texts import Encoder
 
 
 class FastTokenizer:
@@ -35,16 +33,14 @@ class FastTokenizer:
             return np.ones(len(samples), bool)
         return np.array([text.isascii() and text.isprintable() for text in samples])
 
-    def encode(self, texts: Sequence[str]) -> Coded:
-        """Return the rows of texts of printable ASCII."""
-        parts = [[text] for text in texts] if len(texts) < FEW else [[*texts]]
-        coded = [self._tokenizer.encode_batch_flat(part) for part in parts]
-        ids, lengths = (np.concatenate(each) for each in zip(*coded, strict=True))
-        cut = lengths > self.max_length
-        if cut.any():  # the last but one goes, the special token behind it stays
-            ids, lengths = np.delete(ids, lengths.cumsum()[cut] - 2), lengths - cut
-        numbers, types = np.arange(len(texts)), np.zeros(len(ids), np.int8)
-        return Coded(numbers, [None] * len(texts), lengths.astype(np.int32), cut.tolist(), ids, types)
+    def encode(self, text: str) -> tuple[npt.NDArray[Any], bool]:
+        """Return the tokens of a text of printable ASCII, and whether it was cut.
+
+        One by one: batches take the threads of `tokie`, which take longer to wake than such a text does.
+        """
+        ids, _ = self._tokenizer.encode_batch_flat([text])
+        cut = len(ids) > self.max_length  # the last but one goes, the special token behind it stays
+        return (np.delete(ids, -2), True) if cut else (ids, False)
 
 
 def open_fast(told: Any, tokenizer: str, texts: Sequence[str]) -> FastTokenizer | None:
@@ -62,6 +58,9 @@ def open_fast(told: Any, tokenizer: str, texts: Sequence[str]) -> FastTokenizer 
     asked = [text for text, plain in zip(texts, fast.find(texts), strict=True) if plain]
     if not asked:
         return None
-    known, ours = Encoder(Tokenizer.from_str(tokenizer), told["max_length"]).code(asked), fast.encode(asked)
+    known, ours = (
+        Encoder(Tokenizer.from_str(tokenizer), told["max_length"], fast=each).code(asked)
+        for each in (None, fast)
+    )
     fields = ("lengths", "cut", "ids", "types")
     return fast if all(np.array_equal(getattr(known, f), getattr(ours, f)) for f in fields) else None

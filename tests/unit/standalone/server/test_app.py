@@ -22,7 +22,7 @@ from qdqbench.quantize.standalone.server.http import Site
 from qdqbench.quantize.standalone.server.server import Failed, require_short_words
 from qdqbench.quantize.standalone.server.settings import Settings
 from qdqbench.quantize.standalone.server.slots import ENGINE_GONE, RECORD, send
-from qdqbench.quantize.standalone.texts import Coded
+from qdqbench.quantize.standalone.texts import Encoder
 
 from ....support.fake_served import Engine, Idle, digits, fake_served, tiny_served
 from ....support.http_client import finished
@@ -252,13 +252,8 @@ class Doubled(FastTokenizer):
     def __init__(self):
         self.tokenizer = Tokenizer.from_str(digits())
 
-    def encode(self, texts):
-        rows = [row.ids for row in self.tokenizer.encode_batch(texts)]
-        ids = np.array([2 if token == 1 else token for row in rows for token in row], np.int32)
-        lengths, none = np.array([*map(len, rows)], np.int32), [None] * len(rows)
-        return Coded(
-            np.arange(len(rows)), none, lengths, [False] * len(rows), ids, np.zeros(len(ids), np.int8)
-        )
+    def encode(self, text):
+        return [2 if token == 1 else token for token in self.tokenizer.encode(text).ids], False
 
 
 def test_a_faster_tokenizer_gets_printable_ascii_alone():
@@ -277,13 +272,16 @@ def test_tokie_gives_the_tokens_of_tokenizers():
     texts = ["a good film", "it is awful " * 40, "[SEP] a", ""]
     fast = open_fast(served.told, served.tokenizer, texts)
     assert fast is not None
-    _, _, lengths, cut, ids, _ = fast.encode(texts)
+    texts += ["1\u00e9", "good " * 80]  # between those of the faster one
+    made = Encoder(Tokenizer.from_str(served.tokenizer), 64, fast=fast).code(texts)
     known = Tokenizer.from_str(served.tokenizer)
     known.no_padding()
     known.enable_truncation(64)
     rows = known.encode_batch(texts)
-    assert ids.tolist() == [token for row in rows for token in row.ids]
-    assert (lengths.tolist(), cut) == ([*map(len, rows)], [bool(row.overflowing) for row in rows])
+    assert made.ids.tolist() == [token for row in rows for token in row.ids]
+    assert made.types.tolist() == [kind for row in rows for kind in row.type_ids]
+    assert made.lengths.tolist() == [*map(len, rows)]
+    assert [*made.cut] == [bool(row.overflowing) for row in rows]
     pairs = served.told | {"texts": ["a text", "its second text"]}
     assert open_fast(pairs, served.tokenizer, texts) is None
 
