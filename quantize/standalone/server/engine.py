@@ -16,8 +16,9 @@ from .slots import RECORD, Array, Board, Slots, read_records, send, split_record
 
 DEPTH = 2  # launches under way: the host prepares one while the device computes the other
 WINDOW = 8  # batches of rows that are sorted by length together, where a batch is padded
-LENGTH_STEP = 2  # tokens that lengths are padded to multiples of: a runtime prepares each new shape
-LEAST_ROWS, SHORTER = 4, 0.85  # a batch of so many ends where a row is so much shorter than its longest
+LENGTH_STEP = 2  # tokens that lengths are padded to multiples of, for the same reason
+SHORTER = 0.75  # of the longest row of a batch: such a row begins another
+FEW_ROWS = 8  # are one batch; more are a multiple of it: a runtime prepares each new shape
 LENGTHS = (24, 50, 100, 200, 400)  # tokens of rows that an engine without padding is prepared for
 PREPARE_S = 10.0  # from the start, in which it does so while it is idle
 
@@ -29,11 +30,12 @@ class Refusing(RuntimeError):
 def split_lengths(lengths: Sequence[int], most: int) -> list[int]:
     """Return where batches of descending lengths begin, and the end: a much shorter row begins another."""
     bounds = [0]
-    for place, length in enumerate(lengths):
-        rows, longest = place - bounds[-1], lengths[bounds[-1]]
-        if rows == most or (rows >= LEAST_ROWS and length < SHORTER * longest):
-            bounds.append(place)
-    return [*bounds, len(lengths)] if lengths else [0]
+    while (start := bounds[-1]) < len(lengths):
+        shorter = (length < SHORTER * lengths[start] for length in lengths[start + FEW_ROWS :])
+        rows = FEW_ROWS + next((place for place, each in enumerate(shorter) if each), len(lengths))
+        rows = min(rows, most, len(lengths) - start)
+        bounds.append(start + (rows if rows in (most, *range(FEW_ROWS)) else rows // FEW_ROWS * FEW_ROWS))
+    return bounds
 
 
 def warm_up(infer: Infer, told: Mapping[str, Any], timeout_s: float) -> tuple[int, float, int]:
