@@ -92,24 +92,24 @@ class Encoder:
     def code(self, samples: Sequence[Any]) -> Coded:
         """Return the rows of samples, of which there is at least one."""
         if self.fast and (plain := self.fast.find(samples)).any():
-            slow = self.encode([samples[place] for place in np.flatnonzero(~plain).tolist()])
-            found = [
-                self.fast.encode(text) if quick else ((row := next(slow)[1]).ids, bool(row.overflowing))
-                for text, quick in zip(samples, plain.tolist(), strict=True)
-            ]
-            ids, cut = zip(*found, strict=True)
-            rows, numbers = [None] * len(ids), [*range(len(ids))]
-        else:
-            numbers, rows = zip(*self.encode(samples), strict=True)
-            ids, cut = [row.ids for row in rows], [bool(row.overflowing) for row in rows]
-        lengths = np.fromiter(map(len, ids), np.int32, len(ids))
+            return self._code_fast(samples, plain.tolist())
+        numbers, rows = zip(*self.encode(samples), strict=True)
+        ids, types = [row.ids for row in rows], [row.type_ids for row in rows]
+        lengths, flat = np.fromiter(map(len, ids), np.int32, len(ids)), itertools.chain.from_iterable
+        total, cut = int(lengths.sum()), [bool(row.overflowing) for row in rows]
+        tokens = np.fromiter(flat(ids), np.int32, total), np.fromiter(flat(types), np.int8, total)
+        return Coded(np.array(numbers), rows, lengths, cut, *tokens)
+
+    def _code_fast(self, texts: Sequence[str], plain: Sequence[bool]) -> Coded:
+        slow = self.encode([text for text, quick in zip(texts, plain, strict=True) if not quick])
+        coded = [
+            self.fast.encode(text) if quick else ((row := next(slow)[1]).ids, bool(row.overflowing))
+            for text, quick in zip(texts, plain, strict=True)
+        ]
+        ids, cut = zip(*coded, strict=True)
+        lengths, numbers = np.fromiter(map(len, ids), np.int32, len(ids)), np.arange(len(ids))
         tokens = np.concatenate(ids).astype(np.int32)
-        types = np.zeros(len(tokens), np.int8)
-        if rows[0] is not None:
-            types = np.fromiter(
-                itertools.chain.from_iterable(row.type_ids for row in rows), np.int8, len(tokens)
-            )
-        return Coded(np.array(numbers), rows, lengths, cut, tokens, types)
+        return Coded(numbers, [None] * len(ids), lengths, cut, tokens, np.zeros(len(tokens), np.int8))
 
     def count_windows(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
         """Return in how many windows each second text is read, without making them; 0: no room for any."""
