@@ -4,7 +4,7 @@
 
 RUNS has the folders `bert-base` and `minilm`, runs of a classification, and `bert-base-embed`, of embeddings.
 All servers start at once, one load after the other follows, and at last files are answered. The first cores
-are those of the server, the last ones of the client processes. It took 220 s on an H200 with 16 cores.
+are those of the server, the last ones of the client processes. It takes minutes on an H200 with 16 cores.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from tools import load_serve
 from qdqbench.quantize.deployment.opened import Answering
 from qdqbench.quantize.deployment.predict import predict_files
 from qdqbench.quantize.deployment.predict_options import PredictOptions
+from qdqbench.quantize.utils.system.cpu import usable_cores
 
 CLIENTS, FRONTS, QUEUE = 6, 8, 4096
 RUNS = ("bert-base", "bert-base-embed", "minilm")
@@ -45,14 +46,14 @@ LOADS = [  # run, tokens of a text (None: as it is), connections, texts of a req
     ("minilm", None, 96, 32, 0.0),
     ("minilm", None, 800, 1, 0.7),
 ]
-FILES = [("bert-base", 8), ("bert-base", 4)]  # run, processes
+FILES = [("bert-base", 8), ("bert-base", 4), ("minilm", 8)]  # run, processes
 
 
 def start(run, servers, ready):
     """Start the server of a run on the first cores."""
     command = [sys.executable, "-m", "qdqbench", "serve", run, "--port", 0, "--no-fp32"]
     command += ["--queue", QUEUE, "--fronts", FRONTS]
-    cores = range(max(1, (os.cpu_count() or 1) - CLIENTS))
+    cores = usable_cores()[: max(1, len(usable_cores()) - CLIENTS)]
     begun = time.perf_counter()
     process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True)
     os.sched_setaffinity(process.pid, cores)
