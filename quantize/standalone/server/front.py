@@ -319,9 +319,8 @@ class Front:
             if asked.known is None and self.settings.watch and asked.model == ENGINE:
                 self._watch(asked, rows)
         self._release(*done)
-        made: list[Any] = []
         try:
-            made = self._make(done, found)
+            made = self._make(done, answers)
         except Exception:
             made = [*map(self._make_one, done, found)]
         for asked, told in zip(done, made, strict=True):
@@ -335,34 +334,30 @@ class Front:
             else:
                 asked.reply(200, asked.about.respond(told, asked.coded), {})
 
-    def _make(self, done: Sequence[Asked], found: Sequence[Array]) -> list[Any]:
-        told, samples, rows = self.served.told, list[Any](), list[list[Row]]()
-        for asked, answers in zip(done, found, strict=True):
-            assert asked.coded is not None
-            first, coded = len(rows), asked.coded
-            samples += asked.about.samples
-            made: Any = answers
-            if told["over_tokens"]:
-                width = self.slots.shape.width // told["max_length"]
-                ends = coded.lengths.tolist()
-                made = [
-                    row[: end * width].reshape(end, width) for row, end in zip(answers, ends, strict=True)
-                ]
-            if not all(np.isfinite(each).all() for each in (made if told["over_tokens"] else [made])):
-                raise Refusal(500, "the engine gives NaN or infinite answers; see its run's verification")
-            if len(answers) == len(asked.about.samples):
-                rows += [[Row(*each)] for each in zip(coded.rows, made, strict=True)]
-                continue
-            rows += [[] for _ in asked.about.samples]
-            for number, *row in zip(coded.numbers.tolist(), coded.rows, made, strict=True):
-                rows[first + number].append(Row(*row))
+    def _make(self, done: Sequence[Asked], made: Any) -> list[Any]:
+        """Return the answers of requests, of the rows of all of them."""
+        told, samples = self.served.told, [sample for asked in done for sample in asked.about.samples]
+        all_coded = [asked.coded for asked in done if asked.coded is not None]
+        if told["over_tokens"]:
+            lengths = [length for coded in all_coded for length in coded.lengths.tolist()]
+            shape = told["max_length"], -1
+            made = [row.reshape(shape)[:length] for row, length in zip(made, lengths, strict=True)]
+        if not np.isfinite(np.concatenate(made) if told["over_tokens"] else made).all():
+            raise Refusal(500, "the engine gives NaN or infinite answers; see its run's verification")
+        found = map(Row, [row for coded in all_coded for row in coded.rows], made)
+        ends = [0, *accumulate(len(asked.about.samples) for asked in done)]
+        rows = [[next(found)] for _ in samples] if len(made) == len(samples) else [[] for _ in samples]
+        if len(made) != len(samples):  # several rows of a sample
+            starts = zip(ends, all_coded, strict=False)
+            numbers = (start + number for start, coded in starts for number in coded.numbers.tolist())
+            for number, row in zip(numbers, found, strict=True):
+                rows[number].append(row)
         answered = ANSWERS[told["kind"]](samples, rows, told["labels"])
-        ends = np.cumsum([0, *(len(asked.about.samples) for asked in done)]).tolist()
         return [answered[start:end] for start, end in pairwise(ends)]
 
     def _make_one(self, asked: Asked, found: Array) -> Any:
         try:
-            return self._make([asked], [found])[0]
+            return self._make([asked], found)[0]
         except Exception as error:
             return error
 
