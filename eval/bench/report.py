@@ -30,10 +30,11 @@ from qdqbench.eval.metrics.gate import judge_shapes
 from qdqbench.eval.metrics.results import Speedup
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
-from qdqbench.quantize.report.formats import cleaned, count_of, flat, known, label, model_label, size
+from qdqbench.quantize.report.formats import cleaned, flat, known, label, model_label, size
 from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import count_of
 
 MARKERS = {  # by color, which is never the only difference
     svg.BLUE: {

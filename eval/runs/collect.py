@@ -29,10 +29,9 @@ from qdqbench.quantize.pipeline import data_profiles, graphs, outcomes
 from qdqbench.quantize.pipeline.pipeline import Timing, read_finished
 from qdqbench.quantize.pipeline.session import QAT, RECORD, Session
 from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.report.formats import count_of
 from qdqbench.quantize.tasks.data.splits import source_commit
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.names import count_of, name_list
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.system.environment import describe_environment, now
 

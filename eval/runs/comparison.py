@@ -22,13 +22,14 @@ from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report.figures import share
-from qdqbench.quantize.report.formats import cleaned, count_of, in_points, known, label, model_label, size
+from qdqbench.quantize.report.formats import cleaned, in_points, known, label, model_label, size
 from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Array, Floats
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import count_of
 from qdqbench.quantize.utils.schema import Strict, Tabular, field
 from qdqbench.quantize.utils.system.environment import now
 

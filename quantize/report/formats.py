@@ -9,7 +9,6 @@ from typing import Any
 
 import yaml
 
-from qdqbench.quantize.utils import names
 from qdqbench.quantize.utils.names import SECOND
 from qdqbench.quantize.utils.schema import Schema
 
@@ -146,9 +145,6 @@ def flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
 
 def sentence(line: str) -> str:
     return line if line.endswith((".", "!", "?")) else f"{line}."
-
-
-count_of = names.count_of
 
 
 def first(lines: Sequence[str], count: int, where: str) -> list[str]:

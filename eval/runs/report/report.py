@@ -25,7 +25,6 @@ from qdqbench.quantize.report.figures import coverage, share
 from qdqbench.quantize.report.formats import (
     LABELS,
     cleaned,
-    count_of,
     first,
     flat,
     known,
@@ -40,6 +39,7 @@ from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.tasks.types.embedding import AGREEMENT
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
+from qdqbench.quantize.utils.names import count_of
 
 ACCURACY = (
     "± and error bars are one standard error over the evaluation samples. The blue band is FP32 with its "

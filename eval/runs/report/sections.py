@@ -28,7 +28,8 @@ from qdqbench.quantize.lint.inspection import inspect_layers
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.figures import coverage
-from qdqbench.quantize.report.formats import count_of, known, label, number, share_text, types, with_error
+from qdqbench.quantize.report.formats import known, label, number, share_text, types, with_error
+from qdqbench.quantize.utils.names import count_of
 
 OUTPUTS = (
     "The engine on {} against {}, block by block with the reference's own input fed to each. A block fails "

@@ -7,9 +7,10 @@ from pathlib import Path
 from qdqbench.eval.metrics import figures
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
-from qdqbench.quantize.report.formats import cleaned, count_of, flat, label, model_label, seconds
+from qdqbench.quantize.report.formats import cleaned, flat, label, model_label, seconds
 from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.training.results import Finetuning, Spread, TrainingRun, describe_tries
+from qdqbench.quantize.utils.names import count_of
 
 COLORS = (svg.BLUE, svg.ORANGE, svg.GREEN, svg.PURPLE, svg.SKY, svg.INK)
 # after six seeds: color alone is not enough

@@ -19,8 +19,9 @@ from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.models.families.known import RUN
 from qdqbench.quantize.report.document import Line, State, Verdict
 from qdqbench.quantize.report.figures import coverage
-from qdqbench.quantize.report.formats import count_of, label, sentence, task_label, with_error
+from qdqbench.quantize.report.formats import label, sentence, task_label, with_error
 from qdqbench.quantize.tasks.types.embedding import AGREEMENT
+from qdqbench.quantize.utils.names import count_of
 
 GATE_STATES: dict[GateState, State] = {"passed": "good", "failed": "bad"}  # others are unclear
 # under it a verdict is amber; int8-linears keeps 0.933 to 0.951 (docs/how-to/embeddings.md)

@@ -10,15 +10,8 @@ from qdqbench.eval.selection.auto.results import AUTO_FILE, Auto, AutoStep, Skip
 from qdqbench.quantize.deployment.write import DEPLOY
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
-from qdqbench.quantize.report.formats import (
-    cleaned,
-    count_of,
-    flat,
-    label,
-    points,
-    seconds,
-    sentence,
-)
+from qdqbench.quantize.report.formats import cleaned, flat, label, points, seconds, sentence
+from qdqbench.quantize.utils.names import count_of
 
 TITLES: dict[StepKind, str] = {
     "shipped": "shipped recipe",

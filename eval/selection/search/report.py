@@ -18,7 +18,8 @@ from qdqbench.quantize.recipe.schema import dump_short_recipe
 from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
-from qdqbench.quantize.report.formats import cleaned, count_of, delta_points, flat, label, model_label, points
+from qdqbench.quantize.report.formats import cleaned, delta_points, flat, label, model_label, points
+from qdqbench.quantize.utils.names import count_of
 
 MARKS = (  # what a point of the plot is; shape and color differ
     ("tried", svg.SKY, "o"),

@@ -10,7 +10,8 @@ from qdqbench.quantize.models.families.family import QKV
 from qdqbench.quantize.models.families.known import part_of
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
-from qdqbench.quantize.report.formats import cleaned, count_of, label, seconds, sentence
+from qdqbench.quantize.report.formats import cleaned, label, seconds, sentence
+from qdqbench.quantize.utils.names import count_of
 
 WORST = 10
 WIDE = "full sortable names"

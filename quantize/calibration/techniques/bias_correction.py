@@ -19,9 +19,8 @@ from qdqbench.quantize.calibration.techniques.change import Change
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.modules import get_hidden, record_first_inputs, resume_from
 from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
-from qdqbench.quantize.report.formats import count_of
 from qdqbench.quantize.utils.arrays import Batch
-from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.names import count_of, name_list
 from qdqbench.quantize.utils.progress import track
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ import numpy as np
 from qdqbench.quantize.calibration.techniques.change import Change
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.report.formats import count_of
 from qdqbench.quantize.utils.arrays import Float64, Int64
+from qdqbench.quantize.utils.names import count_of
 from qdqbench.quantize.utils.schema import Strict
 
 if TYPE_CHECKING:
