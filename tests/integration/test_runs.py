@@ -319,7 +319,17 @@ def test_a_whole_run(case, whole_run):
         holds(run)
 
 
-@pytest.mark.parametrize("case", MARKED)
+# one of each kind of engine, training and data; the others in the long command
+AGAIN = ("cpu-openvino", "cuda", "bert-fp16", "bert-int8-linears", "trained", "own-csv", "qa", "embed")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(*case.values, id=case.id, marks=() if case.id in AGAIN else pytest.mark.long)
+        for case in MARKED
+    ],
+)
 def test_a_second_call_reuses_every_stage(case, whole_run, given, tmp_path, qdqbench):
     out = Path(shutil.copytree(whole_run(case.name), tmp_path / "run"))
     before, numbers = files_of(out), results(out)
