@@ -147,6 +147,9 @@ FIRST_FP8 = (8, 9)  # compute capability
 FP8_ROWS = 64  # whose largest inputs of linears are the scales
 LARGEST_FP8 = 448.0  # of E4M3
 LAUNCH_TOKENS = (2048, 4096, 8192, 16384, 32768, 65536)  # sizes of a launch that are tried
+_MOST_SIZES = (
+    256  # that a layer is compiled for; torch runs further ones eagerly, and by default those behind 8
+)
 Int32 = npt.NDArray[np.int32]
 
 
@@ -245,6 +248,7 @@ class UnpaddedEncoder:
         self._layer: Callable[..., torch.Tensor] = encoder_layer
         self._embed: Callable[..., torch.Tensor] = self._embedded
         if compiled:
+            torch._dynamo.config.recompile_limit = _MOST_SIZES
             self._layer = torch.compile(encoder_layer, dynamic=False)
             self._embed = torch.compile(self._embedded, dynamic=False)
         pooler, activate = getattr(base, "pooler", None), getattr(base, "pooler_activation", None)  # ALBERT's

@@ -297,6 +297,7 @@ def test_a_compiled_encoder_is_the_same(monkeypatch):
     found = encoder.forward(torch.from_numpy(packing.launches[0]), tokens=peers.TOKEN_STEP, longest=17)
     assert torch.allclose(found, reference, atol=2e-5)
     assert [how["dynamic"] for how in asked] == [False, False]
+    assert torch._dynamo.config.recompile_limit > 2 * len(peers.LAUNCH_TOKENS)  # in FP16 and FP8
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30), launches=st.integers(1, 8))
