@@ -215,7 +215,8 @@ def supported_page() -> str:
         "The other backends take all families. Backend `cuda` takes all kinds of tasks of those it covers, "
         f"on compute capability {_list(cuda.NAMES[:-1])} and newer ones. It has INT8 attention for heads of "
         f"up to {cuda.ATTENTION_SIZES[-1]} channels. INT8 "
-        f"linears have multiples of {cuda.LINEAR_STEP} channels, and a LayerNorm up to "
+        f"linears have multiples of {cuda.CHANNEL_STEP} channels, next to FP16 attention of "
+        f"{cuda.LINEAR_STEP}, and a LayerNorm up to "
         f"{128 * cuda.NORM_PARTS[-1]:,}. A batch has up to {MOST_TOKENS:,} tokens.",
     ]
     for family in FAMILIES:

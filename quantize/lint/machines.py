@@ -9,7 +9,13 @@ from pydantic import TypeAdapter
 
 from qdqbench.quantize.engine.backend import choose_backend, find_missing_builder, gpu_backend
 from qdqbench.quantize.engine.cuda.match import BIASED, FAMILIES
-from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES, LINEAR_STEP, NORM_PARTS, find_target
+from qdqbench.quantize.engine.cuda.names import (
+    ATTENTION_SIZES,
+    CHANNEL_STEP,
+    LINEAR_STEP,
+    NORM_PARTS,
+    find_target,
+)
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.shipped import choose_start
@@ -59,7 +65,8 @@ def explain_kernels(recipe: Recipe, family: str, config: Any) -> str:
     if gpu is None or recipe.engine.backend != "auto" or not recipe.quantizes or family not in FAMILIES:
         return ""
     fits = config.hidden_size // config.num_attention_heads <= ATTENTION_SIZES[-1]
-    fits = fits and config.hidden_size % LINEAR_STEP == 0
+    step = CHANNEL_STEP if recipe.int8_attention else LINEAR_STEP
+    fits = fits and config.hidden_size % step == 0
     fits = fits and config.hidden_size <= 128 * NORM_PARTS[-1]
     fits = fits and (recipe.int8_attention or family not in BIASED)
     if not fits or find_target(gpu.compute_capability) is None or find_missing_builder("cuda"):

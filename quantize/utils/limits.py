@@ -25,7 +25,7 @@ FP16_MAX = 65504.0  # largest finite number of FP16
 # were measured with TensorRT-RTX 1.4
 INT8_HEAD_SIZES = (16, 32, 64)  # with any other it falls apart
 HEAD_SIZES_TEXT = "16, 32 or 64"
-MOST_KERNEL_HEAD = 64  # channels of a head in INT8 in backend cuda, which takes any number up to it
+MOST_KERNEL_HEAD = 128  # channels of a head in INT8 in backend cuda, which takes any number up to it
 INT8_ATTENTION_LENGTH = 512  # tokens
 ATTENTION_HEAD_SIZES = range(16, 257, 8)  # of ONNX's Attention in FP16 (`lint/operators.json`)
 ATTENTION_HEADS_TEXT = "16 to 256 in steps of 8"

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import onnx
@@ -24,7 +23,12 @@ from qdqbench.quantize.engine.cuda.compile import compile_kernels, load_nvrtc
 from qdqbench.quantize.engine.cuda.interpret import compute, interpret
 from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.model import load_kernels
-from qdqbench.quantize.engine.cuda.names import STATIONARY, TARGETS, TILES, find_target, list_kernels
+from qdqbench.quantize.engine.cuda.names import (
+    TARGETS,
+    find_target,
+    list_kernels,
+    most_codes,
+)
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Attention, Linear
 from qdqbench.quantize.engine.cuda.runtime import PACKED, CudaEngine, choose_graph, fill
@@ -43,11 +47,13 @@ from ..support.cuda_graphs import HEADS, batch_for, write_head, write_wide
 from ..support.cuda_kernels import (
     DENSE,
     EPILOGUES,
+    TILED,
     compare,
     compare_dense,
     compare_kernels,
     give_states,
     make_gemm,
+    make_norm,
 )
 
 PROFILE = Profile((1, 1), (8, 64), (128, 512))
@@ -67,6 +73,15 @@ CASES = [  # recipe, size of heads, target; None: this GPU's own
     ("bert-int8-residual-fused fixed", 64, "8.0+PTX"),
     ("mpnet-int8-residual-fused", 64, None),
     ("mpnet-int8-attention fixed", 32, "8.0+PTX"),
+    ("bert-int8-residual-fused", 24, None),  # padded to 32
+    ("mpnet-int8-attention", 48, None),
+    ("bert-int8-attention", 48, "8.0+PTX"),
+    ("bert-int8-residual-fused", 26, None),  # with 52 channels
+    ("bert-int8-attention", 26, "8.0+PTX"),
+    ("bert-int8-residual-fused", 96, None),  # padded to 128
+    ("mpnet-int8-residual-fused", 96, None),
+    ("bert-int8-attention", 128, None),
+    ("bert-int8-attention fixed", 128, "8.0+PTX"),
 ]
 OTHERS = {  # what this GPU can run of other targets: PTX, which the driver compiles, and mma.sync on Hopper
     target.name: target._replace(code=target.code.replace("sm", "compute").rstrip("a"), wgmma=False)
@@ -151,11 +166,7 @@ def test_graphs_answer_as_single_launches_do_in_any_order(case):
 
 
 @pytest.mark.parametrize("sizes", [(900, 528, 1024), (1500, 256, 592), (70, 48, 1008)], ids=str)
-@pytest.mark.parametrize(
-    ("epilogue", "tile"),
-    [*product(EPILOGUES, TILES), *((each, STATIONARY) for each in EPILOGUES if each[1] is None)],
-    ids=str,
-)
+@pytest.mark.parametrize(("epilogue", "tile"), TILED, ids=str)
 def test_gemms_make_what_the_interpreter_makes(epilogue, tile, sizes, monkeypatch):
     """On three blocks, so that each makes many tiles, in other columns too."""
     if not own_target().wgmma:
@@ -207,6 +218,13 @@ def test_tiles_are_timed_once_and_kept(made_once, tmp_path):
         assert engine._tiles._tiles == next(iter(kept.values()))
         assert bool(before) is (len(answers) == 2)
     assert (answers[0] == answers[1]).all()
+
+
+@pytest.mark.parametrize("codes", [1, 3])
+@pytest.mark.parametrize("width", [312, 768, 1024, 1032, 2048, 4096])
+def test_norms_make_what_the_interpreter_makes(width, codes):
+    plan, arrays = make_norm(width, min(codes, most_codes(width)))
+    compare_kernels(loaded(plan, arrays, own_target()), give_states([1, 900], {"x": width}))
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from qdqbench.quantize.engine.cuda.interpret import compute
-from qdqbench.quantize.engine.cuda.plan import Answer, Head, Linear, Plan, Quantize, Step, Tensor
+from qdqbench.quantize.engine.cuda.names import NARROW, SLIM, STATIONARY, TILES
+from qdqbench.quantize.engine.cuda.plan import Answer, Head, Linear, Norm, Plan, Quantize, Step, Tensor
 from qdqbench.quantize.engine.cuda.runtime import CudaEngine
 from qdqbench.quantize.engine.cuda.tokens import Tokens
 
@@ -65,6 +66,14 @@ def end(of: str) -> Head:
     return Head(name="head", input=of, pooling="first", steps=(), answers=(Answer(name="answer"),))
 
 
+TILED = [  # epilogues with each tile that Hopper has for them
+    (epilogue, tile)
+    for epilogue in EPILOGUES
+    for halves in ((NARROW, SLIM) if epilogue[2] == "fp16" else (),)
+    for tile in (*TILES, *halves, *[STATIONARY] * (epilogue[1] is None))
+]
+
+
 def make_gemm(k, n, activation, residual, output):
     """A GEMM of random codes with such an epilogue, from FP16 states `x` and `r`."""
     random, kinds = (
@@ -95,6 +104,18 @@ def make_gemm(k, n, activation, residual, output):
     return plan, {
         name: np.asarray(each, np.int8 if "weight" in name else np.float32) for name, each in arrays.items()
     }
+
+
+def make_norm(width, codes):
+    """A LayerNorm of random states that writes FP16, and codes of so many quantizers."""
+    random, names = np.random.default_rng(0), [f"c{number}" for number in range(codes)]
+    tensors = {name: Tensor(kind="fp16", width=width) for name in "xy"}
+    tensors |= {name: Tensor(kind="int8", width=width) for name in names}
+    norm = Norm(name="n", input="x", epsilon=1e-5, half="y", codes=tuple(names))
+    arrays = {"n.gamma": random.uniform(0.5, 2, width), "n.beta": random.normal(size=width)}
+    arrays |= {f"{name}.multiplier": random.uniform(20, 60, width) for name in names}
+    plan = Plan(inputs=(), given=("x",), tensors=tensors, operations=(norm, end("y")))
+    return plan, {name: each.astype(np.float32) for name, each in arrays.items()}
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def use_no_nvrtc(monkeypatch) -> None:
 def use_hopper(monkeypatch) -> None:
     """Let the interpreter of plans be a GPU that backend cuda finds."""
     # heads of tiny models
-    monkeypatch.setattr("qdqbench.quantize.engine.cuda.check.ATTENTION_SIZES", (16, 32, 64))
+    monkeypatch.setattr("qdqbench.quantize.engine.cuda.check.ATTENTION_SIZES", (16, 32, 64, 128))
     use_no_nvrtc(monkeypatch)
     engine = "quantize.engine"
     for module in (

@@ -166,7 +166,8 @@ def make_space(base: Recipe, modules: Mapping[str, ModuleInfo], prefix: str) -> 
     free = {unit: names for unit, names in whole.linears.items() if not fp32 & {*names}}
     if not free:
         raise UserError(f"recipe {base.name} leaves nothing to search: every encoder linear is in FP32")
-    fused = ATTENTION_SIZES if choose_target(base).backend == "cuda" else INT8_HEAD_SIZES
+    any_size = range(1, ATTENTION_SIZES[-1] + 1)
+    fused = any_size if choose_target(base).backend == "cuda" else INT8_HEAD_SIZES
     sizes = fused if base.export.max_length <= INT8_ATTENTION_LENGTH else ()
     attention = {
         layer: name

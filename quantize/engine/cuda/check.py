@@ -6,6 +6,7 @@ import numpy as np
 
 from qdqbench.quantize.engine.cuda.names import (
     ATTENTION_SIZES,
+    CHANNEL_STEP,
     LINEAR_STEP,
     NORM_PARTS,
     ROW_MAX_CODE,
@@ -28,6 +29,7 @@ from qdqbench.quantize.utils.errors import UserError
 Shape = tuple[int | None, ...]  # None: any size from 1 on
 HALF = np.dtype(np.float16)
 _CODES, _SINGLE = "int8", "float32"
+_SIZES = " or ".join([", ".join(map(str, ATTENTION_SIZES[:-1])), str(ATTENTION_SIZES[-1])])
 _MOST_HALVES = 256  # channels of a head in PyTorch's FP16 attention
 SMALLEST, LARGEST = 2.0**-126, 2.0**127  # of FP32, without what kernels may flush to zero
 
@@ -46,15 +48,15 @@ def _find_misfit(operation: Operation, plan: Plan) -> str:  # noqa: PLR0911
     widths = [plan.tensors[tensor].width for tensor in (*operation.reads, *operation.writes)]
     match operation:
         case Linear(weight="int8") if any(width % LINEAR_STEP for width in widths):
+            found = " and ".join(map(str, widths))
             return (
-                f"INT8 linears have multiples of {LINEAR_STEP} channels, not {' and '.join(map(str, widths))}"
+                f"INT8 linears have multiples of {CHANNEL_STEP} channels, and next to FP16 attention of "
+                f"{LINEAR_STEP}, not {found}"
             )
         case Linear(weight="int8", activation=str(), residual=str()):
             return "an INT8 linear has an activation or a residual, not both"
         case Attention(probability_multiplier=float()) if size not in ATTENTION_SIZES:
-            return (
-                f"heads of INT8 attention are padded to {' or '.join(map(str, ATTENTION_SIZES))}, not {size}"
-            )
+            return f"heads of INT8 attention are padded to {_SIZES} channels, not {size}"
         case Attention(probability_multiplier=None, biased=True):
             return "FP16 attention adds no bias by distance, INT8 attention does (recipe int8-attention)"
         case Attention(probability_multiplier=None) if size % 8 or size > _MOST_HALVES:
@@ -86,6 +88,8 @@ def check_arrays(plan: Plan, arrays: Mapping[str, Array]) -> None:
     Names are of one operation, tensor or array each; a tensor is written before it is read; arrays have the
     shapes and types that kernels read; all numbers are finite.
     """
+    if wrong := [name for name, tensor in plan.tensors.items() if tensor.own > tensor.width]:
+        raise UserError(f"{wrong[0]} is narrower than its channels; build the engine again")
     written, expected = _list_expected(plan, arrays)
     embeds, heads = ([each for each in plan.operations if isinstance(each, kind)] for kind in (Embed, Head))
     if len(embeds) != 1 or len(heads) != 1 or embeds[0].name != "embed":
@@ -158,7 +162,7 @@ def _has_sound_numbers(operation: Operation, plan: Plan) -> bool:
 
 
 def _head_width(plan: Plan, arrays: Mapping[str, Array]) -> int:
-    width = plan.tensors[plan.head.input].width
+    width = plan.tensors[plan.head.input].own
     for number, step in enumerate(plan.head.steps):
         width = len(arrays[f"{plan.head.name}.{number}.bias"]) if step.kind == "dense" else width
     return width
@@ -198,7 +202,7 @@ def list_arrays(
     """Yield name, type and shape of the arrays of an operation."""
     name = operation.name
     if isinstance(operation, Head):
-        width: int | None = plan.tensors[operation.input].width
+        width: int | None = plan.tensors[operation.input].own
         for number, step in enumerate(operation.steps):
             if step.kind == "dense":
                 weight = arrays.get(f"{name}.{number}.weight")

@@ -101,9 +101,9 @@ def list_instances(operation: Operation, plan: Plan, target: Target) -> list[tup
             residual = None if operation.residual is None else plan.tensors[operation.residual].kind
             coded = plan.tensors[operation.output].kind == "int8"
             flags = f"{_ACTIVATIONS[operation.activation]}, {_RESIDUALS[residual]}, {str(coded).lower()}"
-            name, tiles = gemm_name(operation, plan), list_tiles(operation, target)
+            name, tiles = gemm_name(operation, plan), list_tiles(operation, plan, target)
             if target.wgmma:
-                forms = ["GEMM", *["STATIONARY_GEMM"] * (STATIONARY in tiles)]
+                forms = ["GEMM", *["HALVES_GEMM"] * (not coded), *["STATIONARY_GEMM"] * (STATIONARY in tiles)]
                 return [("gemm", f"{form}({name}, {flags})") for form in forms]
             return [("gemm_mma", f"GEMM_OF(gemm_{tile}_{name}, {_form(tile)}, {flags})") for tile in tiles]
         case Attention(probability_multiplier=float()):

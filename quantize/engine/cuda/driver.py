@@ -47,8 +47,8 @@ class NormArguments(c.Structure):
         ("codes", Pointer * 3),
         ("multiplier", Pointer * 3),
         ("epsilon", c.c_float),
-        ("tokens", c.c_int),
-        ("hidden", c.c_int),
+        *((name, c.c_int) for name in ("tokens", "hidden", "channels")),
+        ("spare", c.c_float),
     )
 
 

@@ -20,6 +20,7 @@ from qdqbench.quantize.engine.cuda.plan import (
     Quantize,
     Quantized,
     StepKind,
+    Tensor,
     View,
 )
 from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_tokens, spread
@@ -32,13 +33,19 @@ Arrays = Mapping[str, Array]
 def interpret(plan: Plan, arrays: Arrays, batch: Mapping[str, Array]) -> dict[str, Array]:
     """Return the answers of a batch int [B, L] by name; those of masked tokens are 0."""
     tokens = pack_tokens(plan, arrays, batch)
-    values = {name: state.astype(check.HALF) for name, state in tokens.given.items()}
+    values = {name: widen(state, plan.tensors[name]) for name, state in tokens.given.items()}
     for operation in plan.operations:
         values |= compute(operation, plan, arrays, values, tokens)
     answers = ((each.name, values[each.name]) for each in plan.head.answers)
     by_token = plan.head.pooling == "tokens"
     found = {name: spread(value, tokens) if by_token else value for name, value in answers}
-    return found | {name: spread(_single(values[name]), tokens) for name in plan.states}
+    states = {name: values[name][:, : plan.tensors[name].own] for name in plan.states}
+    return found | {name: spread(_single(state), tokens) for name, state in states.items()}
+
+
+def widen(state: Array, tensor: Tensor) -> Array:
+    """Return a state [T, channels] in FP16, as wide as its tensor."""
+    return np.pad(state.astype(check.HALF), ((0, 0), (0, tensor.width - state.shape[1])))
 
 
 def compute(
@@ -49,9 +56,10 @@ def compute(
         case Embed():
             parts = {"word": tokens.ids, "type": tokens.types, "position": tokens.positions}
             tables = [arrays[f"embed.{part}"][ids].astype(np.float32) for part, ids in parts.items()]
-            return _forms(operation, arrays, _normalize(operation, arrays, tables[0] + tables[1] + tables[2]))
+            return _forms(operation, arrays, _normalize(operation, plan, arrays, sum(tables[1:], tables[0])))
         case Norm():
-            return _forms(operation, arrays, _normalize(operation, arrays, _single(values[operation.input])))
+            x = _single(values[operation.input])
+            return _forms(operation, arrays, _normalize(operation, plan, arrays, x))
         case Quantize():
             return _forms(operation, arrays, _single(values[operation.input]))
         case Linear():
@@ -59,7 +67,7 @@ def compute(
         case Attention():
             return {operation.output: _attention(operation, plan, arrays, values, tokens)}
         case Head():
-            return _head(operation, arrays, values, tokens)
+            return _head(operation, plan, arrays, values, tokens)
 
 
 def round_codes(x: Array) -> Int8:
@@ -84,9 +92,10 @@ def _multiply_add(x: Array, scale: Array, bias: Array) -> Float32:
     return (_single(x).astype(np.float64) * scale + bias).astype(np.float32)
 
 
-def _normalize(operation: Embed | Norm, arrays: Arrays, x: Float32) -> Float32:
-    centered = x - x.mean(axis=1, keepdims=True, dtype=np.float32)
-    variance = np.square(centered).mean(axis=1, keepdims=True, dtype=np.float32)
+def _normalize(operation: Embed | Norm, plan: Plan, arrays: Arrays, x: Float32) -> Float32:
+    own = plan.tensors[operation.writes[0]].own
+    centered = x - x[:, :own].mean(axis=1, keepdims=True, dtype=np.float32)
+    variance = np.square(centered[:, :own]).mean(axis=1, keepdims=True, dtype=np.float32)
     inverse = 1 / np.sqrt(variance + np.float32(operation.epsilon))
     gamma, beta = (arrays[f"{operation.name}.{part}"] for part in ("gamma", "beta"))
     return _multiply_add(centered * inverse, gamma, beta)
@@ -152,8 +161,10 @@ def _attention(
     return made.astype(check.HALF) if plan.tensors[operation.output].kind == "fp16" else round_codes(made)
 
 
-def _head(operation: Head, arrays: Arrays, values: Mapping[str, Array], tokens: Tokens) -> dict[str, Array]:
-    x = _single(values[operation.input])
+def _head(
+    operation: Head, plan: Plan, arrays: Arrays, values: Mapping[str, Array], tokens: Tokens
+) -> dict[str, Array]:
+    x = _single(values[operation.input][:, : plan.tensors[operation.input].own])
     first, stop = tokens.starts[:-1], tokens.starts[1:]
     match operation.pooling:
         case "first":

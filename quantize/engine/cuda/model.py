@@ -36,7 +36,7 @@ def tiles_path(engine: Path) -> Path:
 def sign_inputs(plan: Plan) -> dict[str, Signature]:
     """Return the type and shape of each input; those of a cut graph are states."""
     ids = Signature(np.dtype(np.int64), (None, None))
-    widths = {name: plan.tensors[name].width for name in plan.given}
+    widths = {name: plan.tensors[name].own for name in plan.given}
     states = {name: Signature(np.dtype(np.float32), (None, None, width)) for name, width in widths.items()}
     return {name: states.get(name, ids) for name in plan.inputs}
 

@@ -48,6 +48,7 @@ class Target(NamedTuple):
 
 TILES = Tile(128, 128, 5), Tile(64, 128, 8), Tile(64, 64, 12)
 STATIONARY = Tile(128, 128, 5, stationary=True)
+NARROW, SLIM = Tile(64, 96, 10), Tile(64, 32, 16)  # of FP16; columns of codes come in 64
 _MOST_STATIONARY = 1024  # channels of K: their weights and the stages fill the shared memory
 _KB = 1024
 
@@ -86,10 +87,11 @@ _REFUSED = {"10.3": "it has few INT8 units (0.15 POPS), so FP16 is faster there"
 _MOST_CODES = 3  # that a kernel of norm.cu writes
 NORM_PARTS = 3, 6, 8, 16, 32  # of 128 channels each
 _IN_REGISTERS = 6  # parts whose gamma, beta and multipliers are not in shared memory
-ATTENTION_SIZES = (32, 64)  # of heads in INT8; smaller ones are padded
+ATTENTION_SIZES = (32, 64, 128)  # of heads in INT8; smaller ones are padded
 MOST_MULTIPLIER = 127.49  # of probabilities; beyond it that of 1 could round to a code beyond 127
 ROW_MAX_CODE = 255  # of the largest probability of a row, where the others are over it
-LINEAR_STEP = 16  # channels of INT8 linears are a multiple of it
+LINEAR_STEP = 16  # channels of INT8 linears are a multiple of it, by padding
+CHANNEL_STEP = 4  # channels of the model are a multiple of it
 
 
 def gemm_name(operation: Linear, plan: Plan) -> str:
@@ -98,10 +100,12 @@ def gemm_name(operation: Linear, plan: Plan) -> str:
     return f"{operation.activation or 'none'}_{residual or 'none'}_{output}"
 
 
-def list_tiles(operation: Linear, target: Target) -> tuple[Tile, ...]:
+def list_tiles(operation: Linear, plan: Plan, target: Target) -> tuple[Tile, ...]:
     """Return the tiles that a GEMM has kernels for. With a residual, weights that stay save nothing."""
-    stays = target.wgmma and operation.residual is None
-    return (*target.tiles, STATIONARY) if stays else target.tiles
+    if not target.wgmma:
+        return target.tiles
+    halves = (NARROW, SLIM) if plan.tensors[operation.output].kind == "fp16" else ()
+    return (*target.tiles, *halves, *([STATIONARY] if operation.residual is None else []))
 
 
 def fits_stationary(k: int) -> bool:
@@ -152,7 +156,8 @@ def list_kernels(plan: Plan, target: Target) -> set[str]:
 def _list_names(operation: Operation, plan: Plan, target: Target) -> list[str]:
     match operation:
         case Linear(weight="int8"):
-            return [f"gemm_{tile}_{gemm_name(operation, plan)}" for tile in list_tiles(operation, target)]
+            tiles = list_tiles(operation, plan, target)
+            return [f"gemm_{tile}_{gemm_name(operation, plan)}" for tile in tiles]
         case Attention(probability_multiplier=float()):
             return [f"attention_{attention_name(operation, plan)}_{form}" for form in ("short", "long")]
         case Embed() | Norm():

@@ -22,8 +22,17 @@ import numpy as np
 
 from qdqbench.quantize.engine.cuda import check
 from qdqbench.quantize.engine.cuda.match import Match
-from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES
-from qdqbench.quantize.engine.cuda.plan import Attention, Linear, Operation, Plan, Tensor, View
+from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES, CHANNEL_STEP, LINEAR_STEP
+from qdqbench.quantize.engine.cuda.plan import (
+    Attention,
+    Embed,
+    Linear,
+    Norm,
+    Operation,
+    Plan,
+    Tensor,
+    View,
+)
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
 
@@ -32,7 +41,8 @@ Numbers = dict[str, Array]
 
 def pack(match: Match) -> tuple[Plan, Numbers]:
     """Return the plan with merged GEMMs, and its arrays by name."""
-    plan, numbers = merge_qkv(*widen_heads(match.plan, dict(match.constants)))
+    plan, numbers = widen_heads(match.plan, dict(match.constants))
+    plan, numbers = merge_qkv(*widen_channels(plan, numbers))
     arrays: Numbers = {}
     for operation in plan.operations:
         numbers |= _fold(operation, plan, numbers)
@@ -72,6 +82,47 @@ def widen_heads(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
             tensors[name] = replace(tensors[name], width=width)
         operations[place] = replace(attention, head_size=size)
     return replace(plan, operations=tuple(operations), tensors=tensors), constants
+
+
+def widen_channels(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
+    """Give tensors next to INT8 linears the widths that these take, with channels behind the model's own.
+
+    What linears make there is of rows of zeros, and linears that read them have columns of zeros.
+    """
+    attended = {
+        name for each in plan.operations if isinstance(each, Attention) for name in (*each.reads, each.output)
+    }
+    wide = {
+        name: -(-tensor.width // LINEAR_STEP) * LINEAR_STEP
+        for name, tensor in plan.tensors.items()
+        if tensor.width % LINEAR_STEP and tensor.width % CHANNEL_STEP == 0 and name not in attended
+    }
+    if not any(isinstance(each, Linear) and each.weight == "int8" for each in plan.operations):
+        return plan, constants
+
+    def widen(name: str, *tensors: str) -> None:
+        """Put zeros behind the last axes of an array, which are channels of these tensors."""
+        array = constants.get(name)
+        if array is not None and array.ndim:
+            sizes = array.shape[-len(tensors) :]
+            spare = [(0, wide.get(each, size) - size) for each, size in zip(tensors, sizes, strict=True)]
+            constants[name] = np.pad(array, [(0, 0)] * (array.ndim - len(tensors)) + spare)
+
+    for each in plan.operations:
+        if isinstance(each, Linear):
+            widen(f"{each.name}.weight", each.output, each.input)
+            for part in ("weight_scale", "bias", "residual"):
+                widen(f"{each.name}.{part}", each.output)
+        elif isinstance(each, Embed | Norm):
+            for part in ("gamma", "beta", "word", "position", "type"):
+                widen(f"{each.name}.{part}", each.writes[0])
+    for name in wide:
+        widen(f"{name}.multiplier", name)
+    tensors = {
+        name: replace(tensor, width=wide[name], channels=tensor.width) if name in wide else tensor
+        for name, tensor in plan.tensors.items()
+    }
+    return replace(plan, tensors=tensors), constants
 
 
 def _spread(rows: Array, places: Array, count: int) -> Array:

@@ -23,11 +23,20 @@ _MOST = 1 << 31  # integers of a plan are below
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """A buffer [T, width]. INT8 ones hold codes: of one scale, or of one for each channel (None)."""
+    """A buffer [T, width]. INT8 ones hold codes: of one scale, or of one for each channel (None).
+
+    Behind the model's own `channels` a wider one has such that change nothing.
+    """
 
     kind: Literal["int8", "fp16"]
     width: Positive
     scale: float | None = None
+    channels: Positive | None = None  # None: all of them
+
+    @property
+    def own(self) -> int:
+        """Channels of the model."""
+        return self.channels or self.width
 
 
 @dataclass(frozen=True, kw_only=True)

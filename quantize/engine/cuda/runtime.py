@@ -279,7 +279,10 @@ class CudaEngine:
         return torch.zeros(items * (1 + most), dtype=torch.int32, device=self.device)
 
     def _prepared(self) -> Iterator[tuple[str, Array]]:
-        """Yield arrays as the kernels read them: rows of INT8 weights permuted, channels in groups of 64."""
+        """Yield arrays as the kernels read them: rows of INT8 weights permuted, channels in groups of 64.
+
+        Weights of a head have columns of zeros where the states that it reads are wider than the model's.
+        """
         permuted = {}
         for each in self.plan.operations:
             if isinstance(each, Linear) and each.weight == "int8":
@@ -293,6 +296,9 @@ class CudaEngine:
                 array = np.concatenate([array, beyond])[rows]
             if name in of_head:
                 array = array.astype(np.float16)
+            if name == f"{self.plan.head.name}.0.weight":
+                state = self.plan.tensors[self.plan.head.input]
+                array = np.pad(array, ((0, 0), (0, state.width - state.own)))
             yield name, np.require(array, requirements=["C", "A", "W"])  # a file's are read-only
 
     def run(self, batch: Mapping[str, Array]) -> dict[str, Array]:
@@ -304,7 +310,10 @@ class CudaEngine:
         """Return the answers and states of a cut graph, without a CUDA graph: it runs a few times only."""
         kept: dict[str, Any] = {}
         answers = self.unpack(tokens, self.forward(self.load(tokens), kept))
-        states = {name: kept[name][: len(tokens.ids)].float().cpu().numpy() for name in self.plan.states}
+        count, tensors = len(tokens.ids), self.plan.tensors
+        states = {
+            name: kept[name][:count, : tensors[name].own].float().cpu().numpy() for name in self.plan.states
+        }
         return answers | {name: spread(state, tokens) for name, state in states.items()}
 
     def profile(self, tokens: Tokens) -> list[dict[str, float]]:
@@ -409,8 +418,8 @@ class CudaEngine:
         fill(host, tokens, bucket, rows)
         given = {}
         for name, state in tokens.given.items():
-            padded = np.zeros((bucket, state.shape[1]), np.float16)
-            padded[: len(state)] = state
+            padded = np.zeros((bucket, self.plan.tensors[name].width), np.float16)
+            padded[: len(state), : state.shape[1]] = state
             given[name] = torch.from_numpy(padded).to(self.device)
         device = torch.from_numpy(host).to(self.device)
         return _split(device, bucket, longest, reach, self._scratch, given)
@@ -476,11 +485,12 @@ class CudaEngine:
         return torch.empty(tokens, tensor.width, dtype=kind, device=self.device)
 
     def _norm(self, operation: Embed | Norm, values: dict[str, Any], rows: _Rows) -> None:
-        tokens, width = len(rows.ids), self.plan.tensors[operation.writes[0]].width
-        name = operation.name
+        tokens, tensor = len(rows.ids), self.plan.tensors[operation.writes[0]]
+        name, width = operation.name, tensor.width
         call = NormArguments(self._at(f"{name}.gamma"), self._at(f"{name}.beta"))
         self._outputs(operation, values, tokens, call)
-        call.epsilon, call.tokens, call.hidden = operation.epsilon, tokens, width
+        call.epsilon, call.tokens = operation.epsilon, tokens
+        call.hidden, call.channels, call.spare = width, tensor.own, width - tensor.own
         if isinstance(operation, Embed):
             ids = (rows.ids.data_ptr(), rows.positions.data_ptr(), rows.types.data_ptr())
             first: Any = TableArguments(
@@ -532,7 +542,7 @@ class CudaEngine:
             made.data_ptr(),
         )
         call.m, call.n, call.k, call.center = m, n, k, operation.center
-        tiles, count = list_tiles(operation, self.target), self._multiprocessors
+        tiles, count = list_tiles(operation, self.plan, self.target), self._multiprocessors
         launch = self._kernels, gemm_name(operation, self.plan)
         if self.target.wgmma:
             tile = choose_tile(*sizes, count, tiles)
@@ -641,7 +651,7 @@ class CudaEngine:
     def _head(self, operation: Head, values: dict[str, Any], rows: _Rows) -> dict[str, Any]:
         import torch
 
-        x, count = values[operation.input], len(rows.bounds) - 1
+        x, count, tensor = values[operation.input], len(rows.bounds) - 1, self.plan.tensors[operation.input]
         places = {"first": (rows.bounds[:-1], 0), "last": (rows.bounds[1:], -1)}.get(operation.pooling)
         steps = [(f"{operation.name}.{number}", step.kind) for number, step in enumerate(operation.steps)]
         fitting = {name for name, kind in steps if kind == "dense" and self._fits(name, count)}
@@ -652,6 +662,8 @@ class CudaEngine:
         elif not steps or steps[0][0] not in fitting:
             bounds, shift = places
             x = x.index_select(0, (bounds + shift if shift else bounds).clamp(0, len(x) - 1))
+        if not steps or steps[0][1] != "dense":  # whose weights are as wide
+            x = x[:, : tensor.own]
         while steps:
             name, kind = steps.pop(0)
             if name in fitting:

@@ -8,14 +8,26 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qdqbench.quantize.engine.cuda.names import STATIONARY, TILES, Target, Tile, fits_stationary
+from qdqbench.quantize.engine.cuda.names import (
+    NARROW,
+    SLIM,
+    STATIONARY,
+    TILES,
+    Target,
+    Tile,
+    fits_stationary,
+)
 from qdqbench.quantize.utils.capture import capture_graph
 
 # us on one H200 of a block's first tile and of each further one, which the first hides in part: fixed, and
 # for each 128 of K
-_COSTS = dict(
-    zip(TILES, [(2.2, 0.33, -0.3, 0.42), (2.2, 0.155, 0.7, 0.28), (2.0, 0.106, 0.05, 0.16)], strict=True)
-)
+_COSTS = {
+    TILES[0]: (2.2, 0.33, -0.3, 0.42),
+    TILES[1]: (2.2, 0.155, 0.7, 0.28),
+    TILES[2]: (2.0, 0.106, 0.05, 0.16),
+    NARROW: (2.2, 0.12, -0.13, 0.213),
+    SLIM: (1.93, 0.103, 0.28, 0.112),  # half of the multiprocessors load as much of it as the L2 gives
+}
 _LEAST_STATIONARY = 5  # tiles of a block; with fewer, loading the weights first costs more than it saves
 MOST_ITEMS = 4  # tiles, or parts of them, of a multiprocessor that have room for their sums
 _PARTS = (1, 2, 4, 8)  # of K that different blocks may sum
@@ -33,10 +45,11 @@ def choose_tile(m: int, n: int, k: int, multiprocessors: int, tiles: Sequence[Ti
 
     def cost(tile: Tile) -> float:
         first, first_k, more, more_k = _COSTS[tile]
-        waves, steps = math.ceil(count(tile) / multiprocessors), k / 128
+        busy = multiprocessors / 2 if tile == SLIM else multiprocessors
+        waves, steps = math.ceil(count(tile) / busy), k / 128
         return first + first_k * steps + (waves - 1) * (more + more_k * steps)
 
-    fastest = min(TILES, key=cost)
+    fastest = min((tile for tile in tiles if not tile.stationary), key=cost)
     stays = STATIONARY in tiles and fits_stationary(k)
     enough = count(STATIONARY) >= _LEAST_STATIONARY * multiprocessors
     return STATIONARY if fastest == TILES[0] and stays and enough else fastest

@@ -190,13 +190,13 @@ class TestAttention:
         with pytest.raises(UserError, match=rf"head size of 16, 32 or 64 .* this model has {size};"):
             resolve(self.recipe, modules(head_size=size), "bert")
 
-    @pytest.mark.parametrize("size", [1, 24, 64, 65])
-    def test_kernels_of_cuda_take_any_head_size_up_to_64(self, size):
+    @pytest.mark.parametrize("size", [1, 24, 128, 129])
+    def test_kernels_of_cuda_take_any_head_size_up_to_128(self, size):
         recipe = adapt_recipe(self.recipe, backend="cuda")
-        if size <= 64:
+        if size <= 128:
             assert len(resolve(recipe, modules(head_size=size), "bert").attention) == 2
         else:
-            with pytest.raises(UserError, match=r"head size of at most 64 .* this model has 65;"):
+            with pytest.raises(UserError, match=r"head size of at most 128 .* this model has 129;"):
                 resolve(recipe, modules(head_size=size), "bert")
 
     def test_its_output_linear_must_be_int8(self):

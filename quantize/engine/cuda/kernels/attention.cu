@@ -60,21 +60,29 @@ template <int D, bool BIASED> struct Warp {
     for (int p = 0; p < PARTS; p++) load_matrices(q[p], row_of(queries, lane % 16, 2 * p + lane / 16));
 #pragma unroll
     for (int h = 0; h < 2; h++) {
-      most[h] = BIASED ? -1e30f : 11534336.0f;  // no score is that small
+      most[h] = BIASED ? -1e30f : 12582912.0f - 128 * 128 * D;  // no score is smaller
       sum[h] = 0, shift[h] = BIASED ? -most[h] * LOG2E : 0;
     }
   }
   // s = S, or -infinity for keys outside [low, high) of a query.
   template <int GROUPS> __device__ inline void score(float scale, const i8* keys, int at, const int (&low)[2], const int (&high)[2]) {
-    u32 from = row_of(keys, at + lane / 8 / CHUNKS * 8 + lane % 8, lane / 8 % CHUNKS);
+    constexpr int BOTH = PARTS == 1 ? 2 : 1;  // times 8 keys of a load of four matrices, which have two parts
+    u32 from[(PARTS + 1) / 2];
 #pragma unroll
-    for (int j = 0; j < 4 * GROUPS; j += 2 / PARTS) {
-      u32 b[4];
-      load_matrices(b, from + 8 * j * D);
+    for (int p = 0; p < PARTS; p += 2)
+      from[p / 2] = row_of(keys, at + lane / 8 / CHUNKS * 8 + lane % 8, lane / 8 % CHUNKS + 2 * p);
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        if (PARTS == 1 || i == 0) mma<true>(s[j + i % (3 - PARTS)], q[0][0], q[0][1], q[0][2], q[0][3], b[2 * i], b[2 * i + 1]);
-        else mma<false>(s[j], q[PARTS - 1][0], q[PARTS - 1][1], q[PARTS - 1][2], q[PARTS - 1][3], b[2], b[3]);
+    for (int j = 0; j < 4 * GROUPS; j += BOTH) {
+#pragma unroll
+      for (int p = 0; p < PARTS; p += 2) {
+        u32 b[4];
+        load_matrices(b, from[p / 2] + 8 * j * D);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const u32(&a)[4] = q[BOTH == 2 ? 0 : p + i];
+          if (BOTH == 2 || p + i == 0) mma<true>(s[j + i], a[0], a[1], a[2], a[3], b[2 * i], b[2 * i + 1]);
+          else mma<false>(s[j], a[0], a[1], a[2], a[3], b[2 * i], b[2 * i + 1]);
+        }
       }
     }
     bool whole = low[0] <= 0 && low[1] <= 0 && high[0] >= 32 * GROUPS && high[1] >= 32 * GROUPS;
@@ -291,9 +299,9 @@ template <int D, bool ONE, bool CODED, Form FORM, bool BIASED> __device__ inline
 }
 
 // One step of keys is enough for all rows of all blocks, or any number of steps.
-#define ATTENTION_OF(NAME, D, ONE, ...)                                                                  \
-  extern "C" __global__ void __launch_bounds__(128, 3) attention_##NAME(const AttentionArguments call) { \
-    attention_body<D, ONE, __VA_ARGS__>(call);                                                           \
+#define ATTENTION_OF(NAME, D, ONE, ...)                                                                               \
+  extern "C" __global__ void __launch_bounds__(128, D > 64 ? 2 : 3) attention_##NAME(const AttentionArguments call) { \
+    attention_body<D, ONE, __VA_ARGS__>(call);                                                                        \
   }
 #define ATTENTION(NAME, D, ...)                    \
   ATTENTION_OF(NAME##_short, D, true, __VA_ARGS__) \

@@ -194,9 +194,12 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
       NAME(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const GemmArguments call) { \
     gemm_body<MI, TN, STAGES, STATIONARY, ACTIVATION, RESIDUAL, CODED>(a, b, call);                              \
   }
-// Three tiles for each epilogue: 128 x 128, 64 x 128, 64 x 64; and one that is stationary.
+// Three tiles for each epilogue: 128 x 128, 64 x 128, 64 x 64; two more of FP16; and one that is stationary.
 #define GEMM(NAME, ...)                                       \
   GEMM_OF(gemm_128_128_##NAME, 2, 128, 5, false, __VA_ARGS__) \
   GEMM_OF(gemm_64_128_##NAME, 1, 128, 8, false, __VA_ARGS__)  \
   GEMM_OF(gemm_64_64_##NAME, 1, 64, 12, false, __VA_ARGS__)
+#define HALVES_GEMM(NAME, ...)                               \
+  GEMM_OF(gemm_64_96_##NAME, 1, 96, 10, false, __VA_ARGS__) \
+  GEMM_OF(gemm_64_32_##NAME, 1, 32, 16, false, __VA_ARGS__)
 #define STATIONARY_GEMM(NAME, ...) GEMM_OF(gemm_128_128_stationary_##NAME, 2, 128, 5, true, __VA_ARGS__)

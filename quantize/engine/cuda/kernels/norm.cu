@@ -9,7 +9,8 @@ struct NormOutputs {
   i8* codes[MOST];               // [T, H] each, or none
   const float* multiplier[MOST]; // [H] of each: code = round(y * multiplier)
   float epsilon;
-  int tokens, hidden;
+  int tokens, hidden, channels;  // H, and how many are the model's
+  float spare;                   // the others, where x, gamma and beta are 0
 };
 
 constexpr int WARPS = 4;  // of a block
@@ -54,7 +55,7 @@ __device__ inline void norm(const Read& x, int token, const Vectors<PARTS, CODES
     }
 #pragma unroll
   for (int l = 16; l; l /= 2) sum += __shfl_xor_sync(~0u, sum, l);
-  float mean = sum / call.hidden, square = 0;
+  float mean = sum / call.channels, square = 0;
 #pragma unroll
   for (int i = 0; i < PARTS; i++)
     if (lane + 32 * i < count) {
@@ -64,7 +65,8 @@ __device__ inline void norm(const Read& x, int token, const Vectors<PARTS, CODES
     }
 #pragma unroll
   for (int l = 16; l; l /= 2) square += __shfl_xor_sync(~0u, square, l);
-  float inverse = rsqrtf(square / call.hidden + call.epsilon);
+  square -= call.spare * mean * mean;
+  float inverse = rsqrtf(square / call.channels + call.epsilon);
 #pragma unroll
   for (int i = 0; i < PARTS; i++) {
     int at = lane + 32 * i;

@@ -290,7 +290,8 @@ def test_sizes_that_no_kernel_takes_are_refused(made_once, tmp_path, monkeypatch
     )
     plan, _ = pack(match_graph(onnx.load(narrow / "model.onnx")))
     with pytest.raises(
-        UserError, match=r"heads of INT8 attention are padded to 32 or 64, not 16; take tensorrt_rtx"
+        UserError,
+        match=r"heads of INT8 attention are padded to 32, 64 or 128 channels, not 16; take tensorrt_rtx",
     ):
         kernels.compile_kernels(plan, [HOPPER])
     operations = (
@@ -305,7 +306,9 @@ def test_sizes_that_no_kernel_takes_are_refused(made_once, tmp_path, monkeypatch
     told = {"version": kernels.get_version()}
     path = tmp_path / "model.engine"
     path.write_bytes(save(arrays, told | {"plan": json.dumps(asdict(plan))}))
-    with pytest.raises(UserError, match="heads of INT8 attention are padded to 32 or 64, not 16"):
+    with pytest.raises(
+        UserError, match="heads of INT8 attention are padded to 32, 64 or 128 channels, not 16"
+    ):
         read_file(path)
     attention = next(each for each in plan.operations if isinstance(each, Attention))
     attention = replace(attention, head_size=32, heads=1)
@@ -319,7 +322,7 @@ def test_sizes_that_no_kernel_takes_are_refused(made_once, tmp_path, monkeypatch
         with pytest.raises(UserError, match=message):
             kernels.compile_kernels(replace(plan, operations=(changed,), tensors=tensors), [HOPPER])
     for kind, width, message in (
-        ("linear", 40, "multiples of 16 channels"),
+        ("linear", 40, "next to FP16 attention of 16, not 40"),
         ("norm", 8192, "up to 4096 channels"),
     ):
         operation = next(each for each in plan.operations if each.op == kind)

@@ -2,6 +2,7 @@
 
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -195,7 +196,10 @@ def test_batches_that_no_bucket_holds_or_of_other_shapes_are_refused():
         ("tokens", "dense", (16, 4), []),
     ],
 )
-def test_a_head_folds_activations_into_its_dense_steps(pooling, steps, widths, launches, monkeypatch):
+@pytest.mark.parametrize("spare", [0, 8])  # channels behind the model's own
+def test_a_head_folds_activations_into_its_dense_steps(
+    pooling, steps, widths, launches, *, spare, monkeypatch
+):
     random, kinds = np.random.default_rng(0), steps.split()
     head = Head(
         name="head",
@@ -211,9 +215,12 @@ def test_a_head_folds_activations_into_its_dense_steps(pooling, steps, widths, l
             f"head.{number}.weight": random.normal(size=(n, k)).astype(np.float32),
             f"head.{number}.bias": random.normal(size=n).astype(np.float32),
         }
-    values = {"x": random.normal(size=(14, widths[0])).astype(np.float16)}
+    values = {"x": random.normal(size=(14, widths[0] + spare)).astype(np.float16)}
+    tensor = Tensor(kind="fp16", width=widths[0] + spare, channels=widths[0])
+    plan = replace(PLAN, tensors={"x": tensor})
     tokens, engine, ran = packed([5, 2, 7]), CudaEngine.__new__(CudaEngine), []
-    engine._arrays = {name: torch.from_numpy(array).half() for name, array in arrays.items()}
+    engine.plan, engine.arrays = replace(plan, operations=(plan.operations[0], head)), arrays
+    engine._arrays = {name: torch.from_numpy(array).half() for name, array in engine._prepared()}
 
     def dense(name, x, rows, places, *last):
         """Compute what head.cu does."""
@@ -230,7 +237,7 @@ def test_a_head_folds_activations_into_its_dense_steps(pooling, steps, widths, l
     x = {"x": torch.from_numpy(values["x"])}
     made = engine._head(head, x, SimpleNamespace(bounds=bounds))
     assert ran == launches
-    for name, wanted in compute(head, PLAN, arrays, values, tokens).items():
+    for name, wanted in compute(head, plan, arrays, values, tokens).items():
         assert made[name].dtype == torch.float32
         np.testing.assert_allclose(made[name][: len(wanted)].numpy(), wanted, rtol=0.01, atol=0.02)
 

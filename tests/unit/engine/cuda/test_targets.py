@@ -10,12 +10,15 @@ from hypothesis import strategies as st
 from qdqbench.quantize.engine.cuda import compile as kernels
 from qdqbench.quantize.engine.cuda import tiles as tile_files
 from qdqbench.quantize.engine.cuda.names import (
+    ATTENTION_SIZES,
     NAMES,
     TARGETS,
     choose_targets,
     explain_misfit,
     find_target,
+    gemm_name,
     list_kernels,
+    list_tiles,
 )
 from qdqbench.quantize.engine.cuda.runtime import choose_heads, fit_attention
 from qdqbench.quantize.engine.cuda.tiles import MOST_ITEMS, TileFile, guess_form, list_forms, may_split
@@ -31,7 +34,7 @@ SHARED_KB = {"7.5": 64, "8.0": 164, "8.6": 100, "8.9": 100, "9.0": 228, "12.0": 
 KNOWN = {
     "gemm": ("GEMM(gelu_tanh_none_int8, GELU_TANH, NO_RESIDUAL, true)", "c3a5007f8004c128"),
     "head": ("", "aa05322300018823"),
-    "norm": ("NORM(6, 1)", "eb2a63bb8b9ebe12"),
+    "norm": ("NORM(6, 1)", "de71e29ae08b2ccd"),
 }
 BY_MMA = [target.name for target in TARGETS if not target.wgmma and target.name in SHARED_KB]
 
@@ -110,7 +113,7 @@ def test_blocks_fit_into_the_shared_memory_of_their_gpus(target):
         assert tile.blocks * (tile.shared + 1024 * (target.name != "7.5")) <= room
         threads = 32 * tile.warps[0] * tile.warps[1]
         assert tile.blocks * threads <= 1024
-    assert fit_attention(1, 128, 64) <= target.shared
+    assert fit_attention(1, 128, ATTENTION_SIZES[-1]) <= target.shared
     most = choose_heads(1 << 16, 12, 128, 64, 1)
     assert fit_attention(most, 128, 64) <= target.shared
 
@@ -126,17 +129,34 @@ def test_kernels_of_hopper_are_those_that_were_measured(nvrtc):
     }
 
 
-@pytest.mark.parametrize("name", BY_MMA)
+@pytest.mark.parametrize("name", [*BY_MMA, "9.0"])
 @pytest.mark.parametrize("epilogue", mark_long(EPILOGUES, {*EPILOGUES} - {EPILOGUES[2]}), ids=str)
-def test_gemms_by_mma_sync_keep_their_sums_in_registers(name, epilogue, nvrtc):
+def test_gemms_keep_their_sums_in_registers(name, epilogue, nvrtc):
     target, (plan, _) = find_target(name), make_gemm(64, 64, *epilogue)
     ((source, lines),) = [each for each in kernels.list_lines([plan], target).items() if each[0] != "norm"]
     found = read_resources(kernels.compile_source(source, lines, target))
     assert found.keys() == {each for each in list_kernels(plan, target) if each.startswith("gemm")}
-    for tile in target.tiles:
-        registers, stack = next(each for kernel, each in found.items() if kernel.startswith(f"gemm_{tile}_"))
-        assert stack <= 16 * (epilogue[0] == "gelu")  # erf, outside of the loop
-        assert registers * 32 * tile.warps[0] * tile.warps[1] * tile.blocks <= 1 << 16
+    for tile in list_tiles(plan.operations[2], plan, target):
+        registers, stack = found[f"gemm_{tile}_{gemm_name(plan.operations[2], plan)}"]
+        assert stack <= 16 * (epilogue[0] == "gelu" and not target.wgmma)  # erf, outside of the loop
+        threads = 384 if target.wgmma else 32 * tile.warps[0] * tile.warps[1]
+        assert registers * threads * tile.blocks <= 1 << 16
+
+
+@pytest.mark.parametrize("name", mark_long([*BY_MMA, "9.0"], {*BY_MMA} - {"8.0"}))
+def test_attention_keeps_nearly_all_in_registers(name, nvrtc):
+    forms = [("ROW_MAX", "false"), ("ROW_MAX", "true"), ("PLAIN", "false")]
+    lines = [
+        f"ATTENTION({size}_{form}_{biased}, {size}, true, {form}, {biased})"
+        for size in ATTENTION_SIZES
+        for form, biased in forms
+    ]
+    found = read_resources(kernels.compile_source("attention", lines, find_target(name)))
+    found = {kernel: each for kernel, each in found.items() if kernel.startswith("attention_")}
+    assert len(found) == 2 * len(lines)
+    for kernel, (registers, stack) in found.items():
+        assert registers * 128 * (2 if kernel.startswith("attention_128") else 3) <= 1 << 16
+        assert stack <= 96, kernel
 
 
 def test_an_old_nvrtc_names_what_it_does_not_compile_for(nvrtc, monkeypatch):
