@@ -14,6 +14,7 @@ from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import (
     Recipe,
+    adapt_recipe,
     dump_short_recipe,
     load_recipe,
     parse_recipe,
@@ -130,6 +131,9 @@ def test_attention_that_cannot_be_fused_is_not_searched():
     assert not space.attention
     recipe = space.recipe(PLAIN | {"frame": "all", "keep": 0})
     assert not recipe.int8_attention
+    kernels = adapt_recipe(load_recipe("bert-int8-linears"), backend="cuda")
+    for head_size, fused in ((26, True), (80, True), (129, False)):
+        assert bool(make_space(kernels, modules(head_size=head_size), "bert").attention) is fused
 
 
 def test_nothing_left_to_search_is_an_error():
