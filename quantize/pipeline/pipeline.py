@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,9 +143,12 @@ def require_recorded(session: Session, graph: Path) -> None:
     made = str(graph.relative_to(folder))
     if made not in recorded:
         raise UserError(f"{folder / STAGES_FILE} has no record of {made}; {again} makes both again")
-    for name, digest in recorded.items():
-        if (folder / name).is_file() and files.sha256(folder / name) != digest:
-            raise UserError(f"{folder / name} changed since the run made it; {again} makes it again")
+    there = [name for name in recorded if (folder / name).is_file()]
+    with ThreadPoolExecutor() as pool:  # a server waits for it
+        digests = pool.map(files.sha256, (folder / name for name in there))
+        for name, digest in zip(there, digests, strict=True):
+            if digest != recorded[name]:
+                raise UserError(f"{folder / name} changed since the run made it; {again} makes it again")
     known = [stage.model_sha256 for stage in finished.values() if made in stage.outputs]
     with suppress(UserError, KeyError, TypeError):  # not evaluated yet
         known.append(files.read_json(folder / CONTENTS["run"][1])["model"]["sha256"])
