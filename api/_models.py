@@ -293,7 +293,7 @@ def quantize(
             once, without padding. Or a list of texts.
         tokenizer: of texts (default: that of the model's folder or hub id).
         recipe: shipped name, YAML file, or what `load_recipe` gave; of its calibration section split,
-            samples and seed are not used.
+            samples and seed are not used, and of `reconstruction` not samples: all are taken.
         progress: True for a bar (default in notebooks), or a function that is called with the number of
             samples after each batch.
 
@@ -336,6 +336,13 @@ def quantize(
     with displayed(progress):
         reporter().begin("calibrating")
         record = ptq.calibrate(twin, plan, batches, settings)
+        if chosen.reconstruction:
+            from qdqbench.quantize.training.reconstruct import draw_rows, reconstruct
+
+            pad_id = int(model.config.pad_token_id or 0)
+            rows = draw_rows(batches.rows(), chosen.reconstruction, pad_id)
+            teacher = prepare_model(copy.deepcopy(model))
+            record.notes += reconstruct(twin, teacher, plan, record, rows, chosen.reconstruction).notes
     record.data |= {"source": "samples in memory", "split": settings.split}
     _tie_copies(twin, record)
     return Quantized(twin, chosen, plan, record, model, tokenizer)

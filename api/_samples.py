@@ -55,9 +55,11 @@ class Batches:
         if iter(self.samples) is self.samples:
             raise UserError("calibration goes over its samples more than once; give a list, not an iterator")
 
+    def rows(self) -> Iterator[Sample]:
+        return (row for given in self.samples for row in _rows(given, self.longest, self.sizes))
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        rows = (row for given in self.samples for row in _rows(given, self.longest, self.sizes))
-        for _, batch in equal_length_batches(rows, self.batch_size, pad_id=0):  # of one length: no padding
+        for _, batch in equal_length_batches(self.rows(), self.batch_size, pad_id=0):  # of one length
             yield batch
 
 

@@ -13,7 +13,7 @@ from qdqbench.eval.metrics.results import Comparison, Gate, LayerErrors, Parity,
 from qdqbench.eval.runs.gate import judge_gate, judge_stages, read_engine_sizes, read_speed
 from qdqbench.eval.runs.report.verdict import last_measured
 from qdqbench.eval.runs.results import FileRow, ModelChange, Results
-from qdqbench.eval.stages.stages import FP16_STAGE
+from qdqbench.eval.stages.stages import FP16_STAGE, RECONSTRUCTED
 from qdqbench.eval.verification.results import read_verified
 from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
 from qdqbench.quantize.calibration.techniques import (
@@ -27,8 +27,9 @@ from qdqbench.quantize.calibration.techniques import (
 from qdqbench.quantize.models.identity import describe_model
 from qdqbench.quantize.pipeline import data_profiles, graphs, outcomes
 from qdqbench.quantize.pipeline.pipeline import Timing, read_finished
-from qdqbench.quantize.pipeline.session import QAT, RECORD, Session
+from qdqbench.quantize.pipeline.session import QAT, RECONSTRUCTION, RECORD, Session
 from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.report.formats import label
 from qdqbench.quantize.tasks.data.splits import source_commit
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.names import count_of, name_list
@@ -43,6 +44,7 @@ def model_changes(  # noqa: PLR0913
     *,
     to_tanh: bool,
     half: bool,
+    reconstructed: int,
     trained: int,
 ) -> list[ModelChange]:
     """Return the changes of a model besides Q/DQ, each with how often it was made.
@@ -51,11 +53,13 @@ def model_changes(  # noqa: PLR0913
         rewrites: of the graph that the run is about.
         to_tanh: GELU is exact in FP32, and has its tanh form in the graph.
         half: what is not INT8 computes in FP16.
+        reconstructed: layers whose weights are those of reconstruction.
         trained: the step of training whose weights were kept.
     """
     tanh_gelus = rewrites.get("tanh GELU", 0) if to_tanh else 0
     joined, turned, short = (rewrites.get(name, 0) for name in ("joined heads", "tokens first", "short GELU"))
     changes: list[tuple[str, int, str, str]] = [
+        ("reconstruction", reconstructed, "layer", "The weights of {} were trained to give FP32's output."),
         ("training", trained, "step", "The weights are those after {} of quantization-aware training."),
         *bias_correction.describe_changes(plan, record.biases),
         ("tanh GELU", tanh_gelus, "feed-forward", "GELU has its tanh form in {}, off by 5e-4 at most."),
@@ -118,8 +122,9 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
     report_phase("scoring")
     stages = stage_results(session, None if whole else timings)
     planned = whole or "quantize" in timings  # else the model need not be loaded
-    ptq = session.ptq_record if "qat" in timings or "quantize" in timings else None
-    calibrated = read_record(session.record_path) if "qat" in timings else ptq
+    trained = [name for name in (RECONSTRUCTION, QAT) if name in timings]
+    ptq = session.ptq_record if trained or "quantize" in timings else None
+    calibrated = read_record(folder / trained[-1] / "calibration.json") if trained else ptq
     if whole:
         names = [name for name in ONNX_FILES if (folder / name).is_file()]
     else:
@@ -154,7 +159,10 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
         parity=_parity(session, timings) if "parity" in timings else None,
         stages=stages,
         skipped=skipped | {name: row.reason for name, row in stages.items() if row.reason},
-        training=files.read_json(folder / QAT / RECORD) if "qat" in timings else None,
+        reconstruction=files.read_json(folder / RECONSTRUCTION / RECORD)
+        if RECONSTRUCTION in trained
+        else None,
+        training=files.read_json(folder / QAT / RECORD) if QAT in trained else None,
         qat_vs_ptq=_compare_stages(session, "ptq", "fake_quant") if qat_scored else None,
         engine=done.get("build"),
         gpu_engine=done.get("gpu_build"),
@@ -179,13 +187,14 @@ def collect(session: Session, timings: dict[str, Timing], until: str | None = No
 
 def stage_results(session: Session, done: Collection[str] | None = None) -> dict[str, StageResult]:
     """Return the accuracy of every evaluated stage in order; of `done` only, if given."""
-    trained = "after QAT" if session.recipe.qat else ""
+    trainings = [label(name) for name in session.recipe.trainings]
     version = importlib.metadata.version("onnxruntime")
     fake_quant = "PyTorch, ModelOpt fake-quant"
     details = {
         "baseline": "PyTorch, FP32",
-        **({"ptq": f"{fake_quant} before QAT"} if trained else {}),
-        "fake_quant": f"{fake_quant} {trained}".strip(),
+        **({"ptq": f"{fake_quant} before {trainings[0]}"} if trainings else {}),
+        **({RECONSTRUCTED: f"{fake_quant} after {trainings[0]}"} if len(trainings) > 1 else {}),
+        "fake_quant": f"{fake_quant} after {trainings[-1]}" if trainings else fake_quant,
         "onnxruntime": f"ONNX Runtime {version}, CPU, graph as exported (no optimizations)",
         "engine": "",
     }
@@ -281,6 +290,7 @@ def _add_effects(session: Session, results: Results) -> None:
             files.read_json(session.folder / graphs.REWRITES).get(graphs.graph_path(session).name, {}),
             to_tanh=exact_gelu and recipe.export.gelu == "tanh",
             half=session.target.half,
+            reconstructed=results.reconstruction.kept if results.reconstruction else 0,
             trained=results.training.best_step if results.training else 0,
         )
 

@@ -18,7 +18,7 @@ from qdqbench.eval.metrics.gate import (
 )
 from qdqbench.eval.metrics.logits import read_logits
 from qdqbench.eval.metrics.results import Gate, GateCode, GateIssue, IssueState, Speedup, StageResult
-from qdqbench.eval.runs.results import EngineSize, Results
+from qdqbench.eval.runs.results import BEFORE_TRAINING, EngineSize, Results
 from qdqbench.eval.verification.checks import SAME_SHARE, group_equal
 from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.engine.results import EngineResult
@@ -92,7 +92,7 @@ def _judge_drops(session: Session, results: Results) -> Iterator[GateIssue]:
     primary, most = session.config.task.metrics[0], session.recipe.gate.max_drop
     last = next((name for name in reversed(results.stages) if results.stages[name].vs_fp32), None)
     for name, stage in results.stages.items():
-        if name == "ptq" or (versus := stage.vs_fp32) is None:  # QAT comes after PTQ
+        if name in BEFORE_TRAINING or (versus := stage.vs_fp32) is None:  # not what is deployed
             continue
         yield from sqnr_issues(versus, session.recipe.gate.min_sqnr_db, stage=name)
         for metric, delta in versus.delta.items():

@@ -21,7 +21,7 @@ from qdqbench.quantize.engine.profiles import Lengths
 from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.lint.findings import FindingRow
 from qdqbench.quantize.pipeline.pipeline import Timing
-from qdqbench.quantize.training.results import TrainingRun
+from qdqbench.quantize.training.results import ReconstructionRun, TrainingRun
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.schema import Strict, Tabular, field, read, stage_rows
 
@@ -52,9 +52,7 @@ RESULTS_FILE = "results.json"
 
 
 STAGES = ("fp32", "fake_quant", "onnxruntime", "engine")
-
-
-QAT_STAGES = ("fp32", "ptq", "fake_quant", "onnxruntime", "engine")  # fake_quant is the trained model
+BEFORE_TRAINING = ("ptq", "reconstructed")  # of what is deployed; fake_quant is the trained model
 
 
 class FileRow(Strict):
@@ -103,9 +101,9 @@ class Results(Tabular):
         "ONNX Runtime against the fake-quant model, layer by layer; null when not measured.", default=None
     )
     stages: dict[str, StageResult] = field(
-        "Evaluation by stage, in this order: `fp32` (PyTorch), `ptq` (only with QAT: quantized PyTorch "
-        "model before training), `fake_quant` (quantized PyTorch model; with QAT after training), "
-        "`onnxruntime` (quantized ONNX file), `engine`.",
+        "Evaluation by stage, in this order: `fp32` (PyTorch), `ptq` (only with training: quantized PyTorch "
+        "model before it), `reconstructed` (only with reconstruction and QAT: between them), `fake_quant` "
+        "(quantized PyTorch model; after training), `onnxruntime` (quantized ONNX file), `engine`.",
         default={},
     )
     skipped: dict[str, str] = field(
@@ -131,11 +129,15 @@ class Results(Tabular):
         "Stage nearest to deployment minus the FP16 graph, on the same samples; null with `fp16`.",
         default=None,
     )
+    reconstruction: ReconstructionRun | None = field(
+        "Reconstruction; null for a recipe without `reconstruction`, or before it.", default=None
+    )
     training: TrainingRun | None = field(
         "QAT; null for a recipe without `qat`, or before training.", default=None
     )
     qat_vs_ptq: Comparison | None = field(
-        "Fake-quant model after QAT minus before it, on the same samples; null without QAT.", default=None
+        "Fake-quant model after all training minus before it, on the same samples; null without any.",
+        default=None,
     )
     engine: EngineResult | None = field(
         "Engine; null if none was built (`stages.engine.reason` says why).", default=None
@@ -185,11 +187,12 @@ class Results(Tabular):
 
     @property
     def trained(self) -> bool:
-        return self.training is not None
+        return self.training is not None or self.reconstruction is not None
 
     @property
     def expected_stages(self) -> tuple[str, ...]:
-        return QAT_STAGES if self.trained else STAGES
+        trainings = [each for each in (self.reconstruction, self.training) if each is not None]
+        return STAGES[:1] + BEFORE_TRAINING[: len(trainings)] + STAGES[1:]
 
 
 def read_results(folder: Path) -> Results:

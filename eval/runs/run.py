@@ -9,7 +9,7 @@ from qdqbench.eval.runs.collect import collect, score_stage
 from qdqbench.eval.runs.gate import cannot_hold, issue_sentence, judge_baseline
 from qdqbench.eval.runs.report.report import hand_off, write_reports
 from qdqbench.eval.runs.results import RESULTS_FILE, Results, write_results
-from qdqbench.eval.stages.stages import FP16_STAGE, stages
+from qdqbench.eval.stages.stages import FP16_STAGE, RECONSTRUCTED, stages
 from qdqbench.quantize.deployment.write import DEPLOY, remove
 from qdqbench.quantize.engine.backend import find_missing_builder
 from qdqbench.quantize.engine.profiles import require_room
@@ -23,7 +23,7 @@ from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.progress import reporter
 
 BASELINE = "baseline"
-EVALUATED = (BASELINE, "ptq", "fake_quant", "onnxruntime", "engine")
+EVALUATED = (BASELINE, "ptq", RECONSTRUCTED, "fake_quant", "onnxruntime", "engine")
 REPORT = (RESULTS_FILE, "report.md", "report.html", FILE)
 REPORTED = (None, "report")
 

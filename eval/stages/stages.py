@@ -4,6 +4,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from qdqbench.quantize.pipeline import data_profiles, graphs, outcomes
 from qdqbench.quantize.pipeline.data_profiles import engine_profiles
 from qdqbench.quantize.pipeline.outcomes import Skipped, write_outcome
 from qdqbench.quantize.pipeline.pipeline import Stage
-from qdqbench.quantize.pipeline.session import CHECKPOINTS, QAT, Session
+from qdqbench.quantize.pipeline.session import CHECKPOINTS, QAT, RECONSTRUCTION, Session
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.data.splits import source_fingerprint
 from qdqbench.quantize.tasks.embedded import write_embedded
@@ -47,6 +48,7 @@ from qdqbench.quantize.utils.system.gpu import find_gpu
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+RECONSTRUCTED = "reconstructed"  # the evaluation between reconstruction and QAT
 FP16_STAGE = "fp16"  # is run only where it is asked for
 PARITY_SAMPLES, PARITY_BATCH = 64, 16
 LAYER_SAMPLES = 8  # enough tokens for a relative norm; each goes through a model some five times
@@ -58,9 +60,15 @@ def train_stage(session: Session) -> list[Path]:
     return train_qat(session)
 
 
-def remove_checkpoints(session: Session) -> None:
+def reconstruct_stage(session: Session) -> list[Path]:
+    from qdqbench.quantize.training.reconstruct import run_reconstruction
+
+    return run_reconstruction(session)
+
+
+def remove_checkpoints(training: str, session: Session) -> None:
     """Remove checkpoints once the stage is recorded; killed before, it resumes and trains no step again."""
-    shutil.rmtree(session.folder / QAT / CHECKPOINTS, ignore_errors=True)
+    shutil.rmtree(session.folder / training / CHECKPOINTS, ignore_errors=True)
 
 
 def build_stage(session: Session) -> list[Path]:
@@ -341,6 +349,11 @@ def _trained(session: Session) -> Any:
     return [_placement(session), data, settings.model_dump() if settings else None]
 
 
+def _reconstructed(session: Session) -> Any:
+    settings = session.recipe.reconstruction
+    return [_calibration(session), settings.model_dump() if settings else None]
+
+
 def _exported(session: Session) -> Any:
     recipe = session.recipe
     settings = [recipe.export.model_dump(), recipe.precision.model_dump()]
@@ -397,17 +410,26 @@ def stages(session: Session) -> dict[str, Stage]:
     first = () if session.config.model else ("embedded",)
     quantized = session.recipe.quantizes
     calibrated = (*first, "quantize") if quantized else first
-    trains = quantized and session.recipe.qat is not None
-    if trains:
-        calibrated = (*calibrated, "qat")
+    trainings = session.recipe.trainings if quantized else ()
+    started = (*calibrated, *[RECONSTRUCTION] * (RECONSTRUCTION in trainings))  # what QAT starts from
+    calibrated = (*started, *[QAT] * (QAT in trainings))
     evaluated = (*calibrated, "baseline", *(["fake_quant"] if quantized else []))
     listed = {  # and whether this run has it
         Stage("embedded", embedded, (), lambda s: s.config.seed): bool(first),
         torch_stage("baseline", first, lambda s: s.fp32_model, "fp32"): True,
         Stage("quantize", quantize_stage, first, _calibration): quantized,
-        # QAT is compared with it
-        torch_stage("ptq", (*first, "quantize"), lambda s: s.new_ptq_model()): trains,
-        Stage("qat", train_stage, (*first, "quantize"), _trained, remove_checkpoints): trains,
+        # what is trained is compared with it
+        torch_stage("ptq", (*first, "quantize"), lambda s: s.new_ptq_model()): bool(trainings),
+        Stage(
+            RECONSTRUCTION,
+            reconstruct_stage,
+            (*first, "quantize"),
+            _reconstructed,
+            partial(remove_checkpoints, RECONSTRUCTION),
+        ): RECONSTRUCTION in trainings,
+        # between the two; alone it is `fake_quant`
+        torch_stage(RECONSTRUCTED, started, lambda s: s.new_start_model()): len(trainings) > 1,
+        Stage(QAT, train_stage, started, _trained, partial(remove_checkpoints, QAT)): QAT in trainings,
         torch_stage("fake_quant", calibrated, lambda s: s.fake_quant_model): quantized,
         Stage("export", export_stage, calibrated, _exported): True,
         Stage("check", check_stage, ("export",), _placement): True,

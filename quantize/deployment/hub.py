@@ -15,7 +15,7 @@ from qdqbench.quantize.graph.export import save
 from qdqbench.quantize.graph.index import GraphIndex, attribute
 from qdqbench.quantize.models import identity
 from qdqbench.quantize.models.load import load_config
-from qdqbench.quantize.pipeline.session import QAT, Session
+from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.tasks.data.splits import hub_set, is_hub_source
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
 from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
@@ -160,8 +160,8 @@ def _describe_dense(
     from safetensors.numpy import load_file, save
 
     name, file, prefix = session.model_name, "model.safetensors", "pooling.dense."
-    if session.recipe.qat:
-        name, commit = str(session.folder / QAT / "model"), None
+    if trainings := session.recipe.trainings:
+        name, commit = str(session.folder / trainings[-1] / "model"), None
     elif folder := identity.read_sentence_folder(name, commit):
         file, prefix = f"{folder.dense}/{file}", "linear."
     source = identity.find_model_file(name, file, commit)

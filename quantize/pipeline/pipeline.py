@@ -22,7 +22,7 @@ from qdqbench.quantize.utils.system.process import freeze_gc, interruption, meas
 STAGES_FILE = "stages.json"
 # files that a stage can have; what else the manifest lists may be the user's own
 MADE = re.compile(
-    r"(embedded|engine|gpu|logits|qat)/.+|model\.\w+\.onnx|(build|calibration|check|engine|layer_errors|layers|"
+    r"(embedded|engine|gpu|logits|qat|reconstruction)/.+|model\.\w+\.onnx|(build|calibration|check|engine|layer_errors|layers|"
     r"onnxruntime|parity|rewrites|verify)\.json"
 )
 

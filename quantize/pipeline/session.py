@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 CONFIG = "run.json"
-QAT = "qat"  # folder of the trained model
+RECONSTRUCTION, QAT = "reconstruction", "qat"  # folders of trained models, and fields of a recipe
 RECORD, CHECKPOINTS = "training.json", "checkpoints"  # of a training
 
 
@@ -179,14 +179,25 @@ class Session:
         ptq.restore(model, self.plan, self.ptq_record)
         return model
 
-    def new_qat_model(self) -> "PreTrainedModel":
-        name = str(self.folder / QAT / "model")
+    def new_trained_model(self, training: str) -> "PreTrainedModel":
+        """Return the fake-quant model after a training of the recipe, one of `recipe.trainings`."""
+        name = str(self.folder / training / "model")
         report_phase("loading the model")
         model = load_model(name, kind=self.config.task.kind)
         if self.recipe.export.gelu == "tanh":
             use_tanh_gelu(model, name)
-        ptq.restore(model, self.plan, read_record(self.record_path))
+        ptq.restore(model, self.plan, read_record(self.folder / training / "calibration.json"))
         return model
+
+    def new_start_model(self) -> "PreTrainedModel":
+        """Return the fake-quant model that QAT starts from: after reconstruction where there is one."""
+        return self.new_trained_model(RECONSTRUCTION) if self.recipe.reconstruction else self.new_ptq_model()
+
+    @property
+    def start_record(self) -> CalibrationRecord:
+        """Return the record of the model that QAT starts from."""
+        parts = [RECONSTRUCTION] * (self.recipe.reconstruction is not None)
+        return read_record(self.folder.joinpath(*parts, "calibration.json"))
 
     @property
     def ptq_record(self) -> CalibrationRecord:
@@ -194,12 +205,13 @@ class Session:
 
     @property
     def record_path(self) -> Path:
-        return self.folder / QAT / "calibration.json" if self.recipe.qat else self.folder / "calibration.json"
+        return self.folder.joinpath(*self.recipe.trainings[-1:], "calibration.json")
 
     @functools.cached_property
     def fake_quant_model(self) -> "PreTrainedModel":
-        """Return the fake-quant model that is exported: after QAT where the recipe has it, else after PTQ."""
-        return self.new_qat_model() if self.recipe.qat else self.new_ptq_model()
+        """Return the fake-quant model that is exported: after the recipe's last training, else after PTQ."""
+        trainings = self.recipe.trainings
+        return self.new_trained_model(trainings[-1]) if trainings else self.new_ptq_model()
 
     def split(self, name: str, *, limit: int | None, seed: int | None = None, labelled: bool = True) -> Split:
         task, source = self.config.task, self.data_source
@@ -208,12 +220,18 @@ class Session:
         self._warn(split.warnings)
         return split
 
+    def calibration_split(self, samples: int, seed: int) -> Split:
+        name, task = self.recipe.calibration.split, self.config.task
+        texts = has_only_texts(task, self.data_source, name)
+        labelled = not (task.kind.calibrates_unlabelled or texts)
+        return self.split(name, limit=samples, seed=seed, labelled=labelled)
+
     def calibration_batches(self) -> CalibrationBatches:
         settings, task = self.recipe.calibration, self.config.task
-        texts = has_only_texts(task, self.data_source, settings.split)
-        labelled = not (task.kind.calibrates_unlabelled or texts)
-        split = self.split(settings.split, limit=settings.samples, seed=settings.seed, labelled=labelled)
-        longest = self.recipe.export.max_length
+        split, longest = (
+            self.calibration_split(settings.samples, settings.seed),
+            self.recipe.export.max_length,
+        )
         return CalibrationBatches(split, task, self.tokenizer, longest, settings.batch_size, self.pad_id)
 
     @contextmanager

@@ -56,6 +56,9 @@ class Recipe(Frozen):
     engine: sections.EngineSettings = field(
         "Where the ONNX file is built, and for which shapes.", default=sections.EngineSettings()
     )
+    reconstruction: sections.Reconstruction | None = field(
+        "Training of one layer after the other, after PTQ; null: none.", default=None
+    )
     qat: sections.Qat | None = field("Training after PTQ, with its Q/DQ in place; null: none.", default=None)
     gate: sections.GateSettings = field("What must hold for exit status 0.", default=sections.GateSettings())
 
@@ -114,7 +117,12 @@ class Recipe(Frozen):
 
     @property
     def ptq(self) -> "Recipe":
-        return self.model_copy(update={"qat": None})
+        return self.model_copy(update=dict.fromkeys(self.trainings))
+
+    @property
+    def trainings(self) -> tuple[str, ...]:
+        """Return the sections of trainings that it has, in the order in which they run."""
+        return tuple(name for name in ("reconstruction", "qat") if getattr(self, name) is not None)
 
     @property
     def quantizes(self) -> bool:

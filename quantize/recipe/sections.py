@@ -456,3 +456,27 @@ class Qat(Training):
     )
     amax_learning_rate: Rate = field("Of learned amax, relative to its value.", default=1e-3)
     distill: Distill = field("Parts of the loss.", default=Distill())
+
+
+class Reconstruction(Frozen):
+    """Training of each encoder layer to give what its FP32 original gives; the `reconstruction` section."""
+
+    samples: Positive = field(
+        "Samples of the calibration split, drawn without replacement; texts alone are read.", default=4096
+    )
+    holdout: float = field(
+        "Share of them that judges and is never learned from.", default=0.125, gt=0, le=0.5
+    )
+    batch_size: Positive = field("Samples of one step, of similar length.", default=32)
+    steps: Positive = field("Steps of Adam for each layer.", default=300)
+    learning_rate: Annotated[float, Field(ge=0, lt=1)] = field(
+        "Learning rate, relative to the root mean square of each tensor, rounded to a power of two.",
+        default=1e-3,
+    )
+    amax_learning_rate: Annotated[float, Field(ge=0, lt=1)] = field(
+        "Of learned amax, relative to its value; 0: calibrated scales.", default=3e-3
+    )
+    precision: Literal["tf32", "fp32"] = field(
+        "Arithmetic: tf32 (where the GPU has it, else fp32) or fp32.", default="tf32"
+    )
+    seed: Annotated[int, Field(ge=0)] = field("Seed of the draw and of the order.", default=0)

@@ -14,6 +14,7 @@ from qdqbench.quantize.utils.schema import Schema
 
 LABELS = {
     "ptq": "PTQ fake-quant",
+    "reconstructed": "reconstructed fake-quant",
     "fake_quant": "fake-quant",
     "onnxruntime": "ONNX Runtime",
     "tensorrt": "TensorRT",

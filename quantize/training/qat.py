@@ -6,7 +6,6 @@ rebuild the trained fake-quant model bit for bit.
 """
 
 import hashlib
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,35 +17,28 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import PreTrainedModel
 
-from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration import record as records
 from qdqbench.quantize.calibration.fakequant import native
-from qdqbench.quantize.calibration.fakequant.quantizers import list_quantizers
-from qdqbench.quantize.calibration.techniques import channel_splitting, qkv_bias_folding
+from qdqbench.quantize.calibration.techniques import channel_splitting
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.pipeline.session import CHECKPOINTS, QAT, RECORD, Session
-from qdqbench.quantize.recipe.plan import list_bias_free_linears
 from qdqbench.quantize.recipe.schema import require_qat
 from qdqbench.quantize.recipe.sections import Qat
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.training import loop
-from qdqbench.quantize.training.results import TrainingRun
+from qdqbench.quantize.training.student import list_written, prepare, to_db, write_trained
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
-from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.system.environment import get_code_identity
 from qdqbench.quantize.utils.system.process import is_main_process
-from qdqbench.quantize.utils.system.quiet import quiet
 
 States = tuple[torch.Tensor, ...]  # behind the embeddings and each layer, [B, L, hidden]
 
-STATE = "modelopt_state.pth"
 FAR_DB = 10.0  # an SQNR that no sound student has
-SMALLEST = 1e-12  # noise
 
 
 def compute_hidden_distance(hidden: States, teacher: States, mask: torch.Tensor) -> torch.Tensor:
@@ -74,11 +66,6 @@ def unshift_states(session: Session, accelerator: Accelerator) -> Callable[[Stat
     return lambda hidden: tuple(
         state - moved[number] if number in moved else state for number, state in enumerate(hidden)
     )
-
-
-def to_db(noise: float) -> float:
-    """Return a noise, relative to its signal, as SQNR in dB."""
-    return -10 * math.log10(max(noise, SMALLEST))
 
 
 class Distillation:
@@ -161,22 +148,9 @@ class Distillation:
 
 
 def prepare_student(session: Session, settings: Qat) -> PreTrainedModel:
-    model = session.new_ptq_model()
-    family, splits = family_of(model.config), session.ptq_record.splits
-    layers = len(family.layer_names(model))
-    if splits and len(splits) != layers:
-        raise UserError(
-            f"qat with outlier_channel_splitting needs the second feed-forward linear of all {layers} layers "
-            f"in INT8, and {len(splits)} are: a model whose layers differ in size cannot be saved; quantize "
-            "the others, or drop outlier_channel_splitting"
-        )
-    for name in list_bias_free_linears(session.plan):  # a bias that comes back is a kernel again
-        bias: Any = model.get_submodule(name).bias
-        if bias is not None:
-            bias.requires_grad_(False)
-    native.use_native(model)
-    if settings.amax == "learned":
-        native.learn_amax(model, together=qkv_bias_folding.group_shared_scales(session.plan))
+    model = session.new_start_model()
+    prepare(model, session.plan, session.start_record, learns_amax=settings.amax == "learned")
+    family = family_of(model.config)
     only_hidden = not (settings.distill.logits or settings.distill.labels)
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and settings.dropout is not None:
@@ -195,7 +169,7 @@ def new_job(session: Session, settings: Qat, accelerator: Accelerator) -> loop.J
     model = prepare_student(session, settings)
     distillation = Distillation(session, settings, accelerator, data)
     model.to(accelerator.device)
-    tie = channel_splitting.keep_equal(model, session.ptq_record.splits)
+    tie = channel_splitting.keep_equal(model, session.start_record.splits)
     tie()
 
     def after_step() -> None:
@@ -215,7 +189,7 @@ def new_job(session: Session, settings: Qat, accelerator: Accelerator) -> loop.J
         loss=distillation.loss,
         judge=distillation.judge,
         folder=session.folder / QAT / CHECKPOINTS,
-        identity=_identity(session, settings, session.ptq_record, split.fingerprint),
+        identity=_identity(session, settings, session.start_record, split.fingerprint),
         groups=groups,
         after_step=after_step,
         judge_first=True,
@@ -249,7 +223,7 @@ def train_on_all(session: Session, lead: Callable[[str], object]) -> None:
     stages up to the named one, in the main process.
     """
     if is_main_process():
-        lead("ptq")
+        lead("reconstructed" if session.recipe.reconstruction else "ptq")
     with loop.join_group():
         accelerator = loop.new_accelerator(require_qat(session.recipe).precision)
         if not is_main_process():
@@ -295,44 +269,6 @@ def _train_quantized(session: Session, accelerator: Accelerator) -> list[Path]:
     if not accelerator.is_main_process:
         return []
     run.folder = "model"
-    return _write_trained(session, model.cpu(), run)
-
-
-def _write_trained(session: Session, model: PreTrainedModel, run: TrainingRun) -> list[Path]:
-    """Write model, record and training log, and prove that they rebuild every weight and scale."""
-    folder, record = session.folder / QAT, session.ptq_record
-    trained = records.trained_record(model, record)
-    plain = session.new_model()  # no quantizers, no smoothing factors in weights, no copies
-    weights = ptq.take_out(model, trained)
-    plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
-    with files.atomic_folder(folder / "model") as temporary, quiet("transformers"):
-        plain.save_pretrained(temporary)
-        session.tokenizer.save_pretrained(temporary)
-    records.write_record(folder / "calibration.json", trained)
-    with files.atomic_folder(folder / "modelopt") as temporary, quiet("transformers"):
-        save_modelopt(model, temporary)
-    rebuilt = session.new_qat_model().state_dict()
-    differing = [name for name, value in model.state_dict().items() if not torch.equal(value, rebuilt[name])]
-    if differing:
-        raise CheckFailed(f"{folder} does not rebuild the trained model: {name_list(differing)} differ")
-    files.write_text(folder / RECORD, run.model_dump_json(indent=2) + "\n")
-    written = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(path for path in written if CHECKPOINTS not in path.relative_to(folder).parts)
-
-
-def save_modelopt(model: PreTrainedModel, folder: Path) -> None:
-    """Write a calibrated fake-quant model as ModelOpt does; after `settle_learned` where it was trained.
-
-    The folder is that of `mto.enable_huggingface_checkpointing()` and `save_pretrained` (how-to/qat.md), but
-    transformers is not patched; weights hold the factors of smoothing. Plain ModelOpt ignores a quantizer on
-    the softmax output, and refuses quantizers in modules unknown to it (residuals).
-    """
-    from modelopt.torch.opt import modelopt_state
-    from modelopt.torch.utils.serialization import safe_save
-
-    if any(quantizer.backend == native.BACKEND for quantizer in list_quantizers(model).values()):
-        raise RuntimeError("the model computes as in training; settle_learned(model) before it is saved")
-    with quiet("transformers"):
-        model.save_pretrained(folder)
-    with torch.no_grad():
-        safe_save(modelopt_state(model), folder / STATE)
+    write_trained(session, QAT, model.cpu(), session.start_record)
+    files.write_text(session.folder / QAT / RECORD, run.model_dump_json(indent=2) + "\n")
+    return list_written(session.folder / QAT, CHECKPOINTS)

@@ -59,6 +59,47 @@ class TrainingRun(Strict):
     n: int = field("Samples of the first evaluation split.", default=0)
     notes: list[str] = field("Events of the training: resumed, a checkpoint that was not whole.", default=[])
 
+    @property
+    def gained(self) -> bool:
+        """Say whether other weights than those before training are kept."""
+        return self.best_step > 0
+
+
+class LayerRow(Strict):
+    """One layer of a reconstruction."""
+
+    layer: str = field("Path of the layer.")
+    before_db: float = field("SQNR of its output on the rows that judge, with its weights before, in dB.")
+    after_db: float | None = field("The same after its training, in dB; null where that gave NaN.")
+    kept: bool = field("Whether it came nearer to FP32, so that its new weights were kept.")
+    seconds: float = field("Time of its training in seconds.")
+
+
+class ReconstructionRun(Strict):
+    """A reconstruction: layer by layer, and answers of the whole model."""
+
+    settings: dict[str, Any] = field(
+        "The `reconstruction` section of the recipe, with every default filled in."
+    )
+    precision: str = field("Precision: `tf32` or `fp32`.")
+    device: str = field("Name of the GPU, or `CPU`.")
+    rows: int = field("Calibration rows that were learned from.")
+    held_out: int = field("Calibration rows that judge, and are never learned from.")
+    layers: list[LayerRow] = field("Layers in the order in which they were trained.")
+    before_db: float = field("SQNR of the answers to the rows that judge before, in dB.")
+    after_db: float = field("The same with all trained layers, in dB; where it is no more, none is kept.")
+    seconds: float = field("Time of the whole reconstruction in seconds.")
+    notes: list[str] = field("Events: resumed, nothing was kept.", default=[])
+
+    @property
+    def gained(self) -> bool:
+        return self.after_db > self.before_db
+
+    @property
+    def kept(self) -> int:
+        """Layers whose weights are not those of PTQ."""
+        return sum(row.kept for row in self.layers) * self.gained
+
 
 def describe_tries(tried: list[Tried], chosen: float) -> str:
     """Say what `auto` expects to win, from the short training at each learning rate."""

@@ -30,8 +30,8 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
-STAGES = "embedded baseline quantize ptq qat fake_quant export check parity onnxruntime build verify engine"
-UNTIL = [*STAGES.split(), "evaluate", "report"]
+STAGES = "embedded baseline quantize ptq reconstruction reconstructed qat fake_quant export check parity"
+UNTIL = [*STAGES.split(), "onnxruntime", "build", "verify", "engine", "evaluate", "report"]
 RECIPES = {*shipped_recipes(), *family_free_recipes()}
 NO_MODEL = ("recipes",)  # commands that need no weights, no file and no run directory
 

@@ -79,15 +79,20 @@ class Run:
 
 def every_stage_is_done(run):
     found = run.found
-    measured = [*run.case.stages, *["ptq"] * bool(run.found.training), *["engine"] * run.case.runs]
+    measured = [
+        *run.case.stages,
+        *("ptq", "reconstructed")[: len(run.recipe.trainings)],
+        *["engine"] * run.case.runs,
+    ]
     for name, stage in found.stages.items():
         assert stage.status == ("done" if name in measured else "skipped"), name
         assert stage.status == "done" or stage.reason
     assert {*measured} <= {*found.stages}
     skipped = () if run.quantized else ("quantize", "fake_quant", "parity")
-    stages = [*(name for name in STAGES if name not in skipped), *(["ptq", "qat"] if run.recipe.qat else [])]
+    trained = (*run.recipe.trainings, "ptq", "reconstructed")[: 2 * len(run.recipe.trainings)]
+    stages = [*(name for name in STAGES if name not in skipped), *trained]
     timings = {name: row.reused for name, row in found.timings.items()}
-    again = ("quantize", "ptq", "qat") if run.case.command == "qat" else ()  # it trains, then runs
+    again = ("quantize", *trained) if run.case.command == "qat" else ()  # it trains, then runs
     assert timings == {name: name in again for name in stages}
     assert all(row.wall_s >= 0 and row.peak_rss_bytes > 0 for row in found.timings.values())
     assert (found.training is not None) == bool(run.recipe.qat)

@@ -33,6 +33,7 @@ QUICK = ("--epochs", "2", "--num-evals", "2", "--batch-size", "16")
 def recipe(tmp_path, **qat):
     """An INT8 attention recipe with a short training, in a file."""
     text = yaml.safe_load(json.dumps(load_recipe("bert-int8-attention-qat").model_dump(mode="json")))
+    text["reconstruction"] = None
     text["qat"] = {"epochs": 2, "batch_size": 16, "num_evals": 2, "distill": {"hidden": 1.0}} | qat
     text["calibration"] |= {"samples": 32, "bias_correction": False, "outlier_channel_splitting": 32}
     text["name"], text["gate"]["max_drop"] = "trained", 1.0
@@ -191,7 +192,7 @@ def test_what_qat_saved_gives_the_same_answers_everywhere(trained, given):
     from qdqbench.quantize.pipeline.session import Session, read_config
 
     session = Session(read_config(trained), trained)
-    ours, theirs = session.new_qat_model(), load_modelopt(trained / "qat" / "modelopt")
+    ours, theirs = session.new_trained_model("qat"), load_modelopt(trained / "qat" / "modelopt")
     batch = {
         "input_ids": torch.tensor([[2, 5, 6, 7, 3]]),
         "attention_mask": torch.ones(1, 5, dtype=torch.long),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.models.load import prepare_model
 from qdqbench.quantize.training.loop import WEIGHTS
-from qdqbench.quantize.training.qat import STATE
+from qdqbench.quantize.training.student import STATE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from qdqbench.eval.runs.results import Results
-from qdqbench.quantize.training.results import Finetuning, Spread, TrainingRun
+from qdqbench.quantize.training.results import Finetuning, LayerRow, ReconstructionRun, Spread, TrainingRun
 from qdqbench.quantize.utils.trackers import LogRow
 
 from .records import comparison
@@ -64,6 +64,27 @@ def run_of(seed: int, **changes: Any) -> TrainingRun:
         "n": 408,
     }
     return TrainingRun.model_validate(fields | changes)
+
+
+def reconstruction(**changes: Any) -> ReconstructionRun:
+    rows = [
+        LayerRow(
+            layer=f"bert.encoder.layer.{n}", before_db=27.0 - n, after_db=28.5 - n, kept=True, seconds=9.0
+        )
+        for n in range(6)
+    ]
+    fields: dict[str, Any] = {
+        "settings": {"samples": 1024, "steps": 300},
+        "precision": "tf32",
+        "device": "NVIDIA H200",
+        "rows": 819,
+        "held_out": 205,
+        "layers": rows,
+        "before_db": 21.4,
+        "after_db": 23.1,
+        "seconds": 55.0,
+    }
+    return ReconstructionRun.model_validate(fields | changes)
 
 
 def failed_run(seed: int, **changes: Any) -> TrainingRun:

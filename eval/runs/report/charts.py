@@ -11,7 +11,7 @@ import numpy as np
 
 from qdqbench.eval.metrics.gate import judge
 from qdqbench.eval.metrics.results import COSINE_EDGES, Agreement, StageResult
-from qdqbench.eval.runs.results import Results
+from qdqbench.eval.runs.results import BEFORE_TRAINING, Results
 from qdqbench.quantize.engine.layers import find_computing_rows, is_int8
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.graph.index import module_of
@@ -30,6 +30,7 @@ KIND_STYLES = {  # a kind looks the same in every chart; color is never the only
 OTHERS = [*zip((svg.MUTED, svg.BLUE, svg.ORANGE, svg.GREEN, svg.PURPLE, svg.SKY), "X<>*ph", strict=True)]
 AGREEMENT_STYLES = {
     "ptq": (svg.PURPLE, "D"),
+    "reconstructed": (svg.SKY, "v"),
     "fake_quant": (svg.BLUE, "o"),
     "onnxruntime": (svg.ORANGE, "s"),
     "engine": (svg.GREEN, "^"),
@@ -165,8 +166,8 @@ def _metric_axes(axes: Any, results: Results, metric: str, *, primary: bool) -> 
         color, marker = (svg.BLUE, "o") if row is base else (svg.GREEN, "^")
         if limited and drop_fails(row, metric, results.gate.max_drop):
             color, marker = svg.VERMILLION, "v"
-        elif stage == "ptq":
-            color, marker = svg.ORANGE, "s"  # what QAT began with
+        elif stage in BEFORE_TRAINING:
+            color, marker = svg.ORANGE, "s"
         axes.errorbar(value, position, xerr=error, color=color, marker=marker, markersize=5, capsize=3)
         axes.text(1.02, position, f"{value:.4f}", **beside)
     axes.set_ylim(len(results.stages) - 0.4, -0.6)  # FP32 on top

@@ -13,7 +13,7 @@ from qdqbench.eval.metrics.gate import judge_shapes
 from qdqbench.eval.metrics.results import Comparison, StageResult
 from qdqbench.eval.runs.gate import issue_sentence, judge_speed, read_engine_sizes, read_speed
 from qdqbench.eval.runs.report import charts, sections, verdict
-from qdqbench.eval.runs.report.training import training_blocks
+from qdqbench.eval.runs.report.training import reconstruction_blocks, training_blocks
 from qdqbench.eval.runs.results import RESULTS_FILE, Results, read_results, write_results
 from qdqbench.quantize.calibration.record import describe_spread
 from qdqbench.quantize.deployment.write import DEPLOY, TOLD, RunVerdict, write_deploy
@@ -101,7 +101,8 @@ def run_report(results: Results, bench: Bench | str | None = None, folder: Path 
         *flat(results.data, "data"),
         ("seed", str(results.seed)),
     ]
-    qat: list[doc.Block] = [f"{verdict.qat_clause(results)}.", *training_blocks(results.training)]
+    trained: list[doc.Block] = [f"{verdict.training_clause(results)}."]
+    trained += [*reconstruction_blocks(results.reconstruction), *training_blocks(results.training)]
     return doc.Report(
         doc.page_of(
             results,
@@ -115,7 +116,7 @@ def run_report(results: Results, bench: Bench | str | None = None, folder: Path 
         [
             _accuracy_section(results),
             *sections.answer_sections(results),
-            *([doc.Section("training", "Quantization-aware training", qat)] if results.training else []),
+            *([doc.Section("training", "Training with quantization", trained)] if results.trained else []),
             sections.precision_section(results),
             *sections.layer_sections(results),
             sections.parity_section(results),
@@ -148,7 +149,8 @@ def _tiles(results: Results) -> Iterator[doc.Tile]:
         yield _change_tile(f"{label(metric)} against FP32", versus, holds)
     if gain is not None:
         metric, delta = next(iter(gain.delta.items()))
-        yield _change_tile(f"{label(metric)}, QAT against PTQ", gain, gain.within_noise or delta > 0)
+        training = "QAT" if results.training else "reconstruction"
+        yield _change_tile(f"{label(metric)}, {training} against PTQ", gain, gain.within_noise or delta > 0)
     yield _speed_tile(results)
     if engine is not None:
         others = [f"{row.precision.upper()} {size(row.bytes)}" for row in results.unquantized_engines]
@@ -444,6 +446,16 @@ def _calibration_text(results: Results) -> str:
     return f"{text}; amax spread: {spread}" if spread else text
 
 
+def _reconstruction_text(results: Results) -> str:
+    run = results.reconstruction
+    assert run is not None
+    kept = (
+        f"{sum(row.kept for row in run.layers)} of {count_of(len(run.layers), 'layer')} came nearer to FP32"
+    )
+    held_out = f"held-out answers {run.before_db:.1f} to {run.after_db:.1f} dB"
+    return f"{kept} in {seconds(run.seconds)}; {held_out}" + ", so PTQ is kept" * (not run.gained)
+
+
 def _training_text(results: Results) -> str:
     training = results.training
     assert training is not None
@@ -505,6 +517,7 @@ def _verification_text(results: Results) -> str:
 STAGE_TEXTS: dict[str, Callable[[Results], str]] = {
     "embedded": lambda results: "a small BERT and its data",
     "quantize": _calibration_text,
+    "reconstruction": _reconstruction_text,
     "qat": _training_text,
     "export": _export_text,
     "check": _check_text,

@@ -9,7 +9,13 @@ from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.formats import cleaned, flat, label, model_label, seconds
 from qdqbench.quantize.report.render import write_report
-from qdqbench.quantize.training.results import Finetuning, Spread, TrainingRun, describe_tries
+from qdqbench.quantize.training.results import (
+    Finetuning,
+    ReconstructionRun,
+    Spread,
+    TrainingRun,
+    describe_tries,
+)
 from qdqbench.quantize.utils.names import count_of
 
 COLORS = (svg.BLUE, svg.ORANGE, svg.GREEN, svg.PURPLE, svg.SKY, svg.INK)
@@ -154,6 +160,32 @@ def _explanation(result: Finetuning) -> list[str]:
         "Time and samples/s are of the optimizer steps alone, of all processes together, without evaluations "
         "and checkpoints.",
         *([f"The model of the best seed is in {where}."] if where else []),
+    ]
+
+
+def reconstruction_blocks(run: ReconstructionRun | None) -> list[doc.Block]:
+    if run is None:
+        return []
+    rows = [
+        doc.row(
+            row.layer,
+            f"{row.before_db:.1f}",
+            "NaN" if row.after_db is None else f"{row.after_db:.1f}",
+            "yes" if row.kept else "no",
+        )
+        for row in run.layers
+    ]
+    kept = "" if run.gained else " That is no more, so the PTQ weights are kept."
+    return [
+        doc.Table(["layer", "SQNR before, dB", "after, dB", "kept"], rows),
+        f"Answers to held-out rows: {run.before_db:.1f} dB before, {run.after_db:.1f} dB after.{kept}",
+        *run.notes,
+        doc.Prose(
+            f"Each layer was trained to give FP32's output on {run.rows:,} calibration rows, in the order of "
+            f"the table. {run.held_out:,} rows only judge: the SQNR is that of the layer's output on them. "
+            f"It reads what the layers before it give. It took {seconds(run.seconds)} on {run.device}.",
+            "quiet",
+        ),
     ]
 
 

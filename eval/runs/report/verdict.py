@@ -40,7 +40,7 @@ def run_verdict(results: Results) -> Verdict:
             ("Neighbors", f"{with_error(*kept)} of the 10 nearest texts of FP32 stay", _judge_kept(kept))
         )
     if results.trained:
-        lines.append(("Training", qat_clause(results), ""))
+        lines.append(("Training", training_clause(results), ""))
     if (smaller := quantized_file(results)) is not None:
         lines.append(("Size", f"ONNX file {smaller[1]:.2f} of FP32", ""))
     shapes = judge_shapes(results.speed)
@@ -155,26 +155,30 @@ def accuracy_clause(results: Results) -> str:
     return f"{text} against {base.metrics[metric]:.4f} in FP32 ({change}, {row.n} samples)"
 
 
-def qat_clause(results: Results) -> str:
-    stages, gain = results.stages, results.qat_vs_ptq
-    ptq, qat = stages.get("ptq"), stages.get("fake_quant")
-    if ptq is None or qat is None or ptq.vs_fp32 is None or qat.vs_fp32 is None:
-        return "PTQ and QAT were not both scored, so what training won back is not known"
-    before, after = (
-        f"{figures.change_text(versus)}, SQNR {figures.sqnr(versus).text}"
-        for versus in (ptq.vs_fp32, qat.vs_fp32)
-    )
-    both = f"(against FP32: PTQ {before}; QAT {after})"
-    if results.training is not None and results.training.best_step == 0:
-        return f"QAT gained nothing: the weights before training were the best on the held-out rows {both}"
+def training_clause(results: Results) -> str:
+    """Return what training won, with the SQNR of PTQ and of each model after it."""
+    stages, gain, last = results.stages, results.qat_vs_ptq, "QAT" if results.training else "Reconstruction"
+    named = {"ptq": "PTQ", "reconstructed": "reconstruction", "fake_quant": last}
+    found = {named[name]: stages[name].vs_fp32 for name in named if name in stages}
+    scored = [
+        f"{name} {figures.change_text(versus)}, SQNR {figures.sqnr(versus).text}"
+        for name, versus in found.items()
+        if versus is not None
+    ]
+    if not found.get("PTQ") or not found.get(last):
+        return f"PTQ and {last} were not both scored, so what training won back is not known"
+    both, qat = f"(against FP32: {'; '.join(scored)})", stages["fake_quant"]
+    runs = [each for each in (results.reconstruction, results.training) if each is not None]
+    if not any(run.gained for run in runs):
+        return f"{last} gained nothing: the weights before were the best on the held-out rows {both}"
     if gain is None:
-        return f"QAT and PTQ were not compared with each other {both}"
+        return f"{last} and PTQ were not compared with each other {both}"
     metric = next(iter(qat.metrics))
     if gain.within_noise:
-        return f"QAT changed {label(metric)} by {figures.change_text(gain)} {both}"
+        return f"{last} changed {label(metric)} by {figures.change_text(gain)} {both}"
     verb = "won back" if gain.delta[metric] > 0 else "made it WORSE by"
     gained = with_error(abs(gain.delta[metric]), gain.delta_stderr.get(metric))
-    return f"QAT {verb} {gained} of {label(metric)} {both}"
+    return f"{last} {verb} {gained} of {label(metric)} {both}"
 
 
 def _to_decide(results: Results) -> Iterator[str]:
@@ -226,7 +230,9 @@ def quantized_file(results: Results) -> tuple[str, float, int] | None:
 
 
 def stage_name(results: Results, name: str) -> str:
-    return "QAT fake-quant" if name == "fake_quant" and results.trained else label(name)
+    if name != "fake_quant" or not results.trained:
+        return label(name)
+    return "QAT fake-quant" if results.training else label("reconstructed")
 
 
 def stage_label(results: Results, name: str) -> str:

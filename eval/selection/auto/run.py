@@ -53,7 +53,7 @@ from qdqbench.quantize.pipeline.ownership import locked_folder
 from qdqbench.quantize.pipeline.pipeline import STAGES_FILE, open_run, read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
-from qdqbench.quantize.recipe.sections import Qat
+from qdqbench.quantize.recipe.sections import Qat, Reconstruction
 from qdqbench.quantize.tasks.data.splits import source_fingerprint
 from qdqbench.quantize.tasks.metrics import NOISE
 from qdqbench.quantize.tasks.task import Task
@@ -420,7 +420,8 @@ def propose_search(auto: AutoRun, before: Sequence[AutoStep], left: float) -> tu
 def propose_qat(before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
     """Propose to train the nearest calibration with everything in INT8, FP32 as its teacher."""
     base = choose_base(before)
-    recipe = base.model_copy(update={"name": f"{base.name}-qat", "qat": Qat()})
+    trained = {"reconstruction": Reconstruction(), "qat": Qat()}
+    recipe = base.model_copy(update={"name": f"{base.name}-qat", **trained})
     return recipe, Proposal(base=base.name)
 
 

@@ -68,7 +68,7 @@ def finish_search(worker: Worker, folder: Path) -> Search:
         outcome.issues = judge_confirmed(found.confirmed[0], search.gate, found.metric)
         outcome.passed = not any(issue.state == "failed" for issue in outcome.issues)
         name = named_by(chosen.recipe.name, "searched")
-        write_recipe(chosen.recipe.model_copy(update={"name": name, "qat": None}), folder)
+        write_recipe(chosen.recipe.ptq.model_copy(update={"name": name}), folder)
     found.warnings = [*dict.fromkeys([*session.warnings, *_warn(worker, found)])]
     found.notes = session.notes
     write_result(found, search_report(found), folder)
@@ -132,7 +132,7 @@ def rivals_of(base: Recipe) -> list[Recipe]:
     return [
         recipe
         for recipe in shipped
-        if recipe.qat is None
+        if not recipe.trainings
         and recipe.model.family == base.model.family
         and (choose_target(base).backend in INT8_RESIDUALS or not recipe.int8_residual)
     ]

@@ -153,7 +153,7 @@ def first_trials(work: workspace.Workspace, ranking: Ranking) -> list[Start]:
     trials = [(given, {"origin": "given"})]
     for name in shipped_recipes():
         recipe = load_recipe(name)
-        if recipe.model.family != base.model.family or not recipe.quantizes or recipe.qat:
+        if recipe.model.family != base.model.family or not recipe.quantizes or recipe.trainings:
             continue
         with suppress(UserError):  # it may ask for an attention that this model cannot have
             shipped = {"origin": "shipped", "shipped": name}

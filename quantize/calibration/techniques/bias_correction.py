@@ -6,6 +6,7 @@ few tokens with huge outliers can dominate the mean, which then fits no other to
 if it does not bring the output of its layer nearer to FP32.
 """
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -59,7 +60,7 @@ def correct_biases(
     added: dict[str, list[float]] = {}
     with torch.inference_mode():
         with quantizers_off(model):
-            exact, calls = _record_calls(model, runs, batches)
+            exact, calls = record_calls(model, runs, batches, TOKENS)
         states = exact
         for name, times in track("bias correction", runs.items()):
             run = partial(run_layer, model, name, times, calls[name])
@@ -231,10 +232,10 @@ def _hooks(model: "PreTrainedModel", names: Iterable[str], hook: Callable[..., N
         yield
 
 
-def _record_calls(
-    model: "PreTrainedModel", runs: Counter[str], batches: Iterable[Batch]
+def record_calls(
+    model: "PreTrainedModel", runs: Counter[str], batches: Iterable[Batch], enough: float = math.inf
 ) -> "tuple[list[torch.Tensor], dict[str, list[Arguments]]]":
-    """Record what the first layer reads for `TOKENS` tokens, and what all get besides; no layer runs."""
+    """Record what the first layer reads for enough tokens, and what all get besides; no layer runs."""
     calls: dict[str, list[Arguments]] = {name: [] for name in runs}
     tokens = 0
 
@@ -250,7 +251,7 @@ def _record_calls(
         for batch in batches:
             forward(model, batch)
             tokens += batch["input_ids"].size
-            if tokens >= TOKENS:
+            if tokens >= enough:
                 break
     # a shared layer gets the same in each of its runs
     return states, {name: of_layer[:: runs[name]] for name, of_layer in calls.items()}

@@ -21,7 +21,7 @@ from qdqbench.eval.runs.results import read_results
 from qdqbench.quantize.models.load import load_model
 
 from ...integration.tiny import write_data, write_model
-from ...support.tiny_bert import assert_same_state, calibrate, calibration_batches, recipe_with
+from ...support.tiny_bert import assert_same_state, calibrate, calibration_batches, padded_batch, recipe_with
 from ...support.tiny_embedder import write_sentence_folder
 
 MEASURED = Path(__file__).parents[3] / "docs" / "measured"
@@ -149,6 +149,16 @@ def test_what_is_saved_loads_again_here_and_in_transformers(tmp_path, monkeypatc
     assert results.data["calibration"]["samples"] == 2
     with pytest.raises(qdqbench.UserError, match="give tokenizer="):
         qdqbench.quantize(found.original, {"input_ids": [[2, 5, 3]]}).evaluate("sst2", **told)
+
+
+def test_a_recipe_with_reconstruction_trains_before_it_is_saved(model, tmp_path):
+    section = {"steps": 60, "batch_size": 8, "holdout": 0.25}
+    batches = [padded_batch((6 + seed % 8,) * 8, seed=seed) for seed in range(20)]
+    recipes = [recipe_with("bert-int8-attention", **each) for each in ({}, {"reconstruction": section})]
+    plain, made = (qdqbench.quantize(model, batches, each) for each in recipes)
+    weights = [each.model.bert.encoder.layer[0].output.dense.weight for each in (plain, made)]
+    assert not torch.equal(*weights)
+    assert_same_state(made.model, qdqbench.load(made.save_pretrained(tmp_path / "saved")).model)
 
 
 @pytest.mark.long

@@ -18,7 +18,9 @@ LINEARS = [*ROLES, *(f"{LAYER}.{x}.dense" for x in ("attention.output", "interme
 def said(scales="channel", attention=(), rewrites=None, half=True, to_tanh=True, **fields):
     plan = Plan(int8=dict.fromkeys(LINEARS, scales), high=("classifier",), attention=attention)
     record = CalibrationRecord(method="max", seed=0, data={}, notes=[], quantizers={}, **fields)
-    changes = model_changes(plan, record, rewrites or {}, to_tanh=to_tanh, half=half, trained=0)
+    changes = model_changes(
+        plan, record, rewrites or {}, to_tanh=to_tanh, half=half, reconstructed=0, trained=0
+    )
     return {change.what: (change.count, change.description) for change in changes}
 
 

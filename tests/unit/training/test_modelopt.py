@@ -10,7 +10,7 @@ import torch
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import native, quantizers
 from qdqbench.quantize.models.load import load_model
-from qdqbench.quantize.training.qat import save_modelopt
+from qdqbench.quantize.training.student import save_modelopt
 from qdqbench.quantize.utils.system.quiet import quiet
 
 from ...support.modelopt_folder import load_modelopt

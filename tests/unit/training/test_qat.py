@@ -20,7 +20,10 @@ from ...support.tiny_bert import INT8, LAYERS, Quantized, calibrate, one_scale, 
 
 def session_of(made: Quantized) -> Any:
     return SimpleNamespace(
-        plan=made.plan, ptq_record=made.record, new_ptq_model=lambda: copy.deepcopy(made.model)
+        plan=made.plan,
+        ptq_record=made.record,
+        start_record=made.record,
+        new_start_model=lambda: copy.deepcopy(made.model),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from qdqbench.eval.runs.report import training
 from qdqbench.eval.runs.report import verdict as wording
-from qdqbench.eval.runs.results import QAT_STAGES, STAGES, Results
+from qdqbench.eval.runs.results import BEFORE_TRAINING, STAGES, Results
 from qdqbench.quantize.report.document import Block, Chart, Columns, Pairs
 from qdqbench.quantize.training.results import TrainingRun
 from qdqbench.quantize.utils.trackers import LogRow
@@ -17,7 +17,7 @@ from qdqbench.quantize.utils.trackers import LogRow
 from ....support.pages import on_terminal
 from ....support.runs import sample as sample_run
 from ....support.runs import written
-from ....support.trainings import failed_run, finetuning, log_of, qat_run, run_of
+from ....support.trainings import failed_run, finetuning, log_of, qat_run, reconstruction, run_of
 
 
 def test_a_failure_is_told_once_and_other_warnings_stay() -> None:
@@ -120,7 +120,7 @@ def test_the_score_is_named_after_the_measure_that_it_is(
         ),
         (
             qat_run(gain=0.0, within=True, training=run_of(0).model_copy(update={"best_step": 0})),
-            "QAT gained nothing: the weights before training were the best on the held-out rows (against "
+            "QAT gained nothing: the weights before were the best on the held-out rows (against "
             "FP32: PTQ -0.0170",
         ),
         (qat_run(qat_vs_ptq=None), "QAT and PTQ were not compared with each other (against FP32: PTQ"),
@@ -129,7 +129,7 @@ def test_the_score_is_named_after_the_measure_that_it_is(
 )
 def test_the_verdict_says_what_training_won_back(results: Results, clause: str) -> None:
     said = wording.run_verdict(results)
-    assert wording.qat_clause(results).startswith(clause)
+    assert wording.training_clause(results).startswith(clause)
     assert any(name == "Training" and text.startswith(clause) for name, text, _ in said.lines)
 
 
@@ -137,9 +137,31 @@ def test_a_missing_ptq_stage_is_missed_only_with_qat(tmp_path: Path) -> None:
     without = qat_run(stages=sample_run().stages)
     assert "PTQ fake-quant was skipped: no reason was recorded." in wording.run_verdict(without).notes
     assert not any("PTQ" in line for line in wording.run_verdict(sample_run()).notes)
-    assert (sample_run().expected_stages, without.expected_stages) == (STAGES, QAT_STAGES)
+    assert sample_run().expected_stages == STAGES
+    assert without.expected_stages == ("fp32", "ptq", *STAGES[1:])
+    both = without.model_copy(update={"reconstruction": reconstruction()})
+    assert both.expected_stages == ("fp32", *BEFORE_TRAINING, *STAGES[1:])
     for text in written(sample_run(), tmp_path):
         assert not re.search(r"PTQ|QAT fake|uantization-aware", text)
+
+
+def test_one_line_has_ptq_reconstruction_and_qat(tmp_path: Path) -> None:
+    run = qat_run(reconstruction=reconstruction())
+    stages = {name: run.stages[name] for name in ("fp32", "ptq")}
+    stages["reconstructed"] = run.stages["fake_quant"]
+    both = run.model_copy(update={"stages": stages | run.stages})
+    line = next(text for name, text, _ in wording.run_verdict(both).lines if name == "Training")
+    assert re.search(r"PTQ .+SQNR .+; reconstruction .+SQNR .+; QAT .+SQNR", line)
+    markdown, html = written(both, tmp_path)
+    assert "| bert.encoder.layer.5 | 22.0 | 23.5 | yes |" in markdown
+    assert "reconstructed fake-quant" in html
+    alone = both.model_copy(update={"training": None})
+    assert wording.training_clause(alone).startswith("Reconstruction won back 0.0147")
+    assert wording.stage_name(alone, "fake_quant") == "reconstructed fake-quant"
+    nothing = reconstruction(after_db=21.0)
+    assert wording.training_clause(alone.model_copy(update={"reconstruction": nothing})).startswith(
+        "Reconstruction gained nothing"
+    )
 
 
 def test_a_training_without_a_log_still_has_its_section(tmp_path: Path) -> None:

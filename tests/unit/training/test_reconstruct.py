@@ -1,0 +1,118 @@
+"""Reconstruction: layers of a tiny model come nearer to FP32, or stay as PTQ left them."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qdqbench.quantize.calibration.fakequant.quantizers import list_quantizers
+from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.recipe.sections import Reconstruction
+from qdqbench.quantize.training import reconstruct as module
+from qdqbench.quantize.training.reconstruct import LayerStore, Rows, draw_rows, reconstruct
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
+
+from ...support.tiny_bert import LAYERS, Quantized, assert_same_state, calibrate, recipe_with
+
+SETTINGS = Reconstruction(samples=160, steps=60, batch_size=8, holdout=0.25)
+SPLIT: dict[str, Any] = {"smoothing": 0.5, "outlier_channel_splitting": 32, "bias_correction": True}
+
+
+def samples(count: int = 160, seed: int = 0) -> list[tuple[int, Any, Any]]:
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(5, 58, rng.integers(4, 17)) for _ in range(count)]
+    return [(number, row, np.zeros_like(row)) for number, row in enumerate(rows)]
+
+
+@pytest.fixture(scope="module")
+def made(tiny_bert: Path) -> Quantized:
+    return calibrate(tiny_bert, recipe_with("bert-int8-attention", calibration=SPLIT))
+
+
+def rebuilt(
+    made: Quantized, folder: Path, store: Path, settings: Reconstruction = SETTINGS, rows: Rows | None = None
+) -> tuple[Any, Any]:
+    """A reconstructed model as it is exported, and what was said of it."""
+    model, teacher = copy.deepcopy(made.model), load_model(str(folder))
+    rows = rows or draw_rows(samples(), settings, 0)
+    store_of = LayerStore(store, "of this test")
+    return model, reconstruct(model, teacher, made.plan, made.record, rows, settings, store_of)
+
+
+def test_layers_come_nearer_and_stay_plain(made: Quantized, tiny_bert: Path, tmp_path: Path) -> None:
+    model, run = rebuilt(made, tiny_bert, tmp_path)
+    assert [row.layer for row in run.layers] == [f"bert.encoder.layer.{n}" for n in range(LAYERS)]
+    assert all(row.after_db > row.before_db + 0.3 for row in run.layers)
+    assert run.gained
+    assert run.after_db > run.before_db + 0.2
+    assert (run.rows, run.held_out, run.kept) == (120, 40, LAYERS)
+    assert list(model.state_dict()) == list(made.model.state_dict())
+    amax = {name: each.amax for name, each in list_quantizers(made.model).items()}
+    learned = {name: each.amax for name, each in list_quantizers(model).items()}
+    assert any(not torch.equal(amax[name], learned[name]) for name in amax)
+    for name in ("embeddings.word_embeddings", "pooler.dense"):  # outside of the layers nothing is trained
+        before, after = (each.bert.get_submodule(name).weight for each in (made.model, model))
+        assert torch.equal(before, after)
+
+
+def test_the_same_seed_gives_the_same_weights(made: Quantized, tiny_bert: Path, tmp_path: Path) -> None:
+    short = SETTINGS.model_copy(update={"steps": 3})
+    one, other = (rebuilt(made, tiny_bert, tmp_path / name, short)[0] for name in ("one", "other"))
+    assert_same_state(one, other)
+
+
+def test_a_killed_one_goes_on_with_the_next_layer(
+    made: Quantized, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, trained = SETTINGS.model_copy(update={"steps": 10}), []
+    whole, _ = rebuilt(made, tiny_bert, tmp_path / "whole", short)
+    first, last = sorted((tmp_path / "whole").iterdir())
+    last.write_bytes(last.read_bytes()[:100])  # not whole
+    train = module.Reconstructor.train
+
+    def noted(self: Any, layer: int, splits: Any) -> Any:
+        trained.append(layer)
+        return train(self, layer, splits)
+
+    monkeypatch.setattr(module.Reconstructor, "train", noted)
+    again, run = rebuilt(made, tiny_bert, tmp_path / "whole", short)
+    assert trained == [1]
+    assert any("resumed" in note for note in run.notes)
+    assert_same_state(whole, again)
+    assert load_file(first).keys() == load_file(last).keys()
+
+
+def test_what_comes_no_nearer_is_ptq_as_it_was(made: Quantized, tiny_bert: Path, tmp_path: Path) -> None:
+    wild = SETTINGS.model_copy(update={"learning_rate": 0.9, "amax_learning_rate": 0.9, "steps": 5})
+    model, run = rebuilt(made, tiny_bert, tmp_path, wild)
+    assert not any(row.kept for row in run.layers)
+    assert not run.gained
+    assert any("PTQ is kept" in note for note in run.notes)
+    assert_same_state(model, made.model)
+
+
+def test_refusals(made: Quantized, tiny_bert: Path) -> None:
+    with pytest.raises(UserError, match="3 calibration rows"):
+        draw_rows(samples(3), SETTINGS, 0)
+    teacher = load_model(str(tiny_bert))
+    with torch.no_grad():
+        teacher.classifier.bias.fill_(torch.nan)
+    model = copy.deepcopy(made.model)
+    rest = made.plan, made.record, draw_rows(samples(8), SETTINGS, 0), SETTINGS
+    with pytest.raises(CheckFailed, match="NaN or infinite"):
+        reconstruct(model, teacher, *rest)
+
+
+def test_shared_layers_stay_as_they_are(
+    made: Quantized, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = lambda *_: [f"bert.encoder.layer.{n}" for n in (0, 0)]  # noqa: E731
+    monkeypatch.setattr(module, "family_of", lambda _: type("Shared", (), {"runs": runs}))
+    model, run = rebuilt(made, tiny_bert, tmp_path)
+    assert (run.layers, run.gained) == ([], False)
+    assert ["run several times" in note for note in run.notes] == [True]
+    assert_same_state(model, made.model)
