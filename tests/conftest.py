@@ -4,6 +4,7 @@ import functools
 import gc
 import os
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # each worker is one core; before torch is imported
+sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # tests import OpenVINO: `load_openvino`
 # The same draws in every run, so that no run fails by luck; `tools/fuzz.py` searches at random.
 settings.register_profile("fixed", max_examples=40, deadline=None, derandomize=True, database=None)
 # Hypothesis draws the same everywhere where CI is set, unless told otherwise.
