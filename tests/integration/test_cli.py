@@ -62,7 +62,7 @@ def test_every_command_has_help(path, qdqbench):
         assert told in shown, f"help of {parameter.name} is not shown as it is written"
 
 
-def test_a_list_of_recipes_imports_nothing_heavy():
+def test_a_list_of_recipes_imports_nothing_heavy_and_has_no_codes():
     heavy = "{'torch', 'transformers', 'datasets', 'onnxruntime', 'modelopt', 'tensorrt_rtx', 'matplotlib'}"
     code = (
         "import sys; from qdqbench.cli.app import main\n"
@@ -71,6 +71,7 @@ def test_a_list_of_recipes_imports_nothing_heavy():
     )
     done = process("recipes", "list", code=code)
     assert (done.returncode, done.stderr) == (0, "")
+    assert not ANSI.search(done.stdout)  # as it is no terminal
 
 
 def test_a_shell_completes_commands_and_recipes(qdqbench, monkeypatch):
@@ -233,11 +234,6 @@ def test_profile(finished_run, qdqbench):
 
 
 # Not a terminal: no codes, no bars, no chatter of libraries.
-
-
-def test_no_codes_when_not_a_terminal():
-    done = process("recipes", "list")
-    assert not ANSI.search(done.stdout + done.stderr)
 
 
 @pytest.mark.long
