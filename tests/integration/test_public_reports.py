@@ -5,7 +5,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType
+from onnxruntime.quantization import QuantType
 
 from ..support import zoo
 from ..support.foreign_layer import write_static
@@ -20,34 +20,6 @@ INT8 = {"activation_type": QuantType.QInt8, "weight_type": QuantType.QInt8}
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return zoo.write_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.mark.parametrize(
-    ("report", "model", "reason"),
-    [
-        ("huggingface/optimum#491: NER of DeBERTa-v3 fails on token_type_ids", "deberta-v2 tokens", ""),
-        (
-            "huggingface/transformers#18199: the exported DeBERTa answers otherwise",
-            "deberta questions",
-            "",
-        ),
-        ("huggingface/transformers#16843: smaller-LaBSE in INT8 loses precision", "bert tokens", ""),
-        ("PaddlePaddle/Paddle#24052: ERNIE in INT8", "ernie tokens", ""),
-        ("onnx/onnx#7222: bge-m3 in INT8, and FP8 fails in the quantizer", "xlm-roberta tokens", ""),
-        ("ELS-RD/transformer-deploy#155: DistilBERT embeddings", "distilbert masked", ""),
-        (
-            "huggingface/transformers#29386: zero-shot with BART",
-            "bart classification",
-            "an encoder with a dec",
-        ),
-        ("huggingface/optimum#1735: Gemma in INT8", "gemma classification", "a causal language model"),
-    ],
-)
-def test_a_model(report, model, reason, data, tmp_path):
-    found = zoo.take(tmp_path, data, *model.split())
-    assert found.reason.startswith(reason), report
-    assert bool(found.reason) == bool(reason), (report, found)
-    assert found.gap < 1e-3
 
 
 def test_the_tokenizer_of_another_family(data, tmp_path):
@@ -90,18 +62,11 @@ def test_the_classifier_of_setfit(data, tmp_path):
 @pytest.mark.parametrize(
     ("report", "options"),
     [
-        ("microsoft/onnxruntime#8770: static quantization of transformers", INT8),
         ("microsoft/onnxruntime#25223: activations of 16 bits", INT8 | {"activation_type": QuantType.QInt16}),
-        ("huggingface/optimum#1901: UINT8, by channel", {"per_channel": True}),
-        (
-            "microsoft/onnxruntime#17235: percentile",
-            {**INT8, "calibrate_method": CalibrationMethod.Percentile},
-        ),
         (
             "huggingface/optimum#85: all operators",
             {**INT8, "extra_options": {"ForceQuantizeNoInputCheck": True}},
         ),
-        ("microsoft/onnxruntime#6430: operators on codes", {"quant_format": QuantFormat.QOperator}),
     ],
 )
 def test_a_quantized_file(report, options, tmp_path):
