@@ -80,7 +80,7 @@ class CalibrationRow(Strict):
         parts += [f"weights {section.weights_method}"] if section.weights_method != "max" else []
         parts += ["bias correction"] if section.bias_correction else []
         parts += [f"split {section.outlier_channel_splitting}"] if section.outlier_channel_splitting else []
-        parts += ["centering"] if section.centering else []
+        parts += ["centering"] if section.centering is True else []
         parts += ["row-max"] if section.softmax_scale == "row-max" else []
         return ", ".join(parts)
 

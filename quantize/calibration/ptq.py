@@ -207,7 +207,7 @@ def calibrate(
     with fake._silent(), _watch_inputs(quantizers, lengths, fixed, plan) as seen:
         mtq.calibrate(model, "max", forward_loop=forward_loop)
     notes = [*_note_shared(model, plan), *note_kept_biases(plan), *chosen.notes]
-    if settings.centering and not (shifts or centered.inputs):
+    if settings.centering is True and not (shifts or centered.inputs):
         notes.append("nothing was centered: no one-sided input of an INT8 linear can go into a bias")
     notes += _revive_dead_channels(model, quantizers)
     for name in track("scales of weights", plan.int8):
@@ -263,7 +263,7 @@ def _prepare(
     forward_loop: Callable[["PreTrainedModel"], None],
 ) -> tuple[dict[str, Shift], Smoothing, dict[str, ChannelSplit], Centering, list[str]]:
     """Shift, smooth, split outlier channels and center, in one pass over the data; what the plan asks for."""
-    extra, center = settings.outlier_channel_splitting, settings.centering
+    extra, center = settings.outlier_channel_splitting, settings.centering is True
     seconds = plan.family.splittable(plan.int8) if extra or center else []
     tensors = centering.list_centered(model, plan) if center else {}
     readers = [name for tensor in tensors.values() for name in tensor.readers]

@@ -102,11 +102,14 @@ class Recipe(Frozen):
 
     @property
     def engine_calibration(self) -> sections.Calibration:
-        """Return the calibration section; backend cuda has `row-max` at no cost, so `auto` is that there."""
-        section = self.calibration
-        if section.softmax_scale == "auto" and self.engine.backend == "cuda" and self.int8_attention:
-            return section.model_copy(update={"softmax_scale": "row-max"})
-        return section
+        """Return the calibration section without what is `auto` by backend: cuda has all of it at no cost."""
+        section, cuda = self.calibration, self.engine.backend == "cuda"
+        changes: dict[str, Any] = {}
+        if section.centering == "auto":
+            changes["centering"] = cuda and not section.amax
+        if section.softmax_scale == "auto" and cuda and self.int8_attention:
+            changes["softmax_scale"] = "row-max"
+        return section.model_copy(update=changes)
 
     def _asks_int8(self, kind: str) -> bool:
         return any(rule.type == kind and rule.precision == "int8" for rule in self.rules)

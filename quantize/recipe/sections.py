@@ -257,10 +257,11 @@ class Calibration(Frozen):
         "Channels of each feed-forward for copies of its outlier channels; by 32, which kernels need.",
         default=0,
     )
-    centering: bool = field(
+    centering: bool | Literal["auto"] = field(
         "Move the middles of one-sided ranges to zero: of LayerNorm channels by biases, and of what the "
-        "second feed-forward linear reads by a constant that is subtracted before its Q.",
-        default=False,
+        "second feed-forward linear reads by a constant that is subtracted before its Q. auto: true for "
+        "backend cuda unless `amax` is given, else false.",
+        default="auto",
     )
     bias_correction: bool = field(
         "Add mean errors of INT8 linears to their biases where it helps.", default=False
@@ -280,7 +281,7 @@ class Calibration(Frozen):
 
     @model_validator(mode="after")
     def _given_as_it_is(self) -> "Calibration":
-        if self.amax and (self.smoothing != "none" or self.outlier_channel_splitting or self.centering):
+        if self.amax and (self.smoothing != "none" or self.outlier_channel_splitting or self.centering is True):
             raise ValueError(
                 "amax is of tensors that nothing changed; with it set smoothing to none, "
                 "outlier_channel_splitting to 0 and centering to false"

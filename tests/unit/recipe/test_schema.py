@@ -354,15 +354,25 @@ def test_random_values_are_a_recipe_or_a_user_error(changes):
 
 
 @pytest.mark.parametrize(
-    ("backend", "recipe", "changes", "softmax"),
+    ("backend", "recipe", "changes", "softmax", "centering"),
     [
-        ("cuda", "bert-int8-attention", {}, "row-max"),
-        ("cuda", "bert-int8-linears", {}, "auto"),
-        ("cuda", "bert-int8-attention", {"softmax_scale": "min-error"}, "min-error"),
-        ("tensorrt_rtx", "bert-int8-attention", {}, "auto"),
+        ("cuda", "bert-int8-attention", {}, "row-max", True),
+        ("cuda", "bert-int8-linears", {}, "auto", True),
+        ("cuda", "bert-int8-attention", {"softmax_scale": "min-error"}, "min-error", True),
+        ("cuda", "bert-int8-attention", {"centering": False}, "row-max", False),
+        ("tensorrt_rtx", "bert-int8-attention", {}, "auto", False),
+        ("openvino", "bert-int8-linears", {"centering": True}, "auto", True),
+        (
+            "cuda",
+            "bert-int8-linears",
+            {"smoothing": "none", "outlier_channel_splitting": 0, "amax": {"a.input_quantizer": 1.0}},
+            "auto",
+            False,
+        ),
     ],
 )
-def test_what_auto_means_follows_the_backend(backend, recipe, changes, softmax):
+def test_what_auto_means_follows_the_backend(backend, recipe, changes, softmax, centering):
     data = schema.load_recipe(recipe).model_dump(mode="json")
     data["engine"]["backend"], data["calibration"] = backend, data["calibration"] | changes
-    assert schema.Recipe.model_validate(data).engine_calibration.softmax_scale == softmax
+    section = schema.Recipe.model_validate(data).engine_calibration
+    assert (section.softmax_scale, section.centering) == (softmax, centering)
