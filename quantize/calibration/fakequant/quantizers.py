@@ -157,7 +157,7 @@ def use_rounded_weights(model: "PreTrainedModel", linears: Iterable[str] | None 
     with torch.inference_mode():
         for linear in modules:
             linear.__dict__[UNROUNDED] = linear.weight.data
-            linear.weight.data = _round_weight(linear.weight.detach(), linear.weight_quantizer)
+            linear.weight.data = round_weight(linear.weight.detach(), linear.weight_quantizer)
             linear.weight_quantizer.disable()
     try:
         yield
@@ -168,7 +168,8 @@ def use_rounded_weights(model: "PreTrainedModel", linears: Iterable[str] | None 
             linear.weight_quantizer.enable()
 
 
-def _round_weight(weight: "torch.Tensor", quantizer: Any) -> "torch.Tensor":
+def round_weight(weight: "torch.Tensor", quantizer: Any) -> "torch.Tensor":
+    """Round a weight [N, K] to the codes that the graph stores; ModelOpt would compile its kernels on a GPU."""
     if "learned" in quantizer.__dict__:
         return quantizer(weight).clone()  # type: ignore[no-any-return]
     import torch

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX
+from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, round_weight
 from qdqbench.quantize.calibration.techniques.bias_correction import apply_biases
 from qdqbench.quantize.calibration.techniques.change import Change
 from qdqbench.quantize.calibration.techniques.smoothing import Ranges
@@ -198,7 +198,7 @@ def add_rounding(model: "PreTrainedModel", centering: Centering) -> Centering:
     for name, constant in centering.inputs.items():
         linear: Any = model.get_submodule(name)
         weight = linear.weight.detach()
-        rounding[name] = _weigh(linear, constant, linear.weight_quantizer(weight) - weight)
+        rounding[name] = _weigh(linear, constant, round_weight(weight, linear.weight_quantizer) - weight)
         set_rounding(linear, rounding[name])
     return centering.model_copy(update={"rounding": rounding})
 

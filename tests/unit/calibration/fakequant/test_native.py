@@ -290,7 +290,7 @@ def test_a_scale_that_is_zero_to_fp16_gives_zeros_as_modelopt_has_it() -> None:
     with torch.inference_mode():
         expected = quantizer(values)
         assert torch.equal(private.quantize_exactly(values, quantizer), expected)
-        assert torch.equal(quantizers._round_weight(values, quantizer), expected)
+        assert torch.equal(quantizers.round_weight(values, quantizer), expected)
     assert not expected[0].any()
 
 
