@@ -281,7 +281,8 @@ class Calibration(Frozen):
 
     @model_validator(mode="after")
     def _given_as_it_is(self) -> "Calibration":
-        if self.amax and (self.smoothing != "none" or self.outlier_channel_splitting or self.centering is True):
+        changed = self.smoothing != "none" or self.outlier_channel_splitting or self.centering is True
+        if self.amax and changed:
             raise ValueError(
                 "amax is of tensors that nothing changed; with it set smoothing to none, "
                 "outlier_channel_splitting to 0 and centering to false"

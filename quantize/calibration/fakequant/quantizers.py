@@ -169,7 +169,7 @@ def use_rounded_weights(model: "PreTrainedModel", linears: Iterable[str] | None 
 
 
 def round_weight(weight: "torch.Tensor", quantizer: Any) -> "torch.Tensor":
-    """Round a weight [N, K] to the codes that the graph stores; ModelOpt would compile its kernels on a GPU."""
+    """Round a weight [N, K] to the codes of the graph, without the kernels that ModelOpt compiles."""
     if "learned" in quantizer.__dict__:
         return quantizer(weight).clone()  # type: ignore[no-any-return]
     import torch
