@@ -59,13 +59,13 @@ ROOT = Path(__file__).resolve().parents[1]
 MEASURED = "docs/measured"
 RUNS, BENCHES = "runs", "benches"  # folders there
 SCALES_SINCE = "2026-11-28T12:00"  # the last change of calibration: accuracy from before it is no more
-ROW_MAX_SINCE = "2026-11-29T10:00"  # the same for an INT8 attention in backend `cuda`
+CENTERED_SINCE = "2026-11-29T17:00"  # the same for backend `cuda`
 ROW_MAX_TIMED_SINCE = "2026-11-29T13:47"  # kernels of an INT8 attention have the present softmax
 FIGURES_FILE = "recipes/figures.json"
 BEGIN, END = "<!-- figures:{} -->", "<!-- figures:end -->"
 SQUAD = "squad-lengths"  # in the path of made-up rows
 UNPADDED = "unpadded-fp16"  # a system of a bench
-SMOOTHING = "calibration.smoothing"
+SMOOTHING, CENTERING = "calibration.smoothing", "calibration.centering"
 SQNR_STEP = 5  # dB of a row
 FUSED, LINEARS = "int8-residual-fused", "int8-linears"
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
@@ -192,8 +192,7 @@ def read_data(folder: Path) -> Data:
 
 
 def _valid_since(run: Record) -> str:
-    own = bool(run.engine) and run.engine.backend == "cuda" and run.engine.attention_int8
-    return ROW_MAX_SINCE if own else SCALES_SINCE
+    return CENTERED_SINCE if run.engine and run.engine.backend == "cuda" else SCALES_SINCE
 
 
 def measurement(record: Any) -> tuple[Any, ...]:
@@ -235,7 +234,8 @@ def add(folder: Path, measured: Path) -> Iterator[Path]:
 def differences(recipe: dict[str, Any], *, timed: bool = False) -> list[str]:
     """Return the settings of a recorded recipe that the shipped one has otherwise, but for what runs get.
 
-    `timed` leaves out another degree of smoothing: it changes values of an engine, not its kernels.
+    `timed` leaves out another degree of smoothing, and centering: they change values of an engine, not its
+    kernels.
     """
     name = str(recipe.get("name"))
     if name not in shipped_recipes():
@@ -257,6 +257,7 @@ def differences(recipe: dict[str, Any], *, timed: bool = False) -> list[str]:
         if then.get(key) != now.get(key)
         and key.split(".")[0] not in ("description", "gate")
         and not (timed and key == SMOOTHING and "none" not in (then.get(key), now.get(key)))
+        and not (timed and key == CENTERING)
     ]
 
 
