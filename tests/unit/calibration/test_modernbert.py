@@ -127,7 +127,7 @@ def test_layers_run_one_by_one_with_the_mask_and_positions_of_each() -> None:
     model = prepare_model(new_modernbert(biases=True))
     layers = MODERNBERT.layer_names(model)
     with torch.inference_mode():
-        states, given = bias._record_calls(model, dict.fromkeys(layers, 1), BATCHES)
+        states, given = bias.record_calls(model, dict.fromkeys(layers, 1), BATCHES)
         for name in layers:
             states = bias.run_layer(model, name, 1, given[name], states)
         for state, batch in zip(states, BATCHES, strict=True):

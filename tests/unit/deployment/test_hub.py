@@ -50,7 +50,7 @@ def test_the_dense_layer_is_that_of_the_model(trained, tmp_path):
         model_name=str(folder),
         folder=tmp_path / "run",
         config=SimpleNamespace(revision=None, task=SimpleNamespace(prompts=("query: ", "passage: "))),
-        recipe=SimpleNamespace(qat=trained or None),
+        recipe=SimpleNamespace(trainings=("qat",) if trained else ()),
     )
     pooling = Pooling.model_validate(model.config.sentence_embedding)
     content = describe_sentences(session, pooling)
