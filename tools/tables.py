@@ -742,7 +742,7 @@ def serving_words(data: Data) -> str:
 
 
 def texts_words(data: Data) -> str:
-    return f"{_best(32):,.0f} texts a second"
+    return f"{_best(32):,.0f} texts/s"
 
 
 def openvino_words(data: Data) -> str:
