@@ -123,6 +123,7 @@ KEPT = _keep(  # what figures read of a run: None is all of a value, "*" every k
     "created command recipe model task seed trained environment",
     stages={"*": _keep("status n metrics stderr", vs_fp32=VERSUS)},
     training=_keep("best_step steps seconds learning_rate"),
+    reconstruction=_keep("rows held_out before_db after_db seconds"),
     engine=_keep(
         "backend version compute_capability int8_gemms expected_int8_gemms attention_int8 "
         "expected_attention_int8 int8_residuals expected_int8_residuals"
@@ -145,6 +146,10 @@ def run_of(results: Results) -> Record:
     derived: dict[str, Any] = {"trained": results.trained, "gate": {"state": results.gate.state}}
     if results.training:
         derived["training"] = results.training.model_dump(mode="json")
+    name = str(results.recipe["name"])
+    if results.reconstruction and not name.endswith("-qat"):  # no shipped recipe has it
+        name += "-reconstructed" + "-qat" * bool(results.training)
+        derived["recipe"] = results.recipe | {"name": name}
     if results.task.get("type") == PAIRS.name:  # STS-B by an embedder is another task than by a regressor
         derived["task"] = results.task | {"name": EMBED.name}
     return _record(results.model_dump(mode="json") | derived)
@@ -619,26 +624,18 @@ def published_table(data: Data) -> str:
 
 
 def qat_table(data: Data) -> str:
-    """SQNR of PTQ, of the trained model and of its engine, and the score of each."""
-    rows = []
+    """SQNR of PTQ, of the trained model and of its engine, by model and recipe."""
+    cells: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for run in data.runs:
         stages = [run.stages.get(name) for name in ("ptq", "fake_quant", "engine")]
-        versus = [stage and stage.vs_fp32 for stage in stages]
-        if not run.trained or not versus[0]:
-            continue
-        sqnr = [f"{each.sqnr_db:.1f}" if each else "" for each in versus]
-        points = [in_points(*_change(run, each), "+") if each else "" for each in versus]
-        rate = run.training.learning_rate
-        trained = f"{run.training.best_step} at {rate:g}" if run.training.best_step else "kept PTQ"
-        row = [code(_model_name(run)), _task(run.task.name), code(_short(run.recipe)), *sqnr, trained]
-        rows.append([*row, f"{run.training.seconds:.0f}", *points])
-    header = ["model", "task", "recipe", "PTQ, dB", "QAT, dB", "engine, dB", "steps and rate", "seconds"]
-    return table([*header, "PTQ, points", "QAT, points", "engine, points"], rows)
-
-
-def _change(run: Record, versus: Record) -> tuple[float, float | None]:
-    metric = _metric(run)
-    return versus.delta[metric], versus.delta_stderr.get(metric)
+        if run.trained and stages[0]:
+            shown = [f"{each.vs_fp32.sqnr_db:.1f}" if each and each.vs_fp32 else "-" for each in stages]
+            name = _short(run.recipe).removesuffix("-qat").removesuffix("-reconstructed")
+            backend = run.engine.backend if run.engine else run.recipe["engine"]["backend"]
+            cells[_model_name(run), label(backend)][name] = " / ".join(shown)
+    recipes = sorted({name for row in cells.values() for name in row})
+    rows = [[code(key[0]), key[1], *(row.get(name, "") for name in recipes)] for key, row in cells.items()]
+    return table(["model", "backend", *map(code, recipes)], sorted(rows))
 
 
 def families_table(data: Data) -> str:
