@@ -20,6 +20,7 @@ from qdqbench.quantize.calibration.techniques.centering import (
 from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSplit
 from qdqbench.quantize.calibration.techniques.smoothing import Smoothing
 from qdqbench.quantize.calibration.techniques.softmax_scale import SoftmaxRow
+from qdqbench.quantize.models.rounding import ROUNDING
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.utils import files
@@ -137,7 +138,11 @@ def read_quantizer_state(
 
 
 def trained_record(model: Any, record: CalibrationRecord) -> CalibrationRecord:
-    """Return the record of a model that was trained since: its biases have what calibration added."""
+    """Return the record of a model that was trained since: its biases have what calibration added.
+
+    Rounding of its new weights makes something else of the constants of centering. Biases make up for the
+    difference, in place, since training saw the weights with what calibration found.
+    """
     states = {
         name: read_quantizer_state(name, quantizer, record.quantizers[name].rms)
         for name, quantizer in fake.list_quantizers(model).items()
@@ -147,7 +152,11 @@ def trained_record(model: Any, record: CalibrationRecord) -> CalibrationRecord:
             state.spread = record.quantizers[name].spread
     require_plausible(states)
     changed: dict[str, Any] = {"quantizers": states, "shifts": {}, "centers": {}, "biases": {}}
+    linears = [model.get_submodule(name) for name in record.centering.inputs]
+    trained_with = [getattr(linear, ROUNDING) for linear in linears]
     changed["centering"] = add_rounding(model, compute_biases(model, record.centering.inputs))
+    for linear, rounding in zip(linears, trained_with, strict=True):
+        linear.bias.data += rounding - getattr(linear, ROUNDING)
     return record.model_copy(update=changed)
 
 

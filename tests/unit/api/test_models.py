@@ -161,6 +161,19 @@ def test_a_recipe_with_reconstruction_trains_before_it_is_saved(model, tmp_path)
     assert_same_state(made.model, qdqbench.load(made.save_pretrained(tmp_path / "saved")).model)
 
 
+def test_what_was_trained_with_centering_answers_the_same_once_it_is_loaded(model, tmp_path):
+    section = {"steps": 60, "batch_size": 8, "holdout": 0.25, "learning_rate": 3e-3}
+    batches = [padded_batch((6 + seed % 8,) * 8, seed=seed) for seed in range(20)]
+    changes = {"calibration": {"centering": True}, "reconstruction": section}
+    made = qdqbench.quantize(model, batches, recipe_with("bert-int8-linears-per-tensor", **changes))
+    assert made.record.centering.inputs
+    inputs = {name: torch.from_numpy(each) for name, each in batches[0].items()}
+    with torch.no_grad():
+        trained = made.model(**inputs).logits
+        loaded = qdqbench.load(made.save_pretrained(tmp_path / "saved")).model(**inputs).logits
+    torch.testing.assert_close(loaded, trained, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.long
 def test_a_model_in_memory_is_deployed_with_its_scales(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
