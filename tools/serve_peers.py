@@ -5,6 +5,7 @@ python -m tools.serve_peers RUN litserve QUEUE FRONTS     `litserve`, before the
 python -m tools.serve_peers RUN transformers TEXTS        transformers in this process, FP16 on a GPU
 """
 
+import json
 import sys
 import threading
 import time
@@ -150,7 +151,7 @@ def time_transformers(run, texts):
                 )
                 next(iter(model(**part.to(device)).values())).float().cpu()
             spent = time.perf_counter() - begun
-    print(f"transformers {model.dtype} on {device}: {len(texts) / spent:.0f} texts/s")
+    print(json.dumps({"dtype": str(model.dtype), "device": device, "texts_per_s": round(len(texts) / spent)}))
 
 
 def main():
