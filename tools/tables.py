@@ -58,8 +58,7 @@ from qdqbench.quantize.utils.names import SECOND
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = "docs/measured"
 RUNS, BENCHES = "runs", "benches"  # folders there
-SCALES_SINCE = "2026-11-28T12:00"  # the last change of calibration: accuracy from before it is no more
-CENTERED_SINCE = "2026-11-29T17:00"  # the same for backend `cuda`
+CALIBRATION = "calibration.json"  # there: when calibration last changed; accuracy from before it is no more
 ROW_MAX_TIMED_SINCE = "2026-11-29T13:47"  # kernels of an INT8 attention have the present softmax
 FIGURES_FILE = "recipes/figures.json"
 BEGIN, END = "<!-- figures:{} -->", "<!-- figures:end -->"
@@ -186,8 +185,12 @@ def read_data(folder: Path) -> Data:
             raise UserError(f"{found[key][0]} and {path} measured the same thing; keep only one of them")
         found[key] = path, record
     records = [found[key][1] for key in sorted(found)]
-    old = [path.name for path, record in found.values()
-           if not isinstance(record, Bench) and record.created < _valid_since(record)]  # fmt: skip
+    changed = files.read_json(ROOT / MEASURED / CALIBRATION)
+    old = [
+        path.name
+        for path, record in found.values()
+        if not isinstance(record, Bench) and record.created < changed[_calibrated_for(record)]["since"]
+    ]
     if old:
         raise UserError(
             f"calibration has changed since {', '.join(sorted(old))}; measure again, or delete them"
@@ -196,8 +199,8 @@ def read_data(folder: Path) -> Data:
     return Data(runs, [record for record in records if isinstance(record, Bench)])
 
 
-def _valid_since(run: Record) -> str:
-    return CENTERED_SINCE if run.engine and run.engine.backend == "cuda" else SCALES_SINCE
+def _calibrated_for(run: Record) -> str:
+    return "cuda" if run.engine and run.engine.backend == "cuda" else "others"
 
 
 def measurement(record: Any) -> tuple[Any, ...]:

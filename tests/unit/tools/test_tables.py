@@ -20,6 +20,7 @@ from ...support.trainings import qat_run, reconstruction
 
 ROOT = Path(__file__).parents[3]
 MEASURED = ROOT / "docs" / "measured"
+LATER = "2030-01-01T00:00"
 
 
 def shipped(name="bert-int8-linears", **changes):
@@ -74,7 +75,7 @@ def test_two_results_of_one_measurement_are_refused_and_a_newer_one_replaces(tmp
     measured, new = tmp_path / "measured", tmp_path / "runs" / "newer"
     for folder in (measured / RUNS, measured / BENCHES, new):
         folder.mkdir(parents=True)
-    write_results(new, sample_run(created=tables.SCALES_SINCE))
+    write_results(new, sample_run(created=LATER))
     write_bench(new / "bench.json", sample_bench())
     (measured / RUNS / "older.json").write_text(json.dumps(run_of(sample_run())))
     assert [path.relative_to(measured).as_posix() for path in tables.add(new, measured)] == [
@@ -93,7 +94,7 @@ def test_two_results_of_one_measurement_are_refused_and_a_newer_one_replaces(tmp
 
 def test_accuracy_from_before_a_change_of_calibration_is_refused_by_name(tmp_path):
     (tmp_path / RUNS).mkdir()
-    for seed, (name, created) in enumerate([("old", "2026-11-28T11:59"), ("new", tables.SCALES_SINCE)]):
+    for seed, (name, created) in enumerate([("old", "2026-11-28T11:59"), ("new", LATER)]):
         record = run_of(sample_run(seed=seed, created=created))
         (tmp_path / RUNS / f"{name}.json").write_text(json.dumps(record))
     with pytest.raises(UserError, match=r"calibration has changed since old\.json; measure again"):

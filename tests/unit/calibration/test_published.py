@@ -1,0 +1,65 @@
+"""Accuracy on the pages is of the present calibration: what it gives for a tiny model is kept with a date.
+
+Where another amax or bias is meant, `RECORD_GOLDEN=1` keeps it, with the present time. `tools/tables.py` then
+refuses accuracy from before, until it is measured again or deleted.
+"""
+
+import json
+import math
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qdqbench.quantize.recipe.schema import adapt_recipe, load_recipe
+
+from ...support.tiny_bert import calibrate, new_bert, write_tiny_bert
+
+FILE = Path(__file__).parents[3] / "docs" / "measured" / "calibration.json"
+TOLERANCE = {"corrected": 0.5}  # relative: whether one helps differs between machines where it hardly does
+RECIPES = ("attention", "ffn", "linears", "linears-per-tensor", "residual", "residual-fused")
+BACKENDS = {"cuda": "cuda", "others": "openvino"}
+
+
+def summarize(folder: Path, name: str, backend: str) -> dict[str, float]:
+    """Return sums over what calibration of a recipe gives, which rounding of FP32 hardly moves."""
+    recipe = adapt_recipe(load_recipe(f"bert-int8-{name}"), backend=backend)
+    record = calibrate(folder, recipe.model_copy(update={"calibration": recipe.engine_calibration})).record
+    amax = np.concatenate([np.atleast_1d(state.amax) for state in record.quantizers.values()])
+    return {
+        "amax": float(np.log2(amax).sum()),
+        "smoothing": sum(
+            float(np.abs(np.log2(factors)).sum()) for factors in record.smoothing.inputs.values()
+        ),
+        "moved": _size(record.centers, record.centering.biases),
+        "corrected": _size(record.biases, record.centering.rounding),
+        "shifts": len(record.shifts),
+    }
+
+
+def _size(*parts: dict[str, list[float]]) -> float:
+    return sum(float(np.abs(values).sum()) for part in parts for values in part.values())
+
+
+@pytest.mark.parametrize("backends", BACKENDS)
+def test_calibration_gives_what_it_gave_when_accuracy_was_measured(backends: str, tmp_path: Path) -> None:
+    folder = write_tiny_bert(tmp_path, new_bert())
+    kept: dict[str, Any] = json.loads(FILE.read_text()) if FILE.is_file() else {}
+    found = {name: summarize(folder, name, BACKENDS[backends]) for name in RECIPES}
+    old = kept.get(backends, {}).get("sums", {})
+    same = old.keys() == found.keys() and all(
+        math.isclose(value, old[name][part], rel_tol=TOLERANCE.get(part, 1e-3), abs_tol=1e-3)
+        for name, parts in found.items()
+        for part, value in parts.items()
+    )
+    if not same and os.environ.get("RECORD_GOLDEN"):
+        rounded = {
+            name: {part: round(value, 3) for part, value in parts.items()} for name, parts in found.items()
+        }
+        kept[backends] = {"since": f"{datetime.now(UTC):%Y-%m-%dT%H:%M}", "sums": rounded}
+        FILE.write_text(json.dumps(kept, indent=1) + "\n")
+        same = True
+    assert same, f"{found} is not {old}: accuracy on the pages is of another calibration"
