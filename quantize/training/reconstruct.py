@@ -10,6 +10,7 @@ Rows that are held out decide: a layer that is not nearer to FP32 on them is as 
 model if its answers are not. The result is Q/DQ as before, with other numbers.
 """
 
+import copy
 import hashlib
 import math
 import time
@@ -94,7 +95,8 @@ class Chain:
     @classmethod
     def begin(cls, model: PreTrainedModel, names: list[str], batches: list[Batch]) -> "Chain":
         states, calls = record_calls(model, Counter(names), batches)
-        return cls(model, calls, [state.clone() for state in states])
+        calls, states = copy.deepcopy((calls, states))  # those of inference mode are not for gradients
+        return cls(model, calls, states)
 
     def run(self, name: str, number: int, state: torch.Tensor) -> torch.Tensor:
         args, kwargs = self.calls[name][number]
