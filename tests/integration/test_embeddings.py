@@ -105,7 +105,7 @@ def test_pairs_are_embedded_text_by_text_and_qat_learns_from_fp32(qdqbench, give
     text = qdqbench("recipes", "show", "roberta-int8-attention-qat").out
     text = text.replace("samples: 512", "samples: 64").replace("max_steps: 1000", "max_steps: 6")
     text = text.replace("bias_correction: true", "bias_correction: false")  # leaves QAT something to win
-    text = text.replace("learning_rate: 1.0e-6", "learning_rate: 1.0e-4")
+    text = text.replace("learning_rate: auto", "learning_rate: 1.0e-4").replace("reconstruction: {}", "")
     recipe.write_text(text.replace("num_evals: 10", "num_evals: 2"))
     options = (
         "--model",
@@ -125,7 +125,7 @@ def test_pairs_are_embedded_text_by_text_and_qat_learns_from_fp32(qdqbench, give
     np.testing.assert_allclose(np.linalg.norm(made, axis=1), 1, atol=1e-5)
     training = json.loads((tmp_path / "run" / "qat" / "training.json").read_text())
     before, *_, after = (row for row in training["log"] if row["values"])
-    assert after["values"]["distance"] < before["values"]["distance"]
+    assert after["values"]["score_db"] > before["values"]["score_db"]
     assert {"spearman", "pearson"} <= set(after["values"])
     task = json.loads((tmp_path / "run" / "run.json").read_text())["task"]
     assert task["metrics"] == ["spearman", "pearson"]
