@@ -19,6 +19,7 @@ from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.models.inputs import MASK
 from qdqbench.quantize.pipeline import outcomes
+from qdqbench.quantize.standalone.runtimes import load_openvino
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Batch, Float32
 from qdqbench.quantize.utils.limits import BackendName
@@ -113,7 +114,7 @@ def _nncf_runs(here: systems.Preparation, _: systems.System) -> CpuRuns:
         import nncf
 
         rows = list(_calibration_rows(here.target))
-        model = cpu_runtimes.load_openvino().Core().read_model(here.target.graphs["fp32"].read_bytes())
+        model = load_openvino().Core().read_model(here.target.graphs["fp32"].read_bytes())
         with _silent():
             models["nncf"] = nncf.quantize(
                 model,

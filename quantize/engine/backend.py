@@ -20,11 +20,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from qdqbench.quantize.engine.cpu_runtimes import load_openvino
 from qdqbench.quantize.engine.cuda.compile import get_version, load_nvrtc
 from qdqbench.quantize.engine.layers import parse_inspector_json, parse_log
 from qdqbench.quantize.engine.profiles import Profile, add_profiles
 from qdqbench.quantize.engine.results import LayerRow
+from qdqbench.quantize.standalone.runtimes import load_openvino
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, BackendName

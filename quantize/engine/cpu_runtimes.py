@@ -1,6 +1,5 @@
 """The CPU runtimes: OpenVINO's plugin and ONNX Runtime's provider, their compiled models and kernels."""
 
-import importlib
 import json
 import re
 import sys
@@ -17,6 +16,7 @@ import onnx
 from qdqbench.quantize.engine.layers import ATTENTION
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex, type_name
+from qdqbench.quantize.standalone.runtimes import load_openvino
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import BackendName
@@ -244,18 +244,6 @@ def _kernels(graph: onnx.GraphProto, events: list[dict[str, Any]]) -> Iterator[K
 _SPLIT = re.compile(r"/(DequantizationMultiply|DequantizationSubtract|WithoutBiases)$")
 _MADE = re.compile(r"[A-Z][A-Za-z]*_[0-9]+$")  # an operator that OpenVINO made, such as Multiply_93600
 _CONSTANTS = ("Const", "Constant")
-
-
-def load_openvino() -> Any:
-    """Return OpenVINO's module, which tells Google Analytics nothing: it takes its own stub of telemetry."""
-    name = "openvino_telemetry"
-    if "openvino" not in sys.modules and name not in sys.modules:
-        sys.modules[name] = None  # type: ignore[assignment]  # its import fails, and nothing else's after this
-        try:
-            return importlib.import_module("openvino")
-        finally:
-            sys.modules.pop(name, None)
-    return importlib.import_module("openvino")
 
 
 class _OpenVinoModel(CompiledModel):

@@ -1,6 +1,7 @@
 """The runtimes of a deployed folder: each opens its model as a function of tokens, int64 arrays by name."""
 
 import hashlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
@@ -93,9 +94,21 @@ def open_onnxruntime(folder: Path, told: Told) -> Infer:
     return lambda tokens: join(session.run(names, dict(tokens)))
 
 
+def load_openvino() -> Any:
+    """Return OpenVINO's module, which tells Google Analytics nothing: it takes its own stub of telemetry."""
+    name = "openvino_telemetry"
+    if "openvino" not in sys.modules and name not in sys.modules:
+        sys.modules[name] = None  # type: ignore[assignment]  # its import fails, and nothing else's after this
+        try:
+            return import_module("openvino")
+        finally:
+            sys.modules.pop(name, None)
+    return import_module("openvino")
+
+
 def open_openvino(folder: Path, told: Told) -> Infer:
     """Compile the graph for a CPU, as the engine of the run was."""
-    core: Any = import_module("openvino").Core()
+    core = load_openvino().Core()
     model = core.compile_model(core.read_model(read(folder, "model.onnx")), "CPU", told["openvino"])
 
     def infer(tokens: Arrays) -> npt.NDArray[Any]:
