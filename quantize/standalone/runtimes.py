@@ -1,6 +1,7 @@
 """The runtimes of a deployed folder: each opens its model as a function of tokens, int64 arrays by name."""
 
 import hashlib
+import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -100,10 +101,10 @@ def load_openvino() -> Any:
     if "openvino" not in sys.modules and name not in sys.modules:
         sys.modules[name] = None  # type: ignore[assignment]  # its import fails, and nothing else's after this
         try:
-            return import_module("openvino")
+            return importlib.import_module("openvino")
         finally:
             sys.modules.pop(name, None)
-    return import_module("openvino")
+    return importlib.import_module("openvino")
 
 
 def open_openvino(folder: Path, told: Told) -> Infer:

@@ -212,9 +212,10 @@ class Supervisor:
         ours, theirs = self.context.Pipe()
         shared, cores = self.shared, sorted(os.sched_getaffinity(0))
         target: Callable[..., None] = run_engine
-        given: tuple[Any, ...] = (cores, self.listeners[place], self.fast, self.shape)
+        given: tuple[Any, ...]
         if kind == "front":  # which opens no model, and need not import what opens them
             target, names = run_front, shared.served.models
+            given = (cores, self.listeners[place], self.fast, self.shape)
             served = replace(shared.served, models=dict.fromkeys(names, object), texts=tuple)
             shared = replace(shared, served=served)
         else:
