@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 from qdqbench.eval.selection.trials.results import EMBEDDINGS, LAYERNORMS, CalibrationCost
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
-from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, get_quantizer_kind, list_quantizers
+from qdqbench.quantize.calibration.fakequant.quantizers import (
+    INT8_MAX,
+    get_quantizer_kind,
+    list_quantizers,
+    round_weight,
+)
 from qdqbench.quantize.calibration.record import QuantizerState, require_plausible
 from qdqbench.quantize.calibration.techniques.centering import Centering, give_zero_a_code
 from qdqbench.quantize.calibration.techniques.qkv_bias_folding import share_scales
@@ -110,7 +115,7 @@ class QuantizerToggles:
         with torch.inference_mode():
             for name in plan.int8:
                 linear: Any = model.get_submodule(name)
-                rounded = linear.weight_quantizer(linear.weight.detach()).clone()
+                rounded = round_weight(linear.weight.detach(), linear.weight_quantizer)
                 self._weights[name] = [(linear.weight, linear.weight.detach(), rounded)]
                 self._activations[name] = [linear.input_quantizer]
             tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
