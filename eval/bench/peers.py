@@ -147,9 +147,8 @@ FIRST_FP8 = (8, 9)  # compute capability
 FP8_ROWS = 64  # whose largest inputs of linears are the scales
 LARGEST_FP8 = 448.0  # of E4M3
 LAUNCH_TOKENS = (2048, 4096, 8192, 16384, 32768, 65536)  # sizes of a launch that are tried
-_MOST_SIZES = (
-    256  # that a layer is compiled for; torch runs further ones eagerly, and by default those behind 8
-)
+# that a layer is compiled for; torch runs further ones eagerly, and by default those behind 8
+_MOST_SIZES = 256
 Int32 = npt.NDArray[np.int32]
 
 

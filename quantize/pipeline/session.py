@@ -228,10 +228,8 @@ class Session:
 
     def calibration_batches(self) -> CalibrationBatches:
         settings, task = self.recipe.calibration, self.config.task
-        split, longest = (
-            self.calibration_split(settings.samples, settings.seed),
-            self.recipe.export.max_length,
-        )
+        split = self.calibration_split(settings.samples, settings.seed)
+        longest = self.recipe.export.max_length
         return CalibrationBatches(split, task, self.tokenizer, longest, settings.batch_size, self.pad_id)
 
     @contextmanager

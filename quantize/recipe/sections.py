@@ -467,7 +467,7 @@ class Reconstruction(Frozen):
         "Samples of the calibration split, drawn without replacement; texts alone are read.", default=4096
     )
     holdout: float = field(
-        "Share of them that judges and is never learned from.", default=0.125, gt=0, le=0.5
+        "Share of them that evaluates the training and is never learned from.", default=0.125, gt=0, le=0.5
     )
     batch_size: Positive = field("Samples of one step, of similar length.", default=32)
     steps: Positive = field("Steps of Adam for each layer.", default=300)

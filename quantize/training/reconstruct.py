@@ -58,14 +58,14 @@ States = list[torch.Tensor]  # [B, L, hidden] of each batch
 
 @dataclass
 class Rows:
-    """Batches of similar length, int64 [B, L]: those to learn from first, then those that judge."""
+    """Batches of similar length, int64 [B, L]: those to learn from first, then those held out."""
 
     batches: list[Batch]
     learned: int  # batches
 
 
 def draw_rows(samples: Iterable[Any], settings: Reconstruction, pad_id: int) -> Rows:
-    """Divide encoded samples into rows that teach and rows that judge, and both into batches.
+    """Divide encoded samples into rows to learn from and held-out rows, and both into batches.
 
     UserError: fewer than four samples.
     """
@@ -73,7 +73,7 @@ def draw_rows(samples: Iterable[Any], settings: Reconstruction, pad_id: int) -> 
     held = max(1, round(settings.holdout * len(drawn)))
     if len(drawn) < 4:
         raise UserError(
-            f"reconstruction has {len(drawn)} calibration rows, of which some only judge; give 4 or more"
+            f"reconstruction has {len(drawn)} calibration rows, and some are held out; give 4 or more"
         )
     order = np.random.default_rng([settings.seed, 0]).permutation(len(drawn))
     parts: list[list[Batch]] = []
@@ -136,7 +136,7 @@ class Reconstructor:
     def train(self, layer: int, splits: dict[str, ChannelSplit]) -> tuple[Tensors, LayerRow]:
         """Train a layer to give what the teacher's states are now.
 
-        Returns its best weights on the rows that judge, which may be those before.
+        Returns its best weights on the held-out rows, which may be those before.
         """
         start, name, settings = time.perf_counter(), self.names[layer], self.settings
         own = {linear: split for linear, split in splits.items() if linear.startswith(f"{name}.")}

@@ -69,7 +69,7 @@ class LayerRow(Strict):
     """One layer of a reconstruction."""
 
     layer: str = field("Path of the layer.")
-    before_db: float = field("SQNR of its output on the rows that judge, with its weights before, in dB.")
+    before_db: float = field("SQNR of its output on the held-out rows, with its weights before, in dB.")
     after_db: float | None = field("The same after its training, in dB; null where that gave NaN.")
     kept: bool = field("Whether it came nearer to FP32, so that its new weights were kept.")
     seconds: float = field("Time of its training in seconds.")
@@ -84,9 +84,9 @@ class ReconstructionRun(Strict):
     precision: str = field("Precision: `tf32` or `fp32`.")
     device: str = field("Name of the GPU, or `CPU`.")
     rows: int = field("Calibration rows that were learned from.")
-    held_out: int = field("Calibration rows that judge, and are never learned from.")
+    held_out: int = field("Calibration rows that evaluate the reconstruction and are never learned from.")
     layers: list[LayerRow] = field("Layers in the order in which they were trained.")
-    before_db: float = field("SQNR of the answers to the rows that judge before, in dB.")
+    before_db: float = field("SQNR of the answers to the held-out rows before, in dB.")
     after_db: float = field("The same with all trained layers, in dB; where it is no more, none is kept.")
     seconds: float = field("Time of the whole reconstruction in seconds.")
     notes: list[str] = field("Events: resumed, nothing was kept.", default=[])

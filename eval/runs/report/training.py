@@ -182,7 +182,7 @@ def reconstruction_blocks(run: ReconstructionRun | None) -> list[doc.Block]:
         *run.notes,
         doc.Prose(
             f"Each layer was trained to give FP32's output on {run.rows:,} calibration rows, in the order of "
-            f"the table. {run.held_out:,} rows only judge: the SQNR is that of the layer's output on them. "
+            f"the table. The SQNR is that of its output on {run.held_out:,} held-out rows. "
             f"It reads what the layers before it give. It took {seconds(run.seconds)} on {run.device}.",
             "quiet",
         ),
