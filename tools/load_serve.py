@@ -13,6 +13,7 @@ of their own, each pinned to a core where there are several. Exit status 1 where
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -230,7 +231,7 @@ def drive(  # noqa: PLR0917
         os.sched_setaffinity(0, [core])
     shared = Seen()
     together.wait(START_S)  # a process takes its time to start, and the first must not have the server alone
-    begun = time.perf_counter()
+    begun, spent = time.perf_counter(), time.process_time()
     shared.requests, shared.end, shared.open = requests, begun + seconds, set()
     shared.rate, shared.idle = rate, []
 
@@ -249,7 +250,7 @@ def drive(  # noqa: PLR0917
     try:
         asyncio.run(main())
     finally:
-        out.put((shared.seconds, shared.statuses, time.perf_counter() - begun))
+        out.put((shared.seconds, shared.statuses, time.perf_counter() - begun, time.process_time() - spent))
 
 
 def post(path, value):
@@ -285,7 +286,7 @@ class Asking:
         context = multiprocessing.get_context("spawn")
         requests, cores, clients = self.requests(count), usable_cores(), min(self.clients, connections)
         shares = [connections // clients + (n < connections % clients) for n in range(clients)]
-        before, seconds = cpu_seconds(self.pid), self.seconds
+        before, seconds, asking = cpu_seconds(self.pid), self.seconds, 0.0
         together, queue, children = context.Barrier(clients), context.SimpleQueue(), []
         for n, share in enumerate(shares):
             core = cores[-1 - n % len(cores)] if clients > 1 else None
@@ -294,8 +295,8 @@ class Asking:
             children[-1].start()
         seen = Seen()
         for _ in children:
-            times, statuses, taken = queue.get()
-            seconds = max(seconds, taken)
+            times, statuses, taken, spent = queue.get()
+            seconds, asking = max(seconds, taken), max(asking, spent / taken)
             seen.seconds += times
             seen.statuses += statuses
         for child in children:
@@ -307,6 +308,7 @@ class Asking:
             "texts_per_s": round(seen.statuses[200] * count / seconds, 1),
             "cpu_us_per_request": {name: round(each, 1) for name, each in spent.items()},
             "cpu_us_per_text": round(sum(spent.values()) / count, 2),
+            "busiest_client": round(asking, 2),  # share of a core; near 1 the clients are the limit
         }
 
 
@@ -428,20 +430,50 @@ def start(arguments):
 
 
 def engine_rate(run, texts, seconds):
-    """Texts a second and CPU us a text of the engine alone, on rows that are tokens, sorted by length."""
+    return engine_rates(run, [texts], seconds)[0]
+
+
+def engine_rates(run, kinds, seconds):
+    """Texts a second and CPU us a text of the engine alone, for texts of several kinds.
+
+    Rows are tokens. Those of backend cuda stand in batches as a server makes them, two under way; others are
+    sorted by length and padded.
+    """
     from qdqbench.quantize.deployment.opened import Answering
 
-    model = Answering.of(Path(run)).open_model()
-    coded = model.encoder.code(texts * max(1, 8192 // len(texts)))
-    if not model.packs:
-        coded = coded.pick(np.arange(min(len(coded.lengths), 512)))
-    model.run(coded)  # prepares
-    count, begun, before = 0, time.perf_counter(), time.process_time()
-    while time.perf_counter() < begun + seconds:
-        model.run(coded)
-        count += len(coded.lengths)
-    spent = time.process_time() - before
-    return count / (time.perf_counter() - begun), 1e6 * spent / count
+    model, rates = Answering.of(Path(run)).open_model(), []
+    for texts in kinds:
+        coded = model.encoder.code(texts * max(1, 8192 // len(texts)))
+        if not model.packs:
+            coded = coded.pick(np.arange(min(len(coded.lengths), 512)))
+        batches = split_packed(coded) if model.packs else [coded]
+        for _ in range(2):  # the first time prepares
+            count, begun, before, under_way = 0, time.perf_counter(), time.process_time(), deque()
+            for batch in itertools.cycle(batches):
+                if model.packs:
+                    under_way.append(model.infer.launch(*batch))
+                    if len(under_way) > 1:
+                        under_way.popleft().read()
+                else:
+                    model.run(batch)
+                count += len(batch[-1] if model.packs else batch.lengths)
+                if time.perf_counter() > begun + seconds:
+                    break
+            spent, duration = time.process_time() - before, time.perf_counter() - begun
+        rates.append((count / duration, 1e6 * spent / count))
+    return rates
+
+
+def split_packed(coded):
+    """Ids, types and lengths of batches of a server's budget of tokens."""
+    from qdqbench.quantize.standalone.model import PACKED_TOKENS
+
+    ends, made = coded.lengths.cumsum(), []
+    for place in range(ends[-1] // PACKED_TOKENS):
+        rows = np.flatnonzero(ends // PACKED_TOKENS == place)
+        part = coded.pick(rows)
+        made.append((part.ids, part.types.astype(np.int32), part.lengths))
+    return made
 
 
 def lengthen(texts, tokens, tokenizer):

@@ -2,7 +2,7 @@
 
 python -m tools.serve_peers RUN unpadded QUEUE FRONTS     our fronts, before an unpadded FP16 encoder
 python -m tools.serve_peers RUN litserve QUEUE FRONTS     `litserve`, before the engine of the run
-python -m tools.serve_peers RUN transformers TEXTS        transformers in this process, FP16 on a GPU
+python -m tools.serve_peers RUN sentence-transformers TEXTS     in this process, FP16 on a GPU
 """
 
 import json
@@ -26,7 +26,7 @@ from qdqbench.quantize.standalone.server.server import serve
 
 litserve = import_module("litserve") if find_spec("litserve") else None
 SIZES = (2048, 4096, 8192, 16_384)  # tokens of a launch, each compiled by torch.compile
-BATCH = 64  # texts that `litserve` and transformers take at once
+BATCH = 64  # texts that `litserve` and `sentence-transformers` take at once
 
 
 class Flight:
@@ -131,33 +131,25 @@ def announce():
             return
 
 
-def time_transformers(run, texts):
-    """Texts a second of transformers, sorted by length, as `sentence-transformers` sorts them."""
+def time_library(run, texts):
+    """Texts a second of `sentence-transformers`, which sorts them by length, in one process."""
     import torch
+    from sentence_transformers import SentenceTransformer
 
     session, device = Session(read_config(run), run), "cuda" if torch.cuda.is_available() else "cpu"
-    model = sdpa_model(session.new_model(), "fp16" if device == "cuda" else "fp32", device)
-    texts = sorted(texts, key=len)
-    with torch.inference_mode():
-        for _ in range(2):  # the first time prepares
-            begun = time.perf_counter()
-            for start in range(0, len(texts), BATCH):
-                part = session.tokenizer(
-                    texts[start : start + BATCH],
-                    padding=True,
-                    truncation=True,
-                    max_length=128,
-                    return_tensors="pt",
-                )
-                next(iter(model(**part.to(device)).values())).float().cpu()
-            spent = time.perf_counter() - begun
-    print(json.dumps({"dtype": str(model.dtype), "device": device, "texts_per_s": round(len(texts) / spent)}))
+    model = SentenceTransformer(session.model_name, device=device)
+    model = model.half() if device == "cuda" else model
+    for _ in range(2):  # the first time prepares
+        begun = time.perf_counter()
+        made = model.encode(texts, batch_size=BATCH)
+        rate = round(len(texts) / (time.perf_counter() - begun))
+    print(json.dumps({"dtype": str(made.dtype), "device": device, "batch": BATCH, "texts_per_s": rate}))
 
 
 def main():
     run, kind, *more = sys.argv[1:]
-    if kind == "transformers":
-        time_transformers(Path(run), Path(more[-1]).read_text(encoding="utf-8").splitlines())
+    if kind == "sentence-transformers":
+        time_library(Path(run), Path(more[-1]).read_text(encoding="utf-8").splitlines())
     else:
         {"unpadded": serve_unpadded, "litserve": serve_lit}[kind](Path(run), *map(int, more))
 

@@ -19,6 +19,7 @@ from qdqbench.eval.verification.engine import verify_engine
 from qdqbench.eval.verification.results import read_verified
 from qdqbench.quantize.calibration.ptq import calibrate
 from qdqbench.quantize.calibration.record import get_state_shifts, read_record, write_record
+from qdqbench.quantize.deployment.opened import TEXTS_FILE, describe_texts
 from qdqbench.quantize.engine.backend import available_backends, find_missing_builder, gpu_backend
 from qdqbench.quantize.engine.build import build as build_engine
 from qdqbench.quantize.engine.profiles import note_distant_data
@@ -81,7 +82,7 @@ def gpu_build_stage(session: Session) -> list[Path]:
 
 def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> list[Path]:
     settings, folder = session.recipe.engine, out / "engine"
-    gemms = graphs.expected_gemms(session)
+    gemms, profiles = graphs.expected_gemms(session), engine_profiles(session)
     path, layers = folder / graph.with_suffix(".engine").name, out / "layers.json"
     files.require_room(folder, graph.stat().st_size, path.name)  # an engine holds the graph's weights
     try:
@@ -89,7 +90,7 @@ def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> li
             graph,
             path,
             backend=backend,
-            profiles=engine_profiles(session),
+            profiles=profiles,
             expected_gemms=gemms,
             expected_attention=count_attentions(gemms, session.plan.attention),
             compute_capability=settings.compute_capability,
@@ -101,7 +102,9 @@ def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> li
         )
     except MissingDevice as error:
         return [write_outcome(out / outcomes.BUILD, Skipped(skipped=str(error)))]
-    return [write_outcome(out / outcomes.BUILD, result), path, sidecar_path(path), layers]
+    texts, longest = folder / TEXTS_FILE, max(profile.max[1] for profile in profiles)
+    files.write_json(texts, describe_texts(session, min(session.recipe.export.max_length, longest)))
+    return [write_outcome(out / outcomes.BUILD, result), path, sidecar_path(path), layers, texts]
 
 
 def verify_stage(session: Session) -> list[Path]:

@@ -18,7 +18,7 @@ from qdqbench.quantize.engine.runtime.runners import (
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar
 from qdqbench.quantize.pipeline.graphs import FP32, graph_path
 from qdqbench.quantize.pipeline.outcomes import Skipped, engine_file, read_built
-from qdqbench.quantize.pipeline.pipeline import require_recorded
+from qdqbench.quantize.pipeline.pipeline import read_finished, require_recorded
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.standalone.fast import open_fast
 from qdqbench.quantize.standalone.model import Model
@@ -30,6 +30,7 @@ from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 MOST_ROWS = 32
 TEXTS = 1000  # of each split, on which a faster tokenizer must agree
 INPUTS = ["input_ids", "attention_mask", "token_type_ids"]  # of which an engine takes its own
+TEXTS_FILE = "texts.json"  # next to an engine
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,23 @@ class OpenedRun:
         """Tokens of a row."""
         longest = max(profile.max[1] for profile in self.sidecar.profiles)
         return min(self.session.recipe.export.max_length, longest)
+
+    def read_texts(self) -> Any:
+        """Return what the build wrote of texts, which spares loading transformers; None: of another build."""
+        path = self.engine.path.with_name(TEXTS_FILE)
+        name = str(path.relative_to(self.session.folder))
+        recorded = any(name in stage.outputs for stage in read_finished(self.session.folder).values())
+        found = files.read_json(path) if recorded and path.is_file() else None
+        return found if found and found["task"]["max_length"] == self.max_length else None
+
+
+def describe_texts(session: Session, max_length: int) -> dict[str, Any]:
+    """Return the task and the tokenizer of a run, as JSON values."""
+    backend: Any = session.tokenizer
+    tokenizer = Tokenizer.from_str(backend.backend_tokenizer.to_str())
+    tokenizer.no_truncation()  # which the last call of transformers has set
+    tokenizer.no_padding()
+    return {"task": describe_task(session, max_length), "tokenizer": tokenizer.to_str()}
 
 
 def open_run(folder: Path) -> OpenedRun:
@@ -106,10 +124,10 @@ class Answering:
                 f"{unquantized}, the FP32 model to compare with, does not exist; run "
                 "`qdqbench export` on the run again, or serve it with --no-fp32"
             )
-        tokenizer: Any = session.tokenizer
         most = max(each.max[0] for each in profiles if each.max[1] >= opened.max_length)
         batch = min(MOST_ROWS, most) if backend in CPU_BACKENDS else most
-        told = describe_task(session, opened.max_length) | {"batch": batch, "inputs": INPUTS}
+        about = opened.read_texts() or describe_texts(session, opened.max_length)
+        told = about["task"] | {"batch": batch, "inputs": INPUTS}
         return cls(
             backend=opened.sidecar.backend,
             made_with=f"{opened.sidecar.backend} {opened.sidecar.version}",
@@ -119,7 +137,7 @@ class Answering:
             columns=task.text_columns,
             told=told,
             outputs=tuple(task.kind.outputs),
-            tokenizer=tokenizer.backend_tokenizer.to_str(),
+            tokenizer=about["tokenizer"],
             texts=read_texts(folder) if texts else (),
             engine=opened.engine,
             graph=opened.graph,

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+from qdqbench.quantize.deployment.opened import TEXTS_FILE
 from qdqbench.quantize.deployment.serve import open_served
 from qdqbench.quantize.deployment.serve_options import ServeOptions
 from qdqbench.quantize.engine.build import build
@@ -30,6 +31,7 @@ def with_cpu_engine(run: Path, out: Path) -> Path:
         expected_attention=0,
     )
     write_outcome(out / BUILD, built)
+    shutil.copy(run / "engine" / TEXTS_FILE, out / "engine")
     record(out)
     return out
 

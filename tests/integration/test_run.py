@@ -150,7 +150,10 @@ def test_stage_commands_take_up_a_run(sst2, tmp_path, qdqbench):
     steps = {
         "quantize": [],
         "export": ["model.fp16.onnx", "model.fp32.onnx", "model.int8.onnx", "rewrites.json"],
-        "build": ["build.json", "engine/model.int8.engine", "engine/model.int8.engine.json", "layers.json"],
+        "build": [
+            *("build.json", "engine/model.int8.engine", "engine/model.int8.engine.json"),
+            *("engine/texts.json", "layers.json"),
+        ],
         "evaluate": [
             "engine.json",
             *(f"logits/{name}.npz" for name in ("fake_quant", "fp32", "onnxruntime")),

@@ -18,7 +18,7 @@ pytest.importorskip("httptools", reason="needs httptools: pip install 'qdqbench[
 
 from tools import load_serve
 
-from qdqbench.quantize.deployment.opened import Answering
+from qdqbench.quantize.deployment.opened import TEXTS_FILE, Answering
 from qdqbench.quantize.utils.errors import UserError
 
 from ..support.http_client import Client, finished
@@ -88,6 +88,21 @@ def test_a_worker_refuses_a_model_that_changed_since_the_start(finished_run, tmp
         with pytest.raises(UserError, match="changed since it was opened"):
             (served.open_fp32 if part is served.fp32 else served.open_engine)()
         part.path.write_bytes(kept)
+
+
+def test_a_server_opens_a_run_without_loading_transformers(finished_run, tmp_path):
+    run = with_cpu_engine(finished_run, tmp_path / "run")
+    code = "import sys, pathlib; from qdqbench.quantize.deployment.opened import Answering; "
+    code += "Answering.of(pathlib.Path(sys.argv[1])); print({'torch', 'transformers'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code, run], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+    made, path = Answering.of(run), run / "engine" / TEXTS_FILE
+    path.rename(tmp_path / TEXTS_FILE)  # as in a run of an older version
+    known = Answering.of(run)
+    assert (made.told, made.tokenizer) == (json.loads(json.dumps(known.told)), known.tokenizer)
+    path.write_text("{}")
+    with pytest.raises(UserError, match="changed since the run made it"):
+        Answering.of(run)
 
 
 def test_under_load_no_answer_is_lost_or_of_another_text(monkeypatch):

@@ -92,6 +92,8 @@ def choose_graph(tokens: Tokens) -> tuple[int, int, int, int]:
 def _find_reach(starts: Array) -> int:
     """Return how many keys an attention block holds: those of all rows that it touches, if they fit."""
     lengths, count = np.diff(starts), int(starts[-1])
+    if count <= _KEYS:
+        return _KEYS
     first = np.arange(0, count, _WINDOW)
     last = np.minimum(first + _WINDOW, count) - 1
     row = np.repeat(np.arange(len(lengths)), lengths)

@@ -21,6 +21,7 @@ SHORTER = 0.75  # of the longest row of a batch: such a row begins another
 FEW_ROWS = 8  # are one batch; more are a multiple of it: a runtime prepares each new shape
 LENGTHS = (24, 50, 100, 200, 400)  # tokens of rows that an engine without padding is prepared for
 PREPARE_S = 10.0  # from the start, in which it does so while it is idle
+AWAKE_S = 0.002  # after a batch that an engine with a core of its own looks for the next one without sleeping
 
 
 class Refusing(RuntimeError):
@@ -105,11 +106,13 @@ class Worker:
         counts: Counts,
         waiting: Connection,
         fronts: Sequence[Connection],
+        *,
+        awake_s: float = 0.0,
     ) -> None:
         self.infer, self.told, self.model, self.number = infer, told, model, number
         self.rows, self.tokens, self.slots, self.board, self.counts = rows, tokens, slots, board, counts
-        self.pipe, self.fronts = waiting, fronts
-        self.packed = bool(getattr(infer, "launch", None))
+        self.pipe, self.fronts, self.awake_s, self.ended = waiting, fronts, awake_s, 0.0
+        self.packed: Any = getattr(infer, "launch", None)
         self.waiting = np.empty(0, RECORD)
         self.sorted = deque[Array]()  # batches of one window
         self.flying = deque[tuple[Array, Launched, float]]()
@@ -125,7 +128,7 @@ class Worker:
             if quiet and (size := next(self.unprepared, None)):
                 run_packed(self.infer, *size)  # now: with a request it would take the request's time
                 continue
-            if poll.poll(None if idle else 0):
+            if poll.poll(None if idle and time.monotonic() > self.ended + self.awake_s else 0):
                 try:
                     self.receive()
                 except EOFError:
@@ -163,17 +166,19 @@ class Worker:
         now = time.monotonic()
         self.board.busy[self.number] = self.board.busy[self.number] or now
         slots, lengths = records["slot"], self.slots.lengths[records["slot"]]
-        longest = int(lengths.max())
-        if not self.packed:
-            longest = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self.slots.shape.length)
-        mask = np.arange(longest) < lengths[:, None]
-        ids, types = self.slots.ids[slots, :longest], self.slots.types[slots, :longest]
-        launched = launch(self.infer, self.told, ids, types, mask)
+        ids, types, total = self.slots.ids, self.slots.types, int(lengths.sum())
+        if packed := self.packed:
+            at, computed = self.slots.places(slots, lengths), total
+            launched: Launched = packed(ids.ravel()[at], types.ravel()[at].astype(np.int32), lengths)
+        else:
+            longest = -(-int(lengths.max()) // LENGTH_STEP) * LENGTH_STEP
+            mask = np.arange(min(longest, self.slots.shape.length)) < lengths[:, None]
+            rows, computed = (slots, slice(mask.shape[1])), mask.size
+            launched = launch(self.infer, self.told, ids[rows], types[rows], mask)
         self.counts.observe("qdqbench_queue_seconds", self.model, *(now - self.slots.since[slots]).tolist())
         self.counts.observe("qdqbench_batch_rows", self.model, len(records))
-        self.counts.add("qdqbench_text_tokens_total", self.model, int(lengths.sum()))
-        padding = 0 if self.packed else mask.size - int(lengths.sum())
-        self.counts.add("qdqbench_padding_tokens_total", self.model, padding)
+        self.counts.add("qdqbench_text_tokens_total", self.model, total)
+        self.counts.add("qdqbench_padding_tokens_total", self.model, computed - total)
         self.flying.append((records, launched, now))
 
     def finish(self) -> None:
@@ -190,7 +195,7 @@ class Worker:
         for front in np.unique(fronts).tolist():
             for data in split_records(records[fronts == front]):
                 send(self.fronts[front], data)
-        now = time.monotonic()
+        self.ended = now = time.monotonic()
         self.board.busy[self.number] = now if self.flying else 0.0
         rate, before = len(records) / max(now - begun, 1e-6), self.board.rate[self.number]
         self.board.rate[self.number] = 0.8 * (before or rate) + 0.2 * rate

@@ -268,10 +268,12 @@ class Front:
         return True
 
     def _write(self, taken: Array, coded: Coded) -> None:
-        slots, (ids, types, _) = self.slots, coded.pad()
-        longest = ids.shape[1]
-        slots.ids[taken, :longest], slots.types[taken, :longest] = ids, types
-        slots.lengths[taken] = coded.lengths
+        slots, at = self.slots, self.slots.places(taken, coded.lengths)
+        slots.ids.ravel()[at], slots.types.ravel()[at], slots.lengths[taken] = (
+            coded.ids,
+            coded.types,
+            coded.lengths,
+        )
         self._announce(taken)
 
     def _announce(self, taken: Array) -> None:

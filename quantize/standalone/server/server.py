@@ -27,7 +27,7 @@ import numpy as np
 
 from ..fast import FastTokenizer, open_fast
 from ..runtimes import open_runtime, read
-from .engine import Refusing, Worker, warm_up, warm_up_packed
+from .engine import AWAKE_S, Refusing, Worker, warm_up, warm_up_packed
 from .front import Front, log
 from .http import BACKLOG, Site, make_metrics
 from .http import Connection as Client
@@ -102,10 +102,10 @@ def _begin(kind: str, cores: Sequence[int]) -> None:
         os.sched_setaffinity(0, cores)
 
 
-def run_engine(
-    shared: Shared, number: int, cores: Sequence[int], gpu: str | None, control: Connection
+def run_engine(  # noqa: PLR0913, PLR0917
+    shared: Shared, number: int, cores: Sequence[int], gpu: str | None, core: int | None, control: Connection
 ) -> None:
-    """Load an engine, tell its sizes, and answer until the end of the process."""
+    """Load an engine, tell its sizes, and answer until the end of the process, on a core of its own."""
     _begin("engine", cores)
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
@@ -124,7 +124,10 @@ def run_engine(
         )
         counts.set("qdqbench_workers", "engine", 1)
         pipes = shared.engine_pipes[number][0], [writer for _, writer in shared.front_pipes]
-        worker = Worker(infer, told, model, number, rows, settings.batch_tokens, slots, board, counts, *pipes)
+        if core is not None:
+            os.sched_setaffinity(0, [core])
+        given = infer, told, model, number, rows, settings.batch_tokens, slots, board, counts
+        worker = Worker(*given, *pipes, awake_s=0.0 if core is None else AWAKE_S)
         board.alive[number] = time.monotonic()
         gc.freeze()  # collecting what stays takes tens of milliseconds
         worker.work()
@@ -211,11 +214,14 @@ class Supervisor:
         """Start a process."""
         ours, theirs = self.context.Pipe()
         shared, cores = self.shared, sorted(os.sched_getaffinity(0))
+        own = cores[: shared.models.count(ENGINE)] if shared.served.gpus else []
+        if len(cores) < shared.fronts + len(shared.models):  # others would wait for an engine that is awake
+            own = []
         target: Callable[..., None] = run_engine
         given: tuple[Any, ...]
         if kind == "front":  # which opens no model, and need not import what opens them
             target, names = run_front, shared.served.models
-            given = (cores, self.listeners[place], self.fast, self.shape)
+            given = (cores[len(own) :], self.listeners[place], self.fast, self.shape)
             served = replace(shared.served, models=dict.fromkeys(names, object), texts=tuple)
             shared = replace(shared, served=served)
         else:
@@ -225,7 +231,7 @@ class Supervisor:
                 gpus = visible or [*map(str, range(shared.served.gpus))]
                 gpu = gpus[place % len(gpus)] if shared.served.gpus else None
                 cores = cores if gpu else cores[place::count] or cores
-            given = (cores, gpu)
+            given = (cores, gpu, own[place] if place < len(own) else None)
         process = self.context.Process(target=target, args=(shared, place, *given, theirs))
         process.start()
         theirs.close()

@@ -65,6 +65,11 @@ class Slots:
     def front_of(self, slots: Array) -> Array:
         return slots // (self.shape.engines * self.shape.slots)
 
+    def places(self, slots: Array, lengths: Array) -> Array:
+        """Return where the tokens of rows lie in flat `ids` and `types`, in a line."""
+        ends = lengths.cumsum()
+        return np.repeat(slots * np.int64(self.shape.length) - ends + lengths, lengths) + np.arange(ends[-1])
+
 
 class Board:
     """State of all processes that each other one reads: numbers, each with one writer."""

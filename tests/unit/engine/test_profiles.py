@@ -164,6 +164,7 @@ def run(tmp_path, monkeypatch):
         pad_id=0,
         eval_splits={"validation": (None, types.SimpleNamespace(lengths=np.full(40, 128)))},
     )
+    monkeypatch.setattr(stages, "describe_texts", lambda *_: {"of": "texts"})
     files.write_json(tmp_path / "verify.json", {"skipped": "not asked for"})
     save(tmp_path / graphs.FP16, {"x": ("b", "l", 8), "mask": ("b", "l", 1)})
     return made
@@ -173,8 +174,9 @@ def test_stage_build_has_every_profile_and_no_cache_among_its_outputs(run, rtx):
     outputs = stages.build_stage(run)
     path = run.folder / "engine" / "model.fp16.engine"
     assert check_sidecar(path).profiles == PROFILES
-    assert outputs[0::3] == [run.folder / "build.json", run.folder / "layers.json"]
+    assert outputs[0:4:3] == [run.folder / "build.json", run.folder / "layers.json"]
     assert outputs[1:3] == [path, path.with_name("model.fp16.engine.json")]
+    assert files.read_json(outputs[4]) == {"of": "texts"}
     assert run.warnings == []  # 8.9 is supported, and TensorRT-RTX has no timing cache
     assert not list(run.folder.rglob("*.cache"))
 
