@@ -268,9 +268,6 @@ def write_random_model(folder: Path, shape: dict[str, Any], seed: int) -> None:
     files.write_json(stamp, identity)
 
 
-PADDING_STEP = 8  # without buckets lengths are padded up to it: few shapes, and what tensor cores want
-
-
 @dataclass(frozen=True)
 class BatchedSplit:
     task: str
@@ -302,7 +299,7 @@ def batched_splits(  # noqa: PLR0913
     """Return the first evaluation split of a task for each batch size, in the batches that every system runs.
 
     On a GPU kernels are made for shapes: each batch is padded to one of a few lengths, and may hold a copy of
-    a row, so that a bucket is one shape. On a CPU a batch is as long as its longest row, rounded up.
+    a row, so that a bucket is one shape. On a CPU a batch is as long as its longest row, as in `predict`.
 
     Args:
         data: source of the task, as in `qdqbench run`; needed where the target is no run of that task.
@@ -335,10 +332,8 @@ def batched_splits(  # noqa: PLR0913
     splits, tokens, pad_id = [], int(encoded.lengths.sum()), int(loaded.pad_token_id)
     for size in batches:
         indexed = list(sorted_batches(encoded, size, pad_id=pad_id, edges=edges))  # the longest first
-        widths = [batch["input_ids"].shape[1] for _, batch in indexed]
-        if edges is None:
-            lengths = [min(-(-length // PADDING_STEP) * PADDING_STEP, longest) for length in widths]
-        else:
+        lengths = [batch["input_ids"].shape[1] for _, batch in indexed]
+        if edges is not None:
             lengths = [length for length, _ in sorted_rows(encoded.lengths, size, edges)]
         inputs = []
         for (_, batch), length in zip(indexed, lengths, strict=True):

@@ -118,9 +118,12 @@ def speed_place(ratio: Speedup) -> str:
     return f"{_bare(ratio.leading)}{by} over {ratio.baseline} at {ratio.config}"
 
 
-def slower_at(shapes: Sequence[Speedup]) -> str:
-    """Return where INT8 is slower of shapes with the worst first, empty if nowhere: at 1 of 3 shapes."""
-    return places(shapes) if shapes and shapes[0].leading.verdict == "slower" else ""
+def speed_doubt(shapes: Sequence[Speedup]) -> str:
+    """Return what speaks against INT8 at shapes with the worst first: it is slower, or nowhere faster."""
+    verdicts = [row.leading.verdict for row in shapes]
+    if "slower" in verdicts:
+        return f"INT8 is slower {places(shapes)}"
+    return "" if "as fast" not in verdicts or "faster" in verdicts else "INT8 is no faster"
 
 
 def places(shapes: Sequence[Speedup]) -> str:

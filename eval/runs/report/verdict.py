@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from qdqbench.eval.metrics import figures
 from qdqbench.eval.metrics.gate import judge_shapes
@@ -10,6 +10,7 @@ from qdqbench.eval.metrics.results import (
     GateState,
     Parity,
     ParityRow,
+    Speedup,
     StageResult,
 )
 from qdqbench.eval.runs.gate import issue_sentence
@@ -21,7 +22,7 @@ from qdqbench.quantize.report.document import Line, State, Verdict
 from qdqbench.quantize.report.figures import coverage
 from qdqbench.quantize.report.formats import label, sentence, task_label, with_error
 from qdqbench.quantize.tasks.types.embedding import AGREEMENT
-from qdqbench.quantize.utils.names import count_of
+from qdqbench.quantize.utils.names import count_of, name_list
 
 GATE_STATES: dict[GateState, State] = {"passed": "good", "failed": "bad"}  # others are unclear
 # under it a verdict is amber; int8-linears keeps 0.933 to 0.951 (docs/how-to/embeddings.md)
@@ -44,12 +45,11 @@ def run_verdict(results: Results) -> Verdict:
     if (smaller := quantized_file(results)) is not None:
         lines.append(("Size", f"ONNX file {smaller[1]:.2f} of FP32", ""))
     shapes = judge_shapes(results.speed)
-    slower = figures.slower_at(shapes)
     lines.append(("Speed", *figures.speed_verdict(shapes)))
     failures = [*map(issue_sentence, gate.failures), *checks]
     if not failures and not gate.passed:
         failures = ["the gate gives no reason"]
-    doubts = _list_doubts(slower, kept)
+    doubts = _list_doubts(figures.speed_doubt(shapes), kept)
     issues = [*gate.having("inconclusive", "not_evaluated"), *gate.having("within_noise")]
     state = "bad" if checks else GATE_STATES.get(gate.state, "unclear")
     return Verdict(
@@ -57,7 +57,12 @@ def run_verdict(results: Results) -> Verdict:
         title=", ".join([_outcome(results, checks), *doubts]),
         lines=lines,
         failures=failures,
-        notes=[*map(issue_sentence, issues), *_not_done(results), *_to_decide(results)],
+        notes=[
+            *_without_int8(results, shapes),
+            *map(issue_sentence, issues),
+            *_not_done(results),
+            *_to_decide(results),
+        ],
     )
 
 
@@ -72,9 +77,22 @@ def _judge_kept(kept: tuple[float, float]) -> State:
     return "unclear" if kept[0] < LEAST_NEIGHBORS else ""
 
 
-def _list_doubts(slower: str, kept: tuple[float, float] | None) -> list[str]:
+def _without_int8(results: Results, shapes: Sequence[Speedup]) -> Iterator[str]:
+    """Yield where a CPU is as fast without INT8, the command for that, and what INT8 saves there."""
+    behind = [row for row in shapes if row.leading.verdict in ("slower", "as fast")]
+    if results.engine is None or not results.engine.on_cpu or not behind:
+        return
+    where, file = name_list(dict.fromkeys(row.config for row in behind)), quantized_file(results)
+    yield (
+        f"Take {behind[0].baseline} for batches of {where}, where it is as fast or faster: "
+        f"`qdqbench run fp16 --backend {results.engine.backend}`"
+        + (f"; INT8 saves memory there, with a file {file[1]:.2f} of FP32's" if file else "")
+    )
+
+
+def _list_doubts(speed: str, kept: tuple[float, float] | None) -> list[str]:
     """Return what makes a verdict amber though the gate passes."""
-    doubts = [f"INT8 is slower {slower}"] if slower else []
+    doubts = [speed] if speed else []
     if kept is not None and _judge_kept(kept):
         doubts.append(f"{1 - kept[0]:.1%} of the nearest texts change")
     return [f"{'and' if number else 'but'} {text}" for number, text in enumerate(doubts)]

@@ -74,12 +74,14 @@ def test_the_verdict_on_speed_is_the_worst_of_all_that_was_timed() -> None:
         "0.89x [0.87, 0.89] over FP16 engine at 8 x 128; best 1.31x [1.20, 1.40] over FP16 engine at 32 x 128"
     )
     assert figures.speed_verdict(shapes) == (f"SLOWER at 1 of 2 shapes: {text}", "bad")
-    assert figures.slower_at(shapes) == "at 1 of 2 shapes"
+    assert figures.speed_doubt(shapes) == "INT8 is slower at 1 of 2 shapes"
     assert figures.speed_verdict(judge_shapes([fast])) == (
         "faster at 32 x 128: 1.31x [1.20, 1.40] over FP16 engine at 32 x 128",
         "good",
     )
-    assert figures.slower_at(judge_shapes([fast])) == ""
+    same = speedup(1.0, 0.99, 1.01, config="8 x 128")
+    doubts = [figures.speed_doubt(judge_shapes(each)) for each in ([fast], [fast, same], [same], [])]
+    assert doubts == ["", "", "INT8 is no faster", ""]
     assert figures.speed_verdict([])[1] == ""
 
 

@@ -51,6 +51,28 @@ def test_a_speed_below_what_the_gate_asks_is_red(asked: float | None, state: str
     assert report._speed_tile(sample(speed=[speedup(1.31)], gate=gate)).state == state
 
 
+def test_where_a_cpu_is_as_fast_without_int8_the_verdict_says_so_first() -> None:
+    rows = [
+        speedup(1.4, baseline="OpenVINO BF16", config="1 x 128"),
+        speedup(0.9, baseline="OpenVINO BF16", config="8 x 128"),
+        speedup(1.0, 0.99, 1.01, baseline="OpenVINO BF16", config="32 x 32"),
+    ]
+    gate = Gate(passed=True, max_drop=0.01)
+    engine = built(backend="openvino", version="2026.4.1")
+    said = wording.run_verdict(sample(engine=engine, gate=gate, speed=rows))
+    assert said.title.endswith("but INT8 is slower at 1 of 3 shapes")
+    assert said.notes[0].startswith(
+        "Take OpenVINO BF16 for batches of 8 x 128, 32 x 32, where it is as fast or faster: "
+        "`qdqbench run fp16 --backend openvino`; INT8 saves memory there, with a file 0."
+    )
+    same = wording.run_verdict(sample(engine=engine, gate=gate, speed=rows[2:]))
+    assert (same.state, same.title.endswith("but INT8 is no faster")) == ("unclear", True)
+    assert "`qdqbench run fp16" in same.notes[0]
+    for others in (rows[:1], []):
+        assert not any("run fp16" in note for note in wording.run_verdict(sample(speed=others)).notes)
+    assert not any("run fp16" in note for note in wording.run_verdict(sample(gate=gate, speed=rows)).notes)
+
+
 WRONG = finding(severity="error", effect="refused", code="uint8")
 TENSORS = [parity_row("a.0.b", 100, 1), parity_row("a.1.b", 1000, 1, 2), parity_row("a.2.b", 1000, 5)]
 
