@@ -13,6 +13,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -136,11 +137,11 @@ def tf32_allowed() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-FAMILIES = ("bert", "roberta", "electra", "distilbert", "albert")  # RoBERTa's are XLM-R and CamemBERT too
+# RoBERTa's are XLM-R and CamemBERT too
+FAMILIES = ("bert", "roberta", "electra", "distilbert", "albert", "modernbert")
 REFUSED = {
     "mpnet": "its attention adds a relative bias",
     "deberta-v2": "its attention adds relative positions",
-    "modernbert": "its attention rotates and has windows",
 }
 TOKEN_STEP = 64  # launches are rounded up to it, for tensor cores
 FIRST_FP8 = (8, 9)  # compute capability
@@ -241,14 +242,22 @@ class UnpaddedEncoder:
         self.project: Any = dict(base.named_modules()).get(family.embeddings_linear)
         weights = {name: _layer_weights(model, name) for name in family.layer_names(model)}
         self.layers: list[list[Any]] = [weights[name] for name in family.runs(model)]
-        self.eps = float(_norm(model, family.layer_names(model)[0], "attention").eps)
+        rotary = getattr(base, "rotary_emb", None) if family.rotary else None
+        self.turns: Any = rotary and partial(_turns, rotary)
+        self.kinds = [*config.layer_types] if rotary else []
+        self.window = int(config.local_attention) // 2 if rotary else None
+        self.final_norm: Any = getattr(base, "final_norm", torch.nn.Identity())
+        self.eps = float(_norm(model, family.layer_names(model)[0], [*family.norms][1]).eps)
         self.of_tokens = any("length" in axes for axes in name_outputs(model).values())
-        self.pooling = str(getattr(getattr(model, "pooling", None), "mode", "cls"))
-        self._layer: Callable[..., torch.Tensor] = encoder_layer
+        pooling = getattr(config, "classifier_pooling", "cls")  # a ModernBERT's classifier
+        self.pooling = str(getattr(getattr(model, "pooling", None), "mode", pooling))
+        self._plain: Callable[..., torch.Tensor] = rotary_layer if rotary else encoder_layer
+        self._layer = self._plain
         self._embed: Callable[..., torch.Tensor] = self._embedded
         if compiled:
             torch._dynamo.config.recompile_limit = _MOST_SIZES
-            self._layer = torch.compile(encoder_layer, dynamic=False)
+            self._layer = torch.compile(self._plain, dynamic=False)
+            self.turns = self.turns and torch.compile(self.turns, dynamic=False)
             self._embed = torch.compile(self._embedded, dynamic=False)
         pooler, activate = getattr(base, "pooler", None), getattr(base, "pooler_activation", None)  # ALBERT's
         self._states: Any = None
@@ -277,8 +286,11 @@ class UnpaddedEncoder:
         ids, positions, types = packed[: 3 * tokens].view(3, tokens)
         starts = packed[3 * tokens :]
         hidden = self._embed(ids[None], positions[None], types[None])[0]
-        for weights in self.layers:
-            hidden = self._layer(hidden, starts, longest, self.heads, self.eps, self.activation, *weights)
+        for more, weights in zip(self._of_layers(hidden, positions), self.layers, strict=True):
+            hidden = self._layer(
+                hidden, starts, longest, self.heads, self.eps, self.activation, *more, *weights
+            )
+        hidden = self.final_norm(hidden)
         states = self._states = hidden[None] if self.of_tokens else self._reduced(hidden, starts)[:, None]
         ids = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
         answers = self._head(**{TOKENS: ids, MASK: torch.ones_like(ids)})
@@ -294,12 +306,20 @@ class UnpaddedEncoder:
         with torch.inference_mode():
             hidden = self._embedded(ids[None], positions[None], types[None])[0]
             sizes = packed[3 * packing.tokens :], packing.longest, self.heads, self.eps, self.activation
-            for weights in self.layers:
+            for more, weights in zip(self._of_layers(hidden, positions), self.layers, strict=True):
                 seen: list[torch.Tensor] = []
-                hidden = encoder_layer(hidden, *sizes, *weights, seen=seen)
+                hidden = self._plain(hidden, *sizes, *more, *weights, seen=seen)
                 linears = dict(zip(LINEARS, seen, strict=True))
                 rounded.append([_round(each, linears.get(at)) for at, each in enumerate(weights)])
         self.layers, self.how = rounded, self.how.replace("tokens", "tokens, linears in E4M3")
+
+    def _of_layers(self, hidden: "torch.Tensor", positions: "torch.Tensor") -> list[tuple[Any, ...]]:
+        """Return what rotary layers take: cosine and sine of each token, and their window."""
+        if self.turns is None:
+            return [()] * len(self.layers)
+        turns = {kind: self.turns(hidden, positions, kind) for kind in {*self.kinds}}
+        windows = (self.window if kind == "sliding_attention" else None for kind in self.kinds)
+        return [(*turns[kind], window) for kind, window in zip(self.kinds, windows, strict=True)]
 
     @staticmethod
     def feed(packing: Packing) -> list[Int32]:
@@ -322,7 +342,8 @@ class UnpaddedEncoder:
         self, ids: "torch.Tensor", positions: "torch.Tensor", types: "torch.Tensor"
     ) -> "torch.Tensor":
         more = {TYPES: types} if hasattr(self.embeddings, "token_type_embeddings") else {}
-        states = self.embeddings(input_ids=ids, position_ids=positions, **more)
+        more |= {} if self.kinds else {"position_ids": positions}
+        states = self.embeddings(input_ids=ids, **more)
         return states if self.project is None else self.project(states)  # type: ignore[no-any-return]
 
     def _reduced(self, hidden: "torch.Tensor", starts: "torch.Tensor") -> "torch.Tensor":
@@ -334,7 +355,7 @@ class UnpaddedEncoder:
             rows = torch.searchsorted(starts[1:].contiguous(), places, right=True)
             sums = torch.zeros(count + 1, hidden.shape[1], device=hidden.device)
             sums = sums.index_add(0, rows, hidden.float())[:count]  # the last one is of what is not used
-            return sums / (starts[1:] - starts[:-1]).clamp(min=1)[:, None]
+            return (sums / (starts[1:] - starts[:-1]).clamp(min=1)[:, None]).to(hidden.dtype)
         index = starts[1:] - 1 if self.pooling == "last" else starts[:-1]
         return hidden[index.clamp(0, len(hidden) - 1)]
 
@@ -353,18 +374,9 @@ def encoder_layer(  # noqa: PLR0913, PLR0917  (torch.compile takes tensors, and 
 
     `seen` gets the largest input of each linear.
     """
-    import torch
     from torch.nn.functional import layer_norm
 
-    def linear(x: torch.Tensor, weight: torch.Tensor | Scaled, bias: torch.Tensor) -> torch.Tensor:
-        if seen is not None:
-            seen.append(x.abs().amax().float())
-        if isinstance(weight, torch.Tensor):
-            return torch.nn.functional.linear(x, weight, bias)
-        codes = _codes_of(x, weight.input_scale)
-        scales, form = (weight.input_scale, weight.scale), {"out_dtype": x.dtype, "use_fast_accum": x.is_cuda}
-        return torch._scaled_mm(codes, weight.codes.t(), *scales, bias=bias, **form)  # type: ignore[arg-type]
-
+    linear = partial(_linear, seen)
     qkv, qkv_bias, out, out_bias, norm, norm_bias, up, up_bias, down, down_bias, last, last_bias = weights
     tokens, width = hidden.shape
     q, k, v = linear(hidden, qkv, qkv_bias).view(tokens, 3, heads, width // heads).unbind(1)
@@ -372,6 +384,65 @@ def encoder_layer(  # noqa: PLR0913, PLR0917  (torch.compile takes tensors, and 
     hidden = layer_norm(hidden + linear(context, out, out_bias), (width,), norm, norm_bias, eps)
     inner = activation(linear(hidden, up, up_bias))
     return layer_norm(hidden + linear(inner, down, down_bias), (width,), last, last_bias, eps)
+
+
+def rotary_layer(  # noqa: PLR0913, PLR0917
+    hidden: "torch.Tensor",
+    starts: "torch.Tensor",
+    longest: int,
+    heads: int,
+    eps: float,
+    activation: Callable[..., Any],
+    cos: "torch.Tensor",
+    sin: "torch.Tensor",
+    window: int | None,
+    *weights: Any,
+    seen: "list[torch.Tensor] | None" = None,
+) -> "torch.Tensor":
+    """Compute a ModernBERT layer as `encoder_layer` does; cosine and sine are [tokens, head size]."""
+    from torch.nn.functional import layer_norm
+
+    linear = partial(_linear, seen)
+    qkv, qkv_bias, out, out_bias, norm, norm_bias, up, up_bias, down, down_bias, last, last_bias = weights
+    tokens, width = hidden.shape
+    x = hidden if norm is None else layer_norm(hidden, (width,), norm, norm_bias, eps)
+    q, k, v = linear(x, qkv, qkv_bias).view(tokens, 3, heads, width // heads).unbind(1)
+    q, k = (_turn(each, cos, sin) for each in (q, k))
+    context = packed_attention(q, k, v, starts, longest, window).reshape(tokens, width)
+    hidden = hidden + linear(context, out, out_bias)
+    one, gate = linear(layer_norm(hidden, (width,), last, last_bias, eps), up, up_bias).chunk(2, dim=-1)
+    return hidden + linear(activation(one) * gate, down, down_bias)
+
+
+def _turns(
+    rotary: Any, hidden: "torch.Tensor", positions: "torch.Tensor", kind: str
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Return cosine and sine [tokens, head size] of a kind of layer."""
+    cos, sin = rotary(hidden[None], positions[None], kind)
+    return cos[0], sin[0]
+
+
+def _turn(x: "torch.Tensor", cos: "torch.Tensor", sin: "torch.Tensor") -> "torch.Tensor":
+    """Rotate channels d and d + D / 2 of heads [tokens, heads, D], as transformers does: in FP32."""
+    import torch
+
+    one, other = x.float().chunk(2, dim=-1)
+    crossed = torch.cat((-other, one), dim=-1)
+    return (x.float() * cos[:, None] + crossed * sin[:, None]).to(x.dtype)
+
+
+def _linear(
+    seen: "list[torch.Tensor] | None", x: "torch.Tensor", weight: "torch.Tensor | Scaled", bias: Any
+) -> "torch.Tensor":
+    import torch
+
+    if seen is not None:
+        seen.append(x.abs().amax().float())
+    if isinstance(weight, torch.Tensor):
+        return torch.nn.functional.linear(x, weight, bias)
+    codes = _codes_of(x, weight.input_scale)
+    scales, form = (weight.input_scale, weight.scale), {"out_dtype": x.dtype, "use_fast_accum": x.is_cuda}
+    return torch._scaled_mm(codes, weight.codes.t(), *scales, bias=bias, **form)  # type: ignore[arg-type]
 
 
 LINEARS = 0, 2, 6, 8  # places of their weights
@@ -391,36 +462,49 @@ def _round(weight: "torch.Tensor", largest: "torch.Tensor | None") -> "torch.Ten
     return Scaled(_codes_of(weight, scale), scale, largest / LARGEST_FP8)
 
 
-def packed_attention(
-    query: "torch.Tensor", key: "torch.Tensor", value: "torch.Tensor", starts: "torch.Tensor", longest: int
+def packed_attention(  # noqa: PLR0913, PLR0917
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
+    starts: "torch.Tensor",
+    longest: int,
+    window: int | None = None,
 ) -> "torch.Tensor":
-    """Compute softmax(q k) v [tokens, heads, size] of each row alone; on a CPU row by row, for tests."""
+    """Compute softmax(q k) v [tokens, heads, size] of each row alone; on a CPU row by row, for tests.
+
+    With a `window` a query sees the keys up to so many tokens to each side.
+    """
     import torch
 
     if query.is_cuda:
         from torch.nn.attention.varlen import varlen_attn
 
-        return cast("torch.Tensor", varlen_attn(query, key, value, starts, starts, longest, longest))
+        sides: dict[str, Any] = {} if window is None else {"window_size": (window, window)}
+        return cast("torch.Tensor", varlen_attn(query, key, value, starts, starts, longest, longest, **sides))
     context = torch.zeros_like(query)
     for begin, end in pairwise(starts.tolist()):
         q, k, v = (tensor[begin:end].transpose(0, 1) for tensor in (query, key, value))
-        context[begin:end] = torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1)
+        place = torch.arange(end - begin)
+        near = None if window is None else (place - place[:, None]).abs() <= window
+        context[begin:end] = torch.nn.functional.scaled_dot_product_attention(q, k, v, near).transpose(0, 1)
     return context
 
 
-def _layer_weights(model: "PreTrainedModel", layer: str) -> "list[torch.Tensor]":
+def _layer_weights(model: "PreTrainedModel", layer: str) -> "list[torch.Tensor | None]":
     import torch
 
     paths = {role: path for path, role in family_of(model.config).linears.items()}
     linears: dict[str, Any] = {role: model.get_submodule(f"{layer}.{path}") for role, path in paths.items()}
-    qkv = [linears[role] for role in QKV[:3]]
-    tensors = [torch.cat([linear.weight for linear in qkv]), torch.cat([linear.bias for linear in qkv])]
-    attention, ffn = _norm(model, layer, "attention"), _norm(model, layer, "ffn")
+    merged = linears.get(", ".join(QKV[:3]))
+    qkv = [merged] if merged is not None else [linears[role] for role in QKV[:3]]
+    tensors: list[Any] = [torch.cat([linear.weight for linear in qkv])]
+    tensors.append(None if qkv[0].bias is None else torch.cat([linear.bias for linear in qkv]))
+    attention, ffn = (_norm(model, layer, path) for path in family_of(model.config).norms)
     for module in (linears["output"], attention, linears["ffn-in"], linears["ffn-out"], ffn):
-        tensors += [module.weight, module.bias]
-    return [tensor.detach() for tensor in tensors]
+        tensors += [getattr(module, name, None) for name in ("weight", "bias")]
+    return [tensor if tensor is None else tensor.detach() for tensor in tensors]
 
 
-def _norm(model: "PreTrainedModel", layer: str, what: str) -> Any:
-    path = next(path for path, found in family_of(model.config).norms.items() if found == what)
+def _norm(model: "PreTrainedModel", layer: str, path: str) -> Any:
+    """Return a LayerNorm of a layer; that of a first layer may change nothing."""
     return model.get_submodule(f"{layer}.{path}")

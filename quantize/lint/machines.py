@@ -8,7 +8,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from qdqbench.quantize.engine.backend import choose_backend, find_missing_builder, gpu_backend
-from qdqbench.quantize.engine.cuda.match import BIASED, FAMILIES
+from qdqbench.quantize.engine.cuda.match import BIASED, FAMILIES, UNTIMED
 from qdqbench.quantize.engine.cuda.names import (
     ATTENTION_SIZES,
     CHANNEL_STEP,
@@ -72,7 +72,7 @@ def explain_kernels(recipe: Recipe, family: str, config: Any) -> str:
     if not fits or find_target(gpu.compute_capability) is None or find_missing_builder("cuda"):
         return ""
     row, name = find_machine(gpu, find_cpu()), gpu_backend()
-    if row is not None and row.ran and row.backend == "cuda" and family not in BIASED:
+    if row is not None and row.ran and row.backend == "cuda" and family not in UNTIMED:
         return (
             f"auto takes cuda, which was faster than TensorRT-RTX on {row.names} at every shape we measured"
         )

@@ -16,6 +16,7 @@ from ..integration.tiny import Given, write_data, write_model
 HERE = Path(__file__).parent
 RECIPES = ["bert-int8-linears", "bert-int8-linears-per-tensor", "bert-int8-attention", "bert-fp16"]
 TIMED = "bert-int8-attention"  # its run ends with a quick bench
+WITHOUT_TENSORRT = ("test_cuda.py", "test_torch.py")
 
 
 def invoke(*words):
@@ -33,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     ]
     for item in items:  # of the whole session, whatever folder it is in
         if HERE in item.path.parents:
-            for mark in marks[:2] if item.path.name == "test_cuda.py" else marks:  # which needs no TensorRT
+            for mark in marks[:2] if item.path.name in WITHOUT_TENSORRT else marks:
                 item.add_marker(mark)
 
 

@@ -82,6 +82,10 @@ CASES = [  # recipe, size of heads, target; None: this GPU's own
     ("mpnet-int8-residual-fused", 96, None),
     ("bert-int8-attention", 128, None),
     ("bert-int8-attention fixed", 128, "8.0+PTX"),
+    ("modernbert-int8-attention", 64, None),
+    ("modernbert-int8-attention", 24, "8.0+PTX"),
+    ("modernbert-int8-linears", 64, None),
+    ("modernbert-int8-ffn", 32, None),
 ]
 OTHERS = {  # what this GPU can run of other targets: PTX, which the driver compiles, and mma.sync on Hopper
     target.name: target._replace(code=target.code.replace("sm", "compute").rstrip("a"), wgmma=False)
@@ -108,7 +112,8 @@ def own_target():
 
 
 def family_of(engine):
-    return family_named("bert" if engine.plan.embed.typed else "mpnet")
+    untyped = "mpnet" if engine.plan.embed.placed else "modernbert"
+    return family_named("bert" if engine.plan.embed.typed else untyped)
 
 
 def built(graph, folder, target=None):

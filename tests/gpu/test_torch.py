@@ -13,6 +13,14 @@ from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.tasks.task import get_task
 
+from .conftest import invoke
+
+
+def require_no_extension() -> None:
+    """ModelOpt compiles its own kernels for a minute, and prints; another arithmetic than ours."""
+    extensions = sys.modules["modelopt.torch.quantization.extensions"]
+    assert not hasattr(extensions.get_cuda_ext, "extension")
+
 
 @pytest.mark.parametrize("name", ["bert-int8-linears-per-tensor", "bert-int8-attention"])
 def test_the_gpu_calibrates_and_evaluates_as_the_cpu_does(sst2, tmp_path, monkeypatch, name):
@@ -33,10 +41,16 @@ def test_the_gpu_calibrates_and_evaluates_as_the_cpu_does(sst2, tmp_path, monkey
         records[place] = read_record(session.record_path)
         with np.load(session.folder / "logits" / "fake_quant.npz") as stored:
             logits[place] = stored["validation.logits"]
-    extensions = sys.modules["modelopt.torch.quantization.extensions"]
-    assert not hasattr(extensions.get_cuda_ext, "extension")  # ModelOpt compiles it for a minute, and prints
+    require_no_extension()
     for quantizer, state in records["cpu"].quantizers.items():
         ours = records["gpu"].quantizers[quantizer].amax
         np.testing.assert_allclose(ours, state.amax, rtol=0.02, err_msg=quantizer)
     spread = logits["cpu"].std()
     assert np.abs(logits["gpu"] - logits["cpu"]).mean() < 0.02 * spread
+
+
+def test_sensitivity_takes_no_kernels_of_modelopt(sst2, tmp_path):
+    options = [*sst2.options, "--set", "engine.backend=cuda", "--samples", 32, "--out", tmp_path / "out"]
+    outcome = invoke("sensitivity", "bert-int8-attention", *options)
+    assert outcome.exit_code == 0, outcome.exception
+    require_no_extension()

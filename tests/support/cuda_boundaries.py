@@ -1,6 +1,7 @@
 """Tensors of an exported graph at the boundaries of kernels, and what one kernel makes of the graph's own."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from onnx import TensorProto
 from qdqbench.eval.metrics.runners import session_of
 from qdqbench.quantize.engine.cuda import check
 from qdqbench.quantize.engine.cuda.interpret import compute
+from qdqbench.quantize.engine.cuda.pack import order_rows
 from qdqbench.quantize.engine.cuda.plan import Attention, Head, Linear, Plan
 from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_tokens
 
@@ -53,6 +55,10 @@ def packed_tensors(graph: onnx.ModelProto, plan: Plan, batch: Arrays, tokens: To
         return rows.reshape(*rows.shape[:2], -1)[tokens.kept]
 
     whole = {name: np.concatenate([pack(found[part]) for part in each], 1) for name, each in parts.items()}
+    for each in (each for each in plan.operations if isinstance(each, Linear) and each.rotary):
+        graph_width = whole[each.output].shape[1]
+        own = graph_width // (plan.tensors[each.output].width // each.rotary)
+        whole[each.output] = whole[each.output][:, order_rows(replace(each, rotary=own), graph_width)]
     for each in (each for each in plan.operations if isinstance(each, Attention)):
         for name in {*each.reads, each.output}:  # heads may be wider, by zeros
             heads = whole[name].reshape(len(whole[name]), plan.tensors[name].width // each.head_size, -1)

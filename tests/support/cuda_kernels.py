@@ -34,6 +34,10 @@ EPILOGUES = [  # activation, residual and output of a GEMM
     ("gelu_tanh", None, "fp16"),
     (None, "fp16", "fp16"),
     (None, "int8", "fp16"),
+    ("gated_gelu_tanh", None, "int8"),
+    ("gated_gelu", None, "fp16"),
+    ("rotary", None, "int8"),
+    ("rotary", None, "fp16"),
 ]
 
 
@@ -94,15 +98,23 @@ TILED = [  # epilogues with each tile that Hopper has for them
 
 
 def make_gemm(k, n, activation, residual, output):
-    """A GEMM of random codes with such an epilogue, from FP16 states `x` and `r`."""
+    """A GEMM of random codes with such an epilogue, from FP16 states `x` and `r`.
+
+    Rotated heads take up to 47 more columns.
+    """
     random, kinds = (
         np.random.default_rng(0),
         {"x": "fp16", "a": "int8", "r": "fp16", "b": "int8", "y": output},
     )
+    rotary, gated = activation == "rotary", (activation or "").startswith("gated_")
+    activation = None if rotary else activation and activation.removeprefix("gated_")
+    n = -(-n // 48) * 48 if rotary else n
+    rows = 2 * n if gated else n
     tensors = {name: Tensor(kind=kind, width=k if name in "xa" else n) for name, kind in kinds.items()}
     other = {"fp16": "r", "int8": "b"}.get(residual)
-    center = 0.3 if activation and output == "int8" else 0.0
-    form = {"activation": activation, "residual": other, "center": center}
+    center = 0.3 if activation and output == "int8" and not gated else 0.0
+    head = next(size for size in (64, 32, 16) if n % (3 * size) == 0) if rotary else None
+    form = {"activation": activation, "residual": other, "center": center, "gated": gated, "rotary": head}
     gemm = Linear(name="g", input="a", weight="int8", output="y", **form)
     quantize = [Quantize(name=f"of {x}", input=x, codes=(a,)) for x, a in ("xa", "rb")]
     plan = Plan(inputs=(), given=("x", "r"), tensors=tensors, operations=(*quantize, gemm, end("x")))
@@ -110,12 +122,14 @@ def make_gemm(k, n, activation, residual, output):
         "a.multiplier": np.full(k, 30),
         "b.multiplier": np.full(n, 30),
         "y.multiplier": random.uniform(20, 40, n),
-        "g.weight": random.integers(-127, 128, (n, k)),
-        "g.scale": random.uniform(1, 2, n)
+        "g.weight": random.integers(-127, 128, (rows, k)),
+        "g.scale": random.uniform(1, 2, rows)
         / (30 * 127 * k**0.5)
         * (40 if not activation and output == "int8" else 1),
-        "g.bias": random.normal(size=n),
+        "g.bias": random.normal(size=rows),
     }
+    if head is not None:
+        arrays["g.frequencies"] = random.uniform(0, 1, head // 2)
     if residual == "int8":
         arrays["g.residual"] = random.uniform(0.02, 0.04, n)
     if not activation:
@@ -176,7 +190,8 @@ def give_states(lengths: Sequence[int], widths: Mapping[str, int]) -> Tokens:
     """Return rows of random FP16 states instead of ids."""
     random, count = np.random.default_rng(1), sum(lengths)
     states = {name: random.normal(size=(count, width)).astype(np.float16) for name, width in widths.items()}
-    starts, (ids, positions, types) = np.cumsum([0, *lengths], dtype=np.int32), np.zeros((3, count), np.int32)
+    starts, (ids, types) = np.cumsum([0, *lengths], dtype=np.int32), np.zeros((2, count), np.int32)
+    positions = np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])
     return Tokens(ids, positions, types, starts, np.ones((1, count), bool), states)
 
 

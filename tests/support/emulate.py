@@ -111,6 +111,8 @@ class EmulatedEngine(CudaEngine):
         )
         place = torch.arange(len(rows.ids))
         own = (place >= rows.start[:, None]) & (place < rows.end[:, None])
+        if operation.window is not None:
+            own &= (place - place[:, None]).abs() <= operation.window
         scores = (q @ k.transpose(1, 2) * operation.score_scale).masked_fill(~own, -math.inf)
         context = (scores.softmax(2) @ v).transpose(0, 1).reshape(-1, heads * size).half()
         coded = self.plan.tensors[operation.output].kind == "int8"

@@ -10,6 +10,7 @@ from qdqbench.quantize.engine.cuda.names import (
     LINEAR_STEP,
     NORM_PARTS,
     ROW_MAX_CODE,
+    count_columns,
     most_codes,
 )
 from qdqbench.quantize.engine.cuda.plan import (
@@ -55,8 +56,12 @@ def _find_misfit(operation: Operation, plan: Plan) -> str:  # noqa: PLR0911
             )
         case Linear(weight="int8", activation=str(), residual=str()):
             return "an INT8 linear has an activation or a residual, not both"
+        case Linear(rotary=int(head)) if head % 4 or widths[-1] % (3 * head):
+            return f"rotated heads have a multiple of 4 channels, not {head} of {widths[-1]}"
         case Attention(probability_multiplier=float()) if size not in ATTENTION_SIZES:
             return f"heads of INT8 attention are padded to {_SIZES} channels, not {size}"
+        case Attention(window=int(), biased=True):
+            return "no attention has both a window and a bias by distance"
         case Attention(probability_multiplier=None, biased=True):
             return "FP16 attention adds no bias by distance, INT8 attention does (recipe int8-attention)"
         case Attention(probability_multiplier=None) if size % 8 or size > _MOST_HALVES:
@@ -154,10 +159,20 @@ def _has_sound_numbers(operation: Operation, plan: Plan) -> bool:
             positive = [operation.score_scale, operation.probability_multiplier]
             if operation.row_max and round(operation.probability_multiplier or 0, 3) != ROW_MAX_CODE:
                 return False
-        case Linear() if operation.activation is None or plan.tensors[operation.output].kind == "fp16":
-            return operation.center == 0
+        case Linear() if (operation.gated and operation.activation is None) or (
+            operation.rotary and (operation.activation or operation.residual)
+        ):
+            return False
+        case Linear() if (
+            operation.gated or operation.activation is None or plan.tensors[operation.output].kind == "fp16"
+        ):
+            return operation.center == 0 and not (operation.gated and operation.residual)
         case Linear():
             return abs(operation.center) <= LARGEST
+        case Head():
+            positive = [step.epsilon if step.kind == "norm" else None for step in operation.steps]
+            if any((step.kind == "norm") != (step.epsilon is not None) for step in operation.steps):
+                return False
     return all(each is None or SMALLEST <= each <= LARGEST for each in positive)
 
 
@@ -196,7 +211,7 @@ def _fits(operation: Operation, plan: Plan) -> bool:
     return kinds and bool(made) and len({each.width for each in (*made, *read)}) == 1
 
 
-def list_arrays(
+def list_arrays(  # noqa: PLR0912
     operation: Operation, plan: Plan, arrays: Mapping[str, Array]
 ) -> Iterator[tuple[str, str, Shape]]:
     """Yield name, type and shape of the arrays of an operation."""
@@ -210,15 +225,19 @@ def list_arrays(
                 yield f"{name}.{number}.weight", _SINGLE, (rows, width)
                 yield f"{name}.{number}.bias", _SINGLE, (rows,)
                 width = rows
+            elif step.kind == "norm":
+                yield from ((f"{name}.{number}.{part}", _SINGLE, (width,)) for part in ("gamma", "beta"))
         return
     tensor = plan.tensors[operation.writes[0]]
     width = tensor.width
     if isinstance(operation, Linear):
-        int8 = operation.weight == "int8"
-        yield f"{name}.weight", _CODES if int8 else HALF.name, (width, plan.tensors[operation.input].width)
-        yield f"{name}.bias", _SINGLE if int8 else HALF.name, (width,)
+        int8, rows = operation.weight == "int8", count_columns(operation, plan)
+        yield f"{name}.weight", _CODES if int8 else HALF.name, (rows, plan.tensors[operation.input].width)
+        yield f"{name}.bias", _SINGLE if int8 else HALF.name, (rows,)
         if int8:
-            yield f"{name}.scale", _SINGLE, (width,)
+            yield f"{name}.scale", _SINGLE, (rows,)
+        if operation.rotary:
+            yield f"{name}.frequencies", _SINGLE, (operation.rotary // 2,)
         if operation.residual is not None and plan.tensors[operation.residual].kind == "int8":
             yield f"{name}.residual", _SINGLE, (width,)
         if tensor.kind == "int8" and (operation.activation or not int8):
@@ -232,6 +251,5 @@ def list_arrays(
         if not isinstance(operation, Quantize):
             yield from ((f"{name}.{part}", _SINGLE, (width,)) for part in ("gamma", "beta"))
         if isinstance(operation, Embed):
-            yield from (
-                (f"{name}.{table}", HALF.name, (None, width)) for table in ("word", "position", "type")
-            )
+            tables = ("word", "position", "type") if operation.placed else ("word", "type")
+            yield from ((f"{name}.{table}", HALF.name, (None, width)) for table in tables)

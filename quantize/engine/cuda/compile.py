@@ -23,6 +23,7 @@ from qdqbench.quantize.engine.cuda.names import (
     Tile,
     attention_form,
     attention_name,
+    gemm_form,
     gemm_name,
     has_dense,
     is_ptx,
@@ -34,7 +35,6 @@ from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
 from qdqbench.quantize.utils.names import install_command
 
 INSTALL_NVRTC = install_command("hopper")
-_ACTIVATIONS = {None: "NONE", "gelu": "GELU", "gelu_tanh": "GELU_TANH"}
 _RESIDUALS = {None: "NO_RESIDUAL", "fp16": "HALVES", "int8": "RESIDUAL_CODES"}
 _FOLDER = Path(__file__).parent
 
@@ -100,7 +100,7 @@ def list_instances(operation: Operation, plan: Plan, target: Target) -> list[tup
         case Linear(weight="int8"):
             residual = None if operation.residual is None else plan.tensors[operation.residual].kind
             coded = plan.tensors[operation.output].kind == "int8"
-            flags = f"{_ACTIVATIONS[operation.activation]}, {_RESIDUALS[residual]}, {str(coded).lower()}"
+            flags = f"{gemm_form(operation)}, {_RESIDUALS[residual]}, {str(coded).lower()}"
             name, tiles = gemm_name(operation, plan), list_tiles(operation, plan, target)
             if target.wgmma:
                 forms = ["GEMM", *["HALVES_GEMM"] * (not coded), *["STATIONARY_GEMM"] * (STATIONARY in tiles)]

@@ -20,11 +20,13 @@ _RANK = 8  # axes of a shape, at most
 _RANKS = range(_RANK)
 _NUMBERS = (np.float32, np.int8, np.uint8, np.int32, np.int64)
 _ELEMENTWISE: dict[str, Callable[..., Any]] = {
+    "Add": operator.add,
     "Mul": operator.mul,
+    "Div": operator.floordiv,
     "Equal": operator.eq,
     "Where": lambda condition, one, other: one if condition else other,
 }
-_OF_SHAPES = ("Shape", "Gather", "Unsqueeze", "Concat", "Reshape", "ConstantOfShape", *_ELEMENTWISE)
+_OF_SHAPES = ("Shape", "Gather", "Unsqueeze", "Concat", "Reshape", "ConstantOfShape", "Cast", *_ELEMENTWISE)
 
 
 def name_node(node: onnx.NodeProto) -> str:
@@ -50,6 +52,7 @@ class Cover:
         self.order = {name: number for number, name in enumerate(names)}
         self.owner, self.node_owner = SHARED, dict[str, str]()  # of nodes, by their first outputs
         self.shaped: dict[str, str] = {}  # tensors whose shape is read, and a node that reads it
+        self.channels: dict[str, int] = {}  # of tensors whose last axis is read
         self._sizes_of: dict[str, list[Any]] = {}
         if not OLDEST <= self.opset <= onnx.defs.onnx_opset_version() or len(self.order) < len(names):
             raise UserError(f"backend cuda takes valid ONNX of opset {OLDEST} or newer, not {self.opset}")
@@ -127,10 +130,14 @@ class Cover:
             self._sizes_of[name] = found
         return self._sizes_of[name]
 
-    def _compute_sizes(self, name: str) -> Any:  # noqa: PLR0911
-        node = self.take(name, *_OF_SHAPES, free=("axis", "value"), shared=True)
+    def _compute_sizes(self, name: str) -> Any:  # noqa: PLR0911, PLR0912
+        node = self.take(name, *_OF_SHAPES, free=("axis", "value", "to"), shared=True)
         first = node.input[0]
+        if node.op_type == "Shape" and first in self.channels:
+            return ["batch", "length", "heads", self.channels[first]]
         if node.op_type == "Shape" and self.kind(first) not in ("Concat", "Reshape"):  # of no shape itself
+            while self.kind(first) == "Cast":
+                first = self.take(first, "Cast", free=("to",), shared=True).input[0]
             if first not in (TOKENS, MASK, TYPES):
                 self.shaped.setdefault(first, name_node(node))
             return ["batch", "length", "width"]
@@ -139,8 +146,12 @@ class Cover:
         match node.op_type, vectors:
             case "Shape", [True]:
                 return [len(operands[0])]
+            case "Cast", _ if read_attribute(node, "to", 0) == TensorProto.INT64:
+                return operands[0]
             case "Gather", [True, False] if read_attribute(node, "axis", 0) == 0 and operands[1] in _RANKS:
                 return [*operands[0], *[None] * _RANK][operands[1]]
+            case "Gather", [True, True] if read_attribute(node, "axis", 0) == 0 and operands[1] == [-1]:
+                return operands[0][-1:]
             case "Unsqueeze", [False, True] if operands[1] == [0]:
                 return operands[:1]
             case "Reshape", [True, True] if operands[1] == [-1]:
@@ -151,8 +162,22 @@ class Cover:
                 )
             case "Concat", _ if all(vectors) and read_attribute(node, "axis", 1) == 0:
                 return [size for part in operands for size in part]
+            case (("Add" | "Div"), _) if _are_numbers(operands):
+                return self._broadcast(node.op_type, operands, any(vectors))
             case (("Mul" | "Equal" | "Where"), _) if any(vectors):
-                most = max(len(each) for each in operands if isinstance(each, list))
-                spread = (each if isinstance(each, list) else [each] * most for each in operands)
-                return [_ELEMENTWISE[node.op_type](*each) for each in zip(*spread, strict=False)]
+                return self._broadcast(node.op_type, operands, True)
         refuse("it computes no shape that is known here", node)
+
+    @staticmethod
+    def _broadcast(kind: str, operands: list[Any], vectors: bool) -> Any:
+        """Compute sizes one by one."""
+        most = max(len(each) if isinstance(each, list) else 1 for each in operands)
+        spread = (each if isinstance(each, list) else [each] * most for each in operands)
+        made = [_ELEMENTWISE[kind](*each) for each in zip(*spread, strict=False)]
+        return made if vectors else made[0]
+
+
+def _are_numbers(operands: list[Any]) -> bool:
+    """Return whether sizes are integers over 0, which can be added and divided."""
+    numbers = (each for part in operands for each in (part if isinstance(part, list) else [part]))
+    return all(type(each) is int and each > 0 for each in numbers)

@@ -30,6 +30,14 @@ class GemmArguments(c.Structure):
     )
 
 
+class RotaryArguments(GemmArguments):
+    _fields_ = (
+        ("positions", Pointer),
+        ("table", Pointer),
+        *((name, c.c_int) for name in ("turned", "head", "pitch")),
+    )
+
+
 class AttentionArguments(c.Structure):
     _fields_ = (
         *((name, Pointer) for name in ("q", "k", "v", "start", "end", "factor", "bias", "out")),
@@ -37,7 +45,7 @@ class AttentionArguments(c.Structure):
         ("heads", c.c_int),
         ("scale", c.c_float),
         ("unit", c.c_float),
-        *((name, c.c_int) for name in ("tokens", "hidden", "pitch", "span")),
+        *((name, c.c_int) for name in ("tokens", "hidden", "pitch", "span", "sight")),
     )
 
 

@@ -55,6 +55,7 @@ def compute(
     match operation:
         case Embed():
             parts = {"word": tokens.ids, "type": tokens.types, "position": tokens.positions}
+            parts = {part: ids for part, ids in parts.items() if f"embed.{part}" in arrays}
             tables = [arrays[f"embed.{part}"][ids].astype(np.float32) for part, ids in parts.items()]
             return _forms(operation, arrays, _normalize(operation, plan, arrays, sum(tables[1:], tables[0])))
         case Norm():
@@ -63,7 +64,7 @@ def compute(
         case Quantize():
             return _forms(operation, arrays, _single(values[operation.input]))
         case Linear():
-            return {operation.output: _linear(operation, plan, arrays, values)}
+            return {operation.output: _linear(operation, plan, arrays, values, tokens.positions)}
         case Attention():
             return {operation.output: _attention(operation, plan, arrays, values, tokens)}
         case Head():
@@ -93,12 +94,16 @@ def _multiply_add(x: Array, scale: Array, bias: Array) -> Float32:
 
 
 def _normalize(operation: Embed | Norm, plan: Plan, arrays: Arrays, x: Float32) -> Float32:
+    gamma, beta = (arrays[f"{operation.name}.{part}"] for part in ("gamma", "beta"))
     own = plan.tensors[operation.writes[0]].own
+    return _multiply_add(_standardize(x, own, operation.epsilon), gamma, beta)
+
+
+def _standardize(x: Float32, own: int, epsilon: float) -> Float32:
+    """Return x [T, width] without its mean and deviation over its first `own` channels."""
     centered = x - x[:, :own].mean(axis=1, keepdims=True, dtype=np.float32)
     variance = np.square(centered[:, :own]).mean(axis=1, keepdims=True, dtype=np.float32)
-    inverse = 1 / np.sqrt(variance + np.float32(operation.epsilon))
-    gamma, beta = (arrays[f"{operation.name}.{part}"] for part in ("gamma", "beta"))
-    return _multiply_add(centered * inverse, gamma, beta)
+    return _single(centered * (1 / np.sqrt(variance + np.float32(epsilon))))
 
 
 def _forms(operation: Quantized, arrays: Arrays, y: Float32) -> dict[str, Array]:
@@ -106,14 +111,38 @@ def _forms(operation: Quantized, arrays: Arrays, y: Float32) -> dict[str, Array]
     return made | ({} if operation.half is None else {operation.half: y.astype(check.HALF)})
 
 
-def _linear(operation: Linear, plan: Plan, arrays: Arrays, values: Mapping[str, Array]) -> Array:
+def rotations(frequencies: Array, positions: Array) -> tuple[Float32, Float32]:
+    """Return cosine and sine [T, C / 2] of the angles that positions [T] have at frequencies [C / 2]."""
+    angles = _single(positions)[:, None] * _single(frequencies)
+    return np.cos(angles), np.sin(angles)
+
+
+def _rotate(x: Float32, frequencies: Array, positions: Array) -> Float32:
+    """Rotate pairs of channels of q and k, two thirds of the columns of x [T, 3 H]."""
+    cos, sin = (each[:, None] for each in rotations(frequencies, positions))
+    made = x.copy()
+    turned = 2 * x.shape[1] // 3
+    one, other = x[:, :turned].reshape(len(x), -1, len(frequencies), 2).transpose(3, 0, 1, 2)
+    pairs = _multiply_add(one, cos, -_single(other * sin)), _multiply_add(other, cos, _single(one * sin))
+    made[:, :turned] = np.stack(pairs, axis=3).reshape(len(x), -1)
+    return made
+
+
+def _linear(
+    operation: Linear, plan: Plan, arrays: Arrays, values: Mapping[str, Array], positions: Array
+) -> Array:
     name, read = operation.name, values[operation.input]
     weight, bias = arrays[f"{name}.weight"], arrays[f"{name}.bias"]
     if operation.weight == "int8":
         x = _multiply_add(dot(read, weight), arrays[f"{name}.scale"], bias)
     else:
         x = _single((_single(read) @ _single(weight).T + _single(bias)).astype(check.HALF))
-    if operation.activation is not None:
+    if operation.rotary:
+        x = _rotate(x, arrays[f"{name}.frequencies"], positions)
+    if operation.gated:
+        assert operation.activation is not None
+        x = _STEPS[operation.activation](x[:, ::2]) * x[:, 1::2]
+    elif operation.activation is not None:
         x = _STEPS[operation.activation](x)
     if operation.residual is not None:
         residual = values[operation.residual]
@@ -142,6 +171,10 @@ def _attention(
     for start, stop in zip(tokens.starts, tokens.starts[1:], strict=False):
         products = query[:, start:stop] @ key[:, start:stop].transpose(0, 2, 1)
         scores = products * scale
+        if operation.window is not None:
+            place = np.arange(stop - start)
+            far = np.abs(place - place[:, None]) > operation.window
+            scores = np.where(far, np.float32(-np.inf), scores)
         if operation.biased:
             bias = arrays[f"{operation.name}.bias"][:, distances[: stop - start, : stop - start]]
             scores = _multiply_add(products, np.asarray(scale), bias)
@@ -174,7 +207,10 @@ def _head(
         case "mean":
             x = _single(np.add.reduceat(x, first, axis=0) / (stop - first)[:, None])
     for number, step in enumerate(operation.steps):
-        if step.kind == "dense":
+        if step.kind == "norm":
+            gamma, beta = (arrays[f"{operation.name}.{number}.{part}"] for part in ("gamma", "beta"))
+            x = _standardize(x, x.shape[1], step.epsilon or 0) * gamma + beta
+        elif step.kind == "dense":
             x = x @ arrays[f"{operation.name}.{number}.weight"].T + arrays[f"{operation.name}.{number}.bias"]
         else:
             x = _STEPS[step.kind](x)

@@ -23,14 +23,17 @@ from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
 
-FAMILIES = ("bert", "roberta", "electra", "distilbert", "mpnet", "albert")  # whose graphs are covered
-BIASED = ("mpnet",)  # of them: with a bias by distance, for INT8 attention alone; not timed next to TensorRT
+# whose graphs are covered
+FAMILIES = ("bert", "roberta", "electra", "distilbert", "mpnet", "albert", "modernbert")
+BIASED = ("mpnet",)  # of them: with a bias by distance, for INT8 attention alone
+UNTIMED = ("mpnet", "modernbert")  # next to TensorRT
 _CODES = " codes"  # behind the owner of nodes that round its tensor
 # of [batch, length, heads, size]: heads before tokens, and with the last two axes swapped
 _SPLIT, _SPLIT_SWAPPED, _SWAPPED = [0, 2, 1, 3], [0, 2, 3, 1], [0, 1, 3, 2]
 _STEPS: dict[str, plan.StepKind] = {"Tanh": "tanh", "Relu": "relu", "Sigmoid": "sigmoid"}
 _GELU = (0.5, 1, np.sqrt(2 / np.pi), 0.044715, 3)  # numbers of its approximation by tanh
 _ADDS = 2  # nested, of three tables
+_VIEWS = "query", "key", "value"
 _HEAD_SIZES = range(1, 1025)
 
 
@@ -55,6 +58,7 @@ class _RequestedForms:
     half: bool = False
     codes: dict[tuple[float, bytes, float], str] = field(default_factory=dict)
     multipliers: dict[str, Array] = field(default_factory=dict)
+    rotated: "_Rotated | None" = None
 
 
 class _Operand(NamedTuple):
@@ -65,6 +69,26 @@ class _Operand(NamedTuple):
     scale: float = 1.0
 
 
+class _Rotated(NamedTuple):
+    """q, k and v as attention reads them, of one linear: its tensor, theirs, and scales of codes."""
+
+    name: str
+    parts: tuple[str, ...]
+    scales: tuple[float, ...]
+    int8: bool
+    head_size: int
+    frequencies: Array
+
+
+class _Heads(NamedTuple):
+    """q, k and v of an attention: where they are, their channels, those of a head, and their scales."""
+
+    views: dict[str, View]
+    width: int
+    size: int
+    scales: tuple[float, ...]
+
+
 class _Step(NamedTuple):
     """A step of a head, or a Cast (None) that changes nothing; `of_rows`: of one vector for each row."""
 
@@ -73,6 +97,7 @@ class _Step(NamedTuple):
     weight: Array | None = None
     bias: Array | None = None
     of_rows: bool = False
+    epsilon: float | None = None
 
 
 def match_graph(model: onnx.ModelProto) -> Match:
@@ -219,8 +244,9 @@ class _Matcher(Cover):
 
     def _norm(self, source: str, wanted: _RequestedForms) -> None:
         node = self.take(source, "LayerNormalization", free=("epsilon",))
-        parts = self.index.producers[node.input[0]].input if self.kind(node.input[0]) == "Add" else ()
-        embeds = any(self.kind(part) == "Gather" for part in parts)
+        first = self.kind(node.input[0])
+        parts = self.index.producers[node.input[0]].input if first == "Add" else ()
+        embeds = first == "Gather" or any(self.kind(part) == "Gather" for part in parts)
         gathers = self._gathers(node.input[0]) if embeds else []
         name = "embed" if gathers else use_of(node.name)
         gamma, beta = (self.constant(node, position, 1) for position in (1, 2))
@@ -256,14 +282,14 @@ class _Matcher(Cover):
             if part in tables or table.shape[1] != width or table.dtype != np.float32:
                 refuse(f"a second table of {part}s, or one of another width", gather)
             tables[part] = table
-        if missing := {"word", "position"} - tables.keys():
-            refuse(f"no table of {' and '.join(sorted(missing))}s", *gathers)
+        if "word" not in tables:
+            refuse("no table of words", *gathers)
         if zeros:
             self._zeros(zeros)
         typed = not zeros and "type" in tables
         tables.setdefault("type", np.zeros((1, width), np.float32))
         self.constants |= {f"embed.{part}": table for part, table in tables.items()}
-        return {"padding": padding, "typed": typed}
+        return {"padding": padding, "typed": typed, "placed": "position" in tables}
 
     def _positions(self, name: str) -> int | None:
         """Return the id of padding that positions are counted past; None: they are places in the row."""
@@ -326,8 +352,11 @@ class _Matcher(Cover):
         )
 
     def _linear(self, source: str, wanted: _RequestedForms) -> None:
-        name, activation, residual = source, None, None
-        if self.kind(name) in ("Gelu", "Mul"):
+        name, activation, residual, rotated = source, None, None, wanted.rotated
+        gated = self._is_gated(name)
+        if gated:
+            activation, name, halves = self._gate(name)
+        elif self.kind(name) in ("Gelu", "Mul"):
             activation, name = self._gelu(name)
         elif self.kind(name) == "Add" and self._product(name) is None:
             add = self.take(name, "Add")
@@ -343,18 +372,60 @@ class _Matcher(Cover):
         matmul = self.take(name, "MatMul")
         module = use_of(matmul.name)
         weight, kind = self._weight(module, matmul)
-        width = len(weight)
-        bias = np.zeros(width, np.float32) if bias is None else bias
-        if bias.shape != (width,):
-            refuse(f"its bias has {bias.size} values for {width} channels", matmul)
+        count = len(weight)
+        width = count // 2 if gated else count
+        bias = np.zeros(count, np.float32) if bias is None else bias
+        if bias.shape != (count,):
+            refuse(f"its bias has {bias.size} values for {count} channels", matmul)
+        if gated and (count % 2 or halves != [[0], [width], [width], [count]]):
+            refuse(f"its {count} channels are no input and gate of one width", matmul)
         self.constants |= {f"{module}.weight": weight, f"{module}.bias": bias}
         read = self._codes(matmul.input[0]) if kind == "int8" else self._half(matmul.input[0])
         self.constants[f"{module}.input_scale"] = np.array(read.scale)
         added = None if residual is None else self._residual(module, residual)
         center = sum((center for center, *_ in wanted.codes), 0.0)  # of one, or all are 0
-        output = self._output(source, wanted, width, module, one=residual is None)
-        form = {"weight": kind, "activation": activation, "residual": added, "center": center}
-        self._add(plan.Linear(name=module, input=read.name, output=output, **form))  # type: ignore[arg-type]
+        form: dict[str, Any] = {"weight": kind, "activation": activation, "residual": added, "gated": gated}
+        form["center"] = center
+        if gated and center:
+            refuse("what is behind a gate is not centered", matmul)
+        if rotated is None:
+            output = self._output(source, wanted, width, module, one=residual is None)
+        else:
+            output = self._output_rotated(module, rotated, width, wanted)
+            form |= {"rotary": rotated.head_size, "parts": rotated.parts}
+        self._add(plan.Linear(name=module, input=read.name, output=output, **form))
+
+    def _output_rotated(self, module: str, rotated: _Rotated, width: int, wanted: _RequestedForms) -> str:
+        """Return the tensor of rotated q and k and of v; nothing else reads their linear."""
+        if wanted.half or wanted.codes or width % 3 or rotated.frequencies.shape != (rotated.head_size // 2,):
+            refuse(f"q, k and v of {width} channels are not for heads of {rotated.head_size}", module)
+        kind: Literal["int8", "fp16"] = "int8" if rotated.int8 else "fp16"
+        self.tensors[rotated.name] = plan.Tensor(kind=kind, width=width)
+        self.constants[f"{module}.frequencies"] = rotated.frequencies
+        if rotated.int8:
+            self.constants[f"{rotated.name}.multiplier"] = np.repeat(1 / np.array(rotated.scales), width // 3)
+        return rotated.name
+
+    def _is_gated(self, name: str) -> bool:
+        return self.kind(name) == "Mul" and any(
+            self.kind(part) in ("Gelu", "Slice") for part in self.index.producers[name].input
+        )
+
+    def _gate(self, name: str) -> tuple[plan.Activation, str, list[Any]]:
+        """Cover `gelu(half of the channels) * the other`; return the whole, and where halves lie."""
+        product = self.take(name, "Mul")
+        gate, activated = sorted(product.input, key=lambda part: self.kind(part) in ("Gelu", "Mul"))
+        activation, one = self._gelu(activated)
+        slices = [self.take(one, "Slice"), self.take(gate, "Slice")]
+        sources = {node.input[0] for node in slices}
+        if len(sources) > 1 or any(self.vector(node, 3) not in ([-1], [2]) for node in slices):
+            refuse("expected halves of the channels", *slices)
+        source = sources.pop()
+        self.channels[source] = self._count_channels(source)
+        steps = [self.vector(node, 4) for node in slices if len(node.input) > 4]
+        if any(step != [1] for step in steps):
+            refuse("expected halves of the channels", *slices)
+        return activation, source, [self.sizes(end) for node in slices for end in node.input[1:3]]
 
     def _gelu(self, name: str) -> tuple[plan.Activation, str]:
         if self.kind(name) == "Mul":
@@ -432,39 +503,48 @@ class _Matcher(Cover):
             weights = div.input[0]
         masked = self.take(self.take(weights, "Softmax").input[0], "Add")
         scores, mask = sorted(masked.input, key=lambda part: self.kind(part) in {"Where", "Add"})
-        bias = self._bias(mask)
+        bias, window = self._bias(mask)
         if self.kind(scores) == "Mul":
             scores, number = self.operands(self.take(scores, "Mul"))
             score_scale = float(number)
         dot = self.take(scores, "MatMul")
-        turned, perm = dot.input[1], _SPLIT_SWAPPED
-        if int8 or read_attribute(self.index.producers[turned], "perm", None) == _SWAPPED:
-            turned, perm = self.take(turned, "Transpose", perm=_SWAPPED).input[0], _SPLIT
-        shapes: list[Any] = []
-        split = [(dot.input[0], _SPLIT), (turned, perm), (value, _SPLIT)]
-        query, key, values = reads = [self._heads(tensor, int8, shapes, perm) for tensor, perm in split]
-        widths = [self._count_channels(read.source) for read in reads]
-        width, size = widths[0], shapes[0][-1]
-        if size not in _HEAD_SIZES or width % size or {*widths} != {width}:
-            refuse(f"q, k and v of {widths} channels are not for heads of {size}", dot, product)
-        whole, part = ["batch", "length"], {-1, width // size}
-        right = all(shape[:2] == whole and shape[2] in part and shape[3:] == [size] for shape in shapes)
-        if not right or self.sizes(joined.input[1]) not in ([*whole, -1], [*whole, width]):
-            refuse(f"no heads of {size}, split and joined: {shapes}", dot, joined)
         name = use_of(product.name)
-        self.constants[f"{name}.factor"] = np.array((factor if total is None else 1.0) * values.scale)
-        views = {
-            key: View(tensor=read.name) for key, read in zip(("query", "key", "value"), reads, strict=True)
-        }
+        heads = self._queries(name, dot, value, int8)
+        size, width = heads.size, heads.width
+        if self.sizes(joined.input[1]) not in (["batch", "length", -1], ["batch", "length", width]):
+            refuse(f"heads are joined to {self.sizes(joined.input[1])}, not to {width}", dot, joined)
+        query, key, values = heads.scales
+        self.constants[f"{name}.factor"] = np.array((factor if total is None else 1.0) * values)
         form = {
             "heads": width // size,
             "head_size": size,
             "output": self._output(source, wanted, width, name),
         }
-        form |= {"score_scale": score_scale * query.scale * key.scale}
+        form |= {"score_scale": score_scale * query * key}
         form |= {"probability_multiplier": 1 / factor if int8 else None, "row_max": total is not None}
-        form["biased"] = self._keep_bias(f"{name}.bias", bias, width // size)
-        self._add(plan.Attention(name=name, **views, **form))  # type: ignore[arg-type]
+        form |= {"biased": self._keep_bias(f"{name}.bias", bias, width // size), "window": window}
+        self._add(plan.Attention(name=name, **heads.views, **form))  # type: ignore[arg-type]
+
+    def _queries(self, name: str, dot: onnx.NodeProto, value: str, int8: bool) -> _Heads:
+        """Cover what makes q, k and v of their linears."""
+        turned, perm = dot.input[1], _SPLIT_SWAPPED
+        if int8 or read_attribute(self.index.producers[turned], "perm", None) == _SWAPPED:
+            turned, perm = self.take(turned, "Transpose", perm=_SWAPPED).input[0], _SPLIT
+        rotated = self._rotated(f"{name}.qkv", dot.input[0], turned, value, int8)
+        if rotated is not None:
+            return rotated
+        shapes: list[Any] = []
+        split = [(dot.input[0], _SPLIT), (turned, perm), (value, _SPLIT)]
+        reads = [self._heads(tensor, int8, shapes, perm) for tensor, perm in split]
+        widths = [self._count_channels(read.source) for read in reads]
+        width, size = widths[0], shapes[0][-1]
+        if size not in _HEAD_SIZES or width % size or {*widths} != {width}:
+            refuse(f"q, k and v of {widths} channels are not for heads of {size}", dot)
+        whole, part = ["batch", "length"], {-1, width // size}
+        if not all(shape[:2] == whole and shape[2] in part and shape[3:] == [size] for shape in shapes):
+            refuse(f"q, k and v are no heads of {size}, split: {shapes}", dot)
+        views = {key: View(tensor=read.name) for key, read in zip(_VIEWS, reads, strict=True)}
+        return _Heads(views, width, size, tuple(read.scale for read in reads))
 
     def _over_keys(self, div: onnx.NodeProto, kind: str) -> str:
         """Return what a reduction over keys reads, by which a Div divides."""
@@ -486,14 +566,14 @@ class _Matcher(Cover):
 
         return self._codes(name, turn, split) if int8 else self._half(split(turn(name)))
 
-    def _bias(self, name: str) -> Array | None:
-        """Cover the mask, and return the bias that it is added to, of each head and distance from q to k."""
+    def _bias(self, name: str) -> tuple[Array | None, int | None]:
+        """Cover the mask; return the bias that it is added to, of each head and distance, and its window."""
         if self.kind(name) == "Where":
-            self._mask(name)
-            return None
+            return None, self._mask(name)
         added = self.take(name, "Add", shared=True)
         bias, mask = sorted(added.input, key=lambda part: self.kind(part) == "Where")
-        self._mask(mask)
+        if self._mask(mask) is not None:
+            refuse("a bias by distance and a window", added)
         outer = self.take(bias, "Unsqueeze", shared=True)
         turned = self.take(outer.input[0], "Transpose", perm=[2, 0, 1], shared=True)
         gather = self.take(turned.input[0], "Gather", shared=True)
@@ -508,7 +588,7 @@ class _Matcher(Cover):
             or not ((buckets >= 0) & (buckets < len(table))).all()
         ):
             refuse("expected a bias by the distance from query to key", gather, outer)
-        return table[[*buckets[::-1, 0], *buckets[0, 1:]]].T
+        return table[[*buckets[::-1, 0], *buckets[0, 1:]]].T, None
 
     def _keep_bias(self, name: str, bias: Array | None, heads: int) -> bool:
         """Add the bias of an attention to the constants, if it has one."""
@@ -529,13 +609,18 @@ class _Matcher(Cover):
             refuse("expected the places of a row", node)
         return node
 
-    def _mask(self, name: str) -> None:
-        """Cover the mask, which gives masked keys the weight 0 exactly."""
+    def _mask(self, name: str) -> int | None:
+        """Cover the mask, which gives masked keys the weight 0 exactly; return its window, if it has one."""
         where = self.take(name, "Where", shared=True)
         zero, fill = (float(self.constant(where, position)) for position in (1, 2))
         if zero != 0 or fill > MASK_FILL:
             refuse(f"a mask of {zero:g} and {fill:g}, expected 0 and {MASK_FILL:g} or less", where)
-        tensor = where.input[0]
+        tensor, window = where.input[0], None
+        if self.kind(tensor) == "And":
+            near, tensor = sorted(self.take(tensor, "And", shared=True).input, key=self._is_mask)
+            window = self._window(near)
+        while self.kind(tensor) == "Cast" and self._is_mask(tensor):
+            tensor = self.take(tensor, "Cast", to=TensorProto.BOOL, shared=True).input[0]
         for axis in (2, 1):
             node = self.take(tensor, "Unsqueeze", shared=True)
             tensor = (
@@ -544,11 +629,130 @@ class _Matcher(Cover):
                 else refuse("expected [batch, 1, 1, length]", node)
             )
         self._of_mask(tensor, TensorProto.BOOL)
+        return window
 
     def _of_mask(self, name: str, kind: int) -> None:
         cast = self.take(name, "Cast", to=kind, shared=True)
         if cast.input[0] != MASK:
             refuse(f"expected {MASK}", cast)
+
+    def _is_mask(self, name: str) -> bool:
+        """Return whether a tensor is a mask with more axes, whatever its type."""
+        while self.kind(name) == "Cast":
+            name = self.index.producers[name].input[0]
+        return self.kind(name) == "Unsqueeze"
+
+    def _window(self, name: str) -> int:
+        """Cover `|i - j| <= window` of places i and j; return the window."""
+        near = self.take(name, "LessOrEqual", shared=True)
+        distance = self.take(self.take(near.input[0], "Abs", shared=True).input[0], "Sub", shared=True)
+        column, row = distance.input
+        column = self._raised(column, 1)
+        self._places(column)
+        self._places(self._raised(row, 0) if self.kind(row) == "Unsqueeze" else row)
+        window = int(self.constant(near, 1))
+        return window if window > 0 else refuse("expected a window over 0", near)
+
+    def _raised(self, name: str, *axes: int) -> str:
+        """Return what Unsqueezes give these axes, the last one first."""
+        for axis in axes:
+            node = self.take(name, "Unsqueeze", shared=True)
+            name = node.input[0] if self.vector(node) == [axis] else refuse(f"expected axis {axis}", node)
+        return name
+
+    def _places(self, name: str) -> None:
+        """Cover the numbers of the places of a row, from 0 on."""
+        node = self.take(name, "Range", shared=True)
+        ends = [int(self.constant(node, position)) for position in (0, 2)]
+        if (ends, self.sizes(node.input[1])) != ([0, 1], "length"):
+            refuse("expected the places of a row", node)
+
+    # rotated queries and keys
+
+    def _rotated(self, name: str, query: str, key: str, value: str, int8: bool) -> _Heads | None:
+        """Cover rotated q and k, and v of the same linear; None: they are not rotated."""
+        tensors, scales = [query, key, value], [1.0] * 3
+        if self.kind(self._behind_codes(query) if int8 else query) != "Add":
+            return None
+        parts = [*tensors]
+        for place, part in enumerate(tensors if int8 else []):
+            dq = self.take(part, "DequantizeLinear")
+            q = self.take(dq.input[0], "QuantizeLinear")
+            scales[place], parts[place], tensors[place] = self._scale(q, dq), dq.input[0], q.input[0]
+        (query, size, one), (key, other_size, other) = (self._rotation(tensor) for tensor in tensors[:2])
+        if size != other_size or not np.array_equal(one, other):
+            refuse("q and k are rotated otherwise", *tensors[:2])
+        linear, shape = self._split([query, key, tensors[2]])
+        width = self._count_channels(linear) // 3
+        if shape not in ([*("batch", "length", 3), heads, size] for heads in (-1, width // size)):
+            refuse(f"no q, k and v of heads of {size}: {shape}", linear)
+        rotated = _Rotated(name, tuple(parts), tuple(scales), int8, size, one)
+        self.wanted.setdefault(linear, _RequestedForms()).rotated = rotated
+        views = {each: View(tensor=name, column=place * width) for place, each in enumerate(_VIEWS)}
+        return _Heads(views, width, size, tuple(scales))
+
+    def _behind_codes(self, name: str) -> str:
+        """Return the tensor that a DequantizeLinear and a QuantizeLinear round."""
+        for _ in range(2):
+            node = self.index.producers.get(name)
+            name = node.input[0] if node is not None and node.input else ""
+        return name
+
+    def _rotation(self, name: str) -> tuple[str, int, Array]:
+        """Cover `x cos + [-x2, x1] sin` with halves x1 and x2; return x, its channels and the frequencies."""
+        products = [self.take(part, "Mul") for part in self.take(name, "Add").input]
+        straight, crossed = sorted(products, key=lambda node: self.kind(node.input[0]) == "Concat")
+        halves = self.take(crossed.input[0], "Concat", axis=-1)
+        minus = self.take(self.take(halves.input[0], "Neg").input[0], "Slice")
+        plus, x = self.take(halves.input[1], "Slice"), straight.input[0]
+        (one, cos), (other, sin) = (self._angle(node.input[1]) for node in (straight, crossed))
+        size = 2 * len(one)
+        self.channels[x] = size
+        ends = [self.sizes(minus.input[1]), *(self.sizes(end) for end in plus.input[1:3])]
+        axes, steps = ([self.vector(node, place) for node in (minus, plus)] for place in (3, 4))
+        if (
+            (cos, sin) != ("Cos", "Sin")
+            or not np.array_equal(one, other)
+            or {minus.input[0], plus.input[0]} != {x}
+            or ends != [[size // 2], [0], [size // 2]]
+            or self.vector(minus, 2)[0] < size
+            or any(axis not in ([3], [-1]) for axis in axes)
+            or steps != [[1], [1]]
+        ):
+            refuse("expected channels that are rotated by the places of their tokens", crossed)
+        return x, size, one
+
+    def _angle(self, name: str) -> tuple[Array, str]:
+        """Cover cosine or sine of the angles that places in a row have; return the frequencies, and which."""
+        scaled = self.take(self._raised(name, 1), "Mul", shared=True)
+        computed, factor = self.operands(scaled)
+        wave = self.take(computed, "Cos", "Sin", shared=True)
+        both = self.take(wave.input[0], "Concat", axis=-1, shared=True)
+        angles, frequencies = self.operands(self.take(both.input[0], "Mul", shared=True), 1)
+        single = self.take(angles, "Cast", to=TensorProto.FLOAT, shared=True)
+        self._places(self._raised(single.input[0], 2, 0))
+        if factor != 1 or [*both.input] != [both.input[0]] * 2:
+            refuse("expected the cosine and sine of angles alone", scaled, both)
+        return frequencies, wave.op_type
+
+    def _split(self, heads: list[str]) -> tuple[str, list[Any]]:
+        """Cover q, k and v [batch, heads, length, size] as thirds of one tensor; return it, and its shape."""
+        split: onnx.NodeProto | None = None
+        for place, head in enumerate(heads):
+            squeeze = self.take(self.take(head, "Transpose", perm=_SPLIT).input[0], "Squeeze")
+            node = self.take(squeeze.input[0], "Split", axis=-3)
+            split = split or node
+            if (
+                node is not split
+                or self.vector(squeeze) != [-3]
+                or [*node.output].index(squeeze.input[0]) != place
+            ):
+                refuse("expected q, k and v of one linear", squeeze, node)
+        assert split is not None
+        if self.vector(split) != [1, 1, 1]:
+            refuse("expected three parts of 1", split)
+        reshape = self.take(split.input[0], "Reshape")
+        return str(reshape.input[0]), self.sizes(reshape.input[1])
 
     # heads
 
@@ -560,7 +764,7 @@ class _Matcher(Cover):
         while (step := self._step(name)) is not None:
             steps.insert(0, step)
             name = step.read
-        if self.kind(name) in ("Gather", "ReduceSum"):
+        if self.kind(name) in ("Gather", "ReduceSum", "Div"):
             pooling, name = self._pooled(name)
         elif steps and any(step.of_rows for step in steps):
             refuse("expected one token of each row", self.index.producers.get(name, name))
@@ -568,9 +772,14 @@ class _Matcher(Cover):
         for number, step in enumerate(steps):
             if step.weight is not None:
                 zeros = np.zeros(len(step.weight), np.float32)
-                self.constants[f"head.{number}.weight"] = step.weight
-                self.constants[f"head.{number}.bias"] = zeros if step.bias is None else step.bias
-        listed = tuple(plan.Step(kind=step.kind) for step in steps if step.kind is not None)
+                parts = ("gamma", "beta") if step.kind == "norm" else ("weight", "bias")
+                numbers = step.weight, zeros if step.bias is None else step.bias
+                self.constants |= {
+                    f"head.{number}.{part}": each for part, each in zip(parts, numbers, strict=True)
+                }
+        listed = tuple(
+            plan.Step(kind=step.kind, epsilon=step.epsilon) for step in steps if step.kind is not None
+        )
         read = self._half(name).name
         self._add(plan.Head(name="head", input=read, pooling=pooling, steps=listed, answers=answers))
 
@@ -583,8 +792,13 @@ class _Matcher(Cover):
             return _Step(*self._gelu(name))
         if kind == "Cast":
             return _Step(None, self.take(name, "Cast", to=TensorProto.FLOAT).input[0])
-        if kind == "Div":
+        if kind == "Div" and self.kind(self.index.producers[name].input[1]) != "Cast":
             return _Step("normalize", self._normalized(name), of_rows=True)
+        if kind == "LayerNormalization" and self._follows_head(name):
+            norm = self.take(name, "LayerNormalization", free=("epsilon",))
+            gamma, beta = (self.constant(norm, position, 1) for position in (1, 2))
+            epsilon = float(read_attribute(norm, "epsilon", 1e-5))
+            return _Step("norm", norm.input[0], gamma, beta, epsilon=epsilon)
         if kind == "Gemm":
             gemm = self.take(name, "Gemm", transB=1)
             bias = self.constant(gemm, 2, 1) if len(gemm.input) > 2 else None
@@ -635,6 +849,8 @@ class _Matcher(Cover):
             return (
                 ("first", gather.input[0]) if self.constant(gather, 1) == 0 else refuse("expected 0", gather)
             )
+        if self.kind(name) == "Div":
+            return "mean", self._mean(name)
         total = self.take(name, "ReduceSum", keepdims=0)
         product = self.take(total.input[0], "Mul")
         weights = self.take(product.input[1], "Unsqueeze")
@@ -660,3 +876,32 @@ class _Matcher(Cover):
             refuse("expected the mean of the attended tokens, or the last of them", total)
         self._of_mask(kept, TensorProto.FLOAT)
         return pooling, str(product.input[0])  # type: ignore[return-value]
+
+    def _mean(self, name: str) -> str:
+        """Cover `sum(states * mask) / sum(mask)` over the tokens of each row; return the states."""
+        div = self.take(name, "Div")
+        total = self.take(div.input[0], "ReduceSum", keepdims=0)
+        product = self.take(total.input[0], "Mul")
+        states, mask = product.input
+        mask = self.take(mask, "Cast", to=TensorProto.FLOAT).input[0]
+        outer = self.take(mask, "Unsqueeze")
+        count = self.take(self.take(div.input[1], "Cast", to=TensorProto.FLOAT).input[0], "ReduceSum")
+        right = {outer.input[0], count.input[0]} == {MASK} and self.vector(outer) in ([-1], [2])
+        if not right or self.vector(total) != [1] or self.vector(count) != [1]:
+            refuse("expected the mean of the attended tokens", div)
+        return str(states)
+
+    def _follows_head(self, name: str) -> bool:
+        """Return whether a LayerNorm is behind a dense step of a head, and not of the encoder."""
+        before = self.index.producers[name].input[0]
+        while self.kind(before) in ("Gelu", *_STEPS):
+            before = self.index.producers[before].input[0]
+        product = self._product(before)
+        if self.kind(before) == "Gemm":
+            return True
+        return (
+            product is not None
+            and self.index.constant(product.input[1]) is not None
+            and before != name
+            and (self.kind(self.index.producers[name].input[0]) in ("Gelu", *_STEPS))
+        )

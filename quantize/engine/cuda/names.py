@@ -94,10 +94,22 @@ LINEAR_STEP = 16  # channels of INT8 linears are a multiple of it, by padding
 CHANNEL_STEP = 4  # channels of the model are a multiple of it
 
 
+def count_columns(operation: Linear, plan: Plan) -> int:
+    """Return the columns of a linear's product: a gate has as many as its input."""
+    return plan.tensors[operation.output].width * (2 if operation.gated else 1)
+
+
+def gemm_form(operation: Linear) -> str:
+    """Return what an epilogue does, as epilogue.cuh names it."""
+    if operation.rotary:
+        return "ROTARY"
+    return ("GATED_" if operation.gated else "") + (operation.activation or "none").upper()
+
+
 def gemm_name(operation: Linear, plan: Plan) -> str:
     residual = None if operation.residual is None else plan.tensors[operation.residual].kind
     output = plan.tensors[operation.output].kind
-    return f"{operation.activation or 'none'}_{residual or 'none'}_{output}"
+    return f"{gemm_form(operation).lower()}_{residual or 'none'}_{output}"
 
 
 def list_tiles(operation: Linear, plan: Plan, target: Target) -> tuple[Tile, ...]:

@@ -4,7 +4,8 @@
 |---|---|---|
 | `embed.word`, `.position`, `.type` | FP16 [entries, H] | tables |
 | `NAME.gamma`, `.beta` | FP32 [H] | embed and norm |
-| `NAME.weight` | INT8 or FP16 [N, K] | linear; q, k and v of one input are one, N = 3 H |
+| `NAME.weight` | INT8 or FP16 [N, K] | linear; q, k and v of one input are one, N = 3 H; gated, N = 2 H |
+| `NAME.frequencies` | FP32 [head size / 2] | linear that rotates q and k: angles of one position |
 | `NAME.scale` | FP32 [N] | INT8 linear: scales of input and weight, over that of codes it writes itself |
 | `NAME.bias` | FP32 [N], FP16 behind FP16 weights | linear, over the same scale |
 | `NAME.residual` | FP32 [N] | linear that adds INT8 codes |
@@ -41,7 +42,7 @@ Numbers = dict[str, Array]
 
 def pack(match: Match) -> tuple[Plan, Numbers]:
     """Return the plan with merged GEMMs, and its arrays by name."""
-    plan, numbers = widen_heads(match.plan, dict(match.constants))
+    plan, numbers = widen_heads(match.plan, pair_columns(match.plan, dict(match.constants)))
     plan, numbers = merge_qkv(*widen_channels(plan, numbers))
     arrays: Numbers = {}
     for operation in plan.operations:
@@ -50,6 +51,32 @@ def pack(match: Match) -> tuple[Plan, Numbers]:
         arrays |= {name: _cast(name, numbers[name], kind, shape) for name, kind, shape in listed}
     check.check_arrays(plan, arrays)
     return plan, arrays
+
+
+def pair_columns(plan: Plan, constants: Numbers) -> Numbers:
+    """Put rows of an input and its gate side by side, and those of channels that are rotated together.
+
+    Scores do not change if the channels of q and k change places alike.
+    """
+    for each in plan.operations:
+        if not isinstance(each, Linear) or not (each.gated or each.rotary):
+            continue
+        rows = order_rows(each, len(constants[f"{each.name}.bias"]))
+        for name in (f"{each.name}.{part}" for part in ("weight", "weight_scale", "bias")):
+            if np.ndim(constants.get(name, 0)):
+                constants[name] = constants[name][rows]
+    return constants
+
+
+def order_rows(operation: Linear, count: int) -> Array:
+    """Return the row of the graph's weight that each of `count` rows holds."""
+    rows = np.arange(count)
+    if operation.gated:
+        return rows.reshape(2, -1).T.ravel()
+    if operation.rotary:
+        turned = rows[: 2 * count // 3].reshape(-1, 2, operation.rotary // 2)
+        rows[: 2 * count // 3] = turned.transpose(0, 2, 1).ravel()
+    return rows
 
 
 def widen_heads(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
@@ -69,18 +96,34 @@ def widen_heads(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
         plain &= all(isinstance(each, Linear) and each.residual != attention.output for each in readers)
         if size in (0, attention.head_size) or not plain or others != [attention]:
             continue
-        channels = np.arange(attention.heads * attention.head_size)
-        channels = channels // attention.head_size * size + channels % attention.head_size
-        width = attention.heads * size
-        names = [f"{each.name}.{part}" for each in made for part in ("weight", "weight_scale", "bias")]
-        names += [f"{name}.multiplier" for name in (*attention.reads, attention.output)]
-        for name in (each for each in names if np.ndim(constants.get(each, 0))):
-            constants[name] = _spread(constants[name], channels, width)
+        own = attention.head_size
+
+        def widen(name: str, tensor: str, own: int = own, size: int = size) -> None:
+            """Spread the first axis of an array, the channels of heads in a tensor."""
+            channels = np.arange(plan.tensors[tensor].width)
+            if np.ndim(constants.get(name, 0)):
+                places, count = channels // own * size + channels % own, len(channels) // own * size
+                constants[name] = _spread(constants[name], places, count)
+
+        for linear in {each.name: each for each in made if isinstance(each, Linear)}.values():
+            for part in ("weight", "weight_scale", "bias"):
+                widen(f"{linear.name}.{part}", linear.output)
+            if linear.rotary:
+                angles = f"{linear.name}.frequencies"
+                constants[angles] = np.pad(constants[angles], (0, (size - own) // 2))
+                operations[operations.index(linear)] = replace(linear, rotary=size)
+        for name in {*attention.reads, attention.output}:
+            widen(f"{name}.multiplier", name)
+            tensors[name] = replace(tensors[name], width=tensors[name].width // own * size)
         for name in (f"{each.name}.weight" for each in readers):
-            constants[name] = _spread(constants[name].T, channels, width).T
-        for name in (*attention.reads, attention.output):
-            tensors[name] = replace(tensors[name], width=width)
-        operations[place] = replace(attention, head_size=size)
+            constants[name] = constants[name].T
+            widen(name, attention.output)
+            constants[name] = constants[name].T
+        query, key, value = (
+            replace(view, column=view.column // own * size)
+            for view in (attention.query, attention.key, attention.value)
+        )
+        operations[place] = replace(attention, head_size=size, query=query, key=key, value=value)
     return replace(plan, operations=tuple(operations), tensors=tensors), constants
 
 
@@ -100,19 +143,22 @@ def widen_channels(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
     if not any(isinstance(each, Linear) and each.weight == "int8" for each in plan.operations):
         return plan, constants
 
-    def widen(name: str, *tensors: str) -> None:
-        """Put zeros behind the last axes of an array, which are channels of these tensors."""
+    def widen(name: str, *tensors: str, times: int = 1) -> None:
+        """Put zeros behind the last axes of an array: channels of tensors, `times` those of the first."""
         array = constants.get(name)
         if array is not None and array.ndim:
             sizes = array.shape[-len(tensors) :]
-            spare = [(0, wide.get(each, size) - size) for each, size in zip(tensors, sizes, strict=True)]
+            widths = [wide.get(each) for each in tensors]
+            widths[0] = widths[0] and times * widths[0]
+            spare = [(0, (width or size) - size) for width, size in zip(widths, sizes, strict=True)]
             constants[name] = np.pad(array, [(0, 0)] * (array.ndim - len(tensors)) + spare)
 
     for each in plan.operations:
         if isinstance(each, Linear):
-            widen(f"{each.name}.weight", each.output, each.input)
+            times = 2 if each.gated else 1
+            widen(f"{each.name}.weight", each.output, each.input, times=times)
             for part in ("weight_scale", "bias", "residual"):
-                widen(f"{each.name}.{part}", each.output)
+                widen(f"{each.name}.{part}", each.output, times=times)
         elif isinstance(each, Embed | Norm):
             for part in ("gamma", "beta", "word", "position", "type"):
                 widen(f"{each.name}.{part}", each.writes[0])

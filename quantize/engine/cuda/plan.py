@@ -16,7 +16,7 @@ from qdqbench.quantize.utils.errors import UserError
 
 Activation = Literal["gelu", "gelu_tanh"]
 Pooling = Literal["tokens", "first", "mean", "last"]
-StepKind = Literal["dense", "tanh", "relu", "sigmoid", "gelu", "gelu_tanh", "normalize"]
+StepKind = Literal["dense", "tanh", "relu", "sigmoid", "gelu", "gelu_tanh", "normalize", "norm"]
 Positive = Annotated[int, "over 0"]
 _MOST = 1 << 31  # integers of a plan are below
 
@@ -86,6 +86,7 @@ class Embed(Quantized):
     epsilon: float
     padding: int | None = None  # id of padding, that positions are counted past; None: the place in the row
     typed: bool = True  # types are an input; else all are 0
+    placed: bool = True  # there is a table of positions
     span: Positive | None = None  # most tokens of a row, if attention has a bias by their distances
 
 
@@ -113,12 +114,18 @@ class Linear(_Operation):
     The scale of output codes is in scale and bias; behind an activation and FP16 weights it is in
     `OUTPUT.multiplier`. An INT8 residual is multiplied by `NAME.residual`. FP16 weights have no scale; their
     product with the bias is rounded to FP16.
+
+    If `gated`, columns 2 j and 2 j + 1 of the product make output j: `activation(one) * other`. If `rotary`,
+    columns are q, k and v in heads of that size. Columns 2 j and 2 j + 1 of each head of q and k are rotated
+    by the angle `position * NAME.frequencies[j]`.
     """
 
     op: Literal["linear"] = "linear"
     input: str
     weight: Literal["int8", "fp16"]
     activation: Activation | None = None
+    gated: bool = False
+    rotary: Positive | None = None
     residual: str | None = None
     center: float = 0.0  # subtracted behind an activation, from what becomes codes
     output: str
@@ -132,6 +139,7 @@ class Attention(_Operation):
     An INT8 softmax is codes `rint(p * probability_multiplier)`, whose sum with v's codes is an exact integer.
     With `row_max` p is over the largest of its row, whose code is 255, and the sum is divided by that of
     the codes. If `biased`, the score of query i and key j has `NAME.bias[head, j - i + span - 1]` added.
+    With a `window` a query sees the keys up to so many tokens to each side.
     """
 
     op: Literal["attention"] = "attention"
@@ -144,6 +152,7 @@ class Attention(_Operation):
     probability_multiplier: float | None = None  # None: FP16 attention
     row_max: bool = False
     biased: bool = False
+    window: Positive | None = None
     output: str
 
     @property
@@ -153,9 +162,13 @@ class Attention(_Operation):
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One operation of a head, in FP32; dense: `HEAD.NUMBER.weight` [N, K] and `HEAD.NUMBER.bias`."""
+    """One operation of a head, in FP32.
+
+    Dense: `HEAD.NUMBER.weight` [N, K] and `HEAD.NUMBER.bias`. LayerNorm: `HEAD.NUMBER.gamma`, `.beta`.
+    """
 
     kind: StepKind
+    epsilon: float | None = None  # of a LayerNorm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +221,12 @@ class Plan:
     @property
     def embed(self) -> Embed:
         return next(each for each in self.operations if isinstance(each, Embed))
+
+    @property
+    def measures_distances(self) -> bool:
+        """Attention counts the tokens between a query and a key."""
+        windows = (each for each in self.operations if isinstance(each, Attention) and each.window)
+        return self.embed.span is not None or any(windows)
 
     @property
     def head(self) -> Head:

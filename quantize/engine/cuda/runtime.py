@@ -18,6 +18,7 @@ from qdqbench.quantize.engine.cuda.driver import (
     GemmArguments,
     Kernels,
     NormArguments,
+    RotaryArguments,
     SplitArguments,
     TableArguments,
     map_tiles,
@@ -27,6 +28,7 @@ from qdqbench.quantize.engine.cuda.names import (
     Target,
     Tile,
     attention_name,
+    count_columns,
     count_parts,
     explain_misfit,
     find_target,
@@ -55,7 +57,7 @@ from qdqbench.quantize.engine.cuda.tiles import (
     round_size,
     time_launches,
 )
-from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_rows, pack_tokens, spread
+from qdqbench.quantize.engine.cuda.tokens import MOST_POSITIONS, Tokens, pack_rows, pack_tokens, spread
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.capture import capture_graph
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError
@@ -64,7 +66,7 @@ _DENSE_ROWS, _DENSE_CHANNELS = 256, 1024  # at most, of a dense step in head.cu;
 _ACTIVATIONS = ["none", "tanh", "relu", "sigmoid", "gelu", "gelu_tanh"]  # as head.cu numbers them
 _ALIGN = 64  # tokens: an attention block's
 # Of a multiprocessor, as LEAST_BLOCKS in norm.cu. A block takes four tokens at a time.
-_NORM_BLOCKS = dict(zip(NORM_PARTS, (7, 4, 8, 4, 2), strict=True))
+NORM_BLOCKS = dict(zip(NORM_PARTS, (7, 4, 8, 4, 2), strict=True))
 _KEYS = 128  # of a step of an attention block
 _MOST_KEYS = 4 * _KEYS  # that it holds in shared memory
 _WINDOW = 64  # tokens of an attention block
@@ -166,6 +168,20 @@ def permute_rows(n: int, run: int) -> Array:
     return group * 4 * run + run * (at % 8 // 2) + 2 * (at // 8) + at % 2
 
 
+def order_turns(frequencies: Array, run: int) -> Array:
+    """Return cosines and sines FP32 [positions, pitch, 4] of two pairs of channels each, for a GEMM.
+
+    Threads of a row own `run` columns one after the other; what they read at once lies together.
+    """
+    angles = np.arange(MOST_POSITIONS, dtype=np.float32)[:, None] * frequencies
+    channels = 2 * len(frequencies)
+    first = np.arange(0, channels, 4)
+    made = np.zeros((MOST_POSITIONS, -(-channels // (4 * run)) * run, 4), np.float32)
+    turns = np.stack([np.cos(angles), np.sin(angles)], axis=2).reshape(MOST_POSITIONS, -1, 4)
+    made[:, first // (4 * run) * run + first % run // 4 * 4 + first // run % 4] = turns
+    return made
+
+
 @dataclass
 class _Rows:
     """Inputs of a bucket on the GPU, int32: [T] each, but bounds [B + 1] of the rows."""
@@ -260,6 +276,7 @@ class CudaEngine:
         self._load(codes)
         self._tiles = TileFile(tiles, codes, target)
         self._arrays = {name: torch.from_numpy(array).to(self.device) for name, array in self._prepared()}
+        self._turns = self._make_turns()
         self._scratch = self._make_scratch()
         self._last = {name: number for number, each in enumerate(plan.operations) for name in each.reads}
         self._graphs: OrderedDict[tuple[int, int, int, int], tuple[Any, Any, dict[str, Any]]] = OrderedDict()
@@ -271,6 +288,26 @@ class CudaEngine:
         self._kernels = Kernels([*codes.values()], self.target.early)
         self._multiprocessors = torch.cuda.get_device_properties().multi_processor_count
         self._pool = torch.cuda.graph_pool_handle()
+
+    def _make_turns(self) -> dict[str, Any]:
+        """Return the table of each linear that rotates; those of the same frequencies share one."""
+        import torch
+
+        tables: dict[tuple[bytes, int], Any] = {}
+        found = {}
+        for each in self.plan.operations:
+            if isinstance(each, Linear) and each.rotary:
+                frequencies = self.arrays[f"{each.name}.frequencies"]
+                run = self._run_of(each) if each.weight == "int8" else 4
+                key = frequencies.tobytes(), run
+                if key not in tables:
+                    tables[key] = torch.from_numpy(order_turns(frequencies, run)).to(self.device)
+                found[each.name] = tables[key]
+        return found
+
+    def _run_of(self, operation: Linear) -> int:
+        """Return the consecutive columns of an INT8 linear's product that a thread owns."""
+        return 16 if self.plan.tensors[operation.output].kind == "int8" else 8
 
     def _make_scratch(self) -> Any:
         """Return room for the sums of parts of GEMMs that run one after the other, and their counts."""
@@ -288,7 +325,7 @@ class CudaEngine:
         permuted = {}
         for each in self.plan.operations:
             if isinstance(each, Linear) and each.weight == "int8":
-                permuted[f"{each.name}.weight"] = 16 if self.plan.tensors[each.output].kind == "int8" else 8
+                permuted[f"{each.name}.weight"] = self._run_of(each)
         of_head = {name for name, *_ in list_arrays(self.plan.head, self.plan, self.arrays)}
         for name, host in self.arrays.items():
             array = host
@@ -496,12 +533,12 @@ class CudaEngine:
         if isinstance(operation, Embed):
             ids = (rows.ids.data_ptr(), rows.positions.data_ptr(), rows.types.data_ptr())
             first: Any = TableArguments(
-                *ids, *(self._at(f"{name}.{part}") for part in ("word", "position", "type"))
+                *ids, *(self._find(f"{name}.{part}") for part in ("word", "position", "type"))
             )
         else:
             first = c.c_void_p(values[operation.input].data_ptr())
         kernel = f"{operation.op}_{norm_name(operation, width)}"
-        grid = min(_NORM_BLOCKS[count_parts(width)] * self._multiprocessors, -(-tokens // 4))
+        grid = min(NORM_BLOCKS[count_parts(width)] * self._multiprocessors, -(-tokens // 4))
         self._kernels.launch(kernel, (grid, 1), 128, [first, call])
 
     def _outputs(
@@ -530,20 +567,31 @@ class CudaEngine:
         return made
 
     def _gemm(  # noqa: PLR0913, PLR0917
-        self, operation: Linear, source: Any, residual: Any, made: Any, scratch: Any, form: Tile | None = None
+        self,
+        operation: Linear,
+        source: Any,
+        residual: Any,
+        made: Any,
+        scratch: Any,
+        positions: Any,
+        form: Tile | None = None,
     ) -> None:
         """Launch the GEMM of a linear operation, by a tile or by the one that is expected to be fastest."""
         name, weight = operation.name, self._arrays[f"{operation.name}.weight"]
-        sizes = m, n, k = len(source), made.shape[1], weight.shape[1]
+        sizes = m, n, k = len(source), count_columns(operation, self.plan), weight.shape[1]
         factor = f"{operation.output}.multiplier" if operation.residual is None else f"{name}.residual"
-        call = GemmArguments(
+        call = (RotaryArguments if operation.rotary else GemmArguments)(
             self._at(f"{name}.scale"),
             self._at(f"{name}.bias"),
-            self._at(factor) if factor in self._arrays else None,
+            self._find(factor),
             None if residual is None else residual.data_ptr(),
             made.data_ptr(),
         )
         call.m, call.n, call.k, call.center = m, n, k, operation.center
+        if operation.rotary:
+            table = self._turns[name]
+            call.positions, call.table = positions.data_ptr(), table.data_ptr()
+            call.turned, call.head, call.pitch = 2 * n // 3, operation.rotary, table.shape[1]
         tiles, count = list_tiles(operation, self.plan, self.target), self._multiprocessors
         launch = self._kernels, gemm_name(operation, self.plan)
         if self.target.wgmma:
@@ -562,7 +610,7 @@ class CudaEngine:
         for each in self.plan.operations:
             if isinstance(each, Linear) and each.weight == "int8":
                 weight = self._arrays[f"{each.name}.weight"]
-                sizes = tokens, self.plan.tensors[each.output].width, weight.shape[1]
+                sizes = tokens, count_columns(each, self.plan), weight.shape[1]
                 groups.setdefault((gemm_name(each, self.plan), *sizes), []).append(each)
         new = {
             key: alike[:_TIMED]
@@ -573,12 +621,13 @@ class CudaEngine:
             source = torch.randint(-127, 128, (m, k), dtype=torch.int8, device=self.device)
             residual = None if alike[0].residual is None else self._make(alike[0].residual, m).zero_()
             made, scratch = self._make(alike[0].output, m), self._make_scratch()
+            positions = torch.zeros(m, dtype=torch.int32, device=self.device)
             times: dict[Tile, float] = {}
             for tile in list_forms(m, n, k, self._multiprocessors, self.target.tiles):
 
                 def launch(tile: Tile = tile) -> None:
                     for operation in alike:  # noqa: B023  it runs here
-                        self._gemm(operation, source, residual, made, scratch, tile)  # noqa: B023
+                        self._gemm(operation, source, residual, made, scratch, positions, tile)  # noqa: B023
 
                 times[tile] = time_launches(launch)
             self._tiles.add(min(times, key=times.__getitem__), instance, m, n, k)
@@ -592,18 +641,31 @@ class CudaEngine:
         residual = None if operation.residual is None else values[operation.residual]
         if operation.weight == "int8":
             made = values[operation.output] = self._make(operation.output, len(source))
-            self._gemm(operation, source, residual, made, rows.scratch)
+            self._gemm(operation, source, residual, made, rows.scratch, rows.positions)
             return
         x: Any = functional.linear(source, self._arrays[f"{name}.weight"], self._arrays[f"{name}.bias"])
+        if operation.rotary:
+            self._turn(x, self._turns[name].index_select(0, rows.positions), operation.rotary)
         if operation.activation is not None:
             approximate = "tanh" if operation.activation == "gelu_tanh" else "none"
-            x = functional.gelu(x, approximate=approximate)
+            one = functional.gelu(x[:, ::2] if operation.gated else x, approximate=approximate)
+            x = one * x[:, 1::2] if operation.gated else one
         if residual is not None:
             scale = self._arrays.get(f"{name}.residual")
             x = (x.float() + (residual.float() if scale is None else residual.float() * scale)).half()
         coded = self.plan.tensors[operation.output].kind == "int8"
         x = x - operation.center if operation.center else x
         values[operation.output] = self._codes(x, operation.output) if coded else x
+
+    @staticmethod
+    def _turn(x: Any, turns: Any, head: int) -> None:
+        """Rotate q and k in a product [T, 3 H] by cosines and sines [T, C / 4, 4], in place."""
+        import torch
+
+        pairs = x[:, : 2 * x.shape[1] // 3].view(len(x), -1, head // 2, 2)
+        one, other = pairs.float().unbind(3)
+        cos, sin = turns.view(len(x), 1, -1, 2)[:, :, : head // 2].unbind(3)
+        pairs.copy_(torch.stack([one * cos - other * sin, other * cos + one * sin], dim=3))
 
     def _attention(self, operation: Attention, values: dict[str, Any], rows: _Rows) -> None:
         import torch
@@ -618,6 +680,8 @@ class CudaEngine:
                 for source, view in zip(sources, views, strict=True)
             )
             scale = {"scale": operation.score_scale}
+            if operation.window is not None:
+                scale |= {"window_size_left": operation.window, "window_size_right": operation.window}
             bounds = (rows.bounds, rows.bounds, rows.longest, rows.longest)
             context = torch.ops.aten._flash_attention_forward(q, k, v, *bounds, 0.0, False, False, **scale)[0]
             context = context.reshape(tokens, hidden)
@@ -636,9 +700,12 @@ class CudaEngine:
             made.data_ptr(),
         )
         reach = rows.reach
+        if operation.window is not None:
+            reach = min(reach, bound_reach(operation.window + 1))
         while fit_attention(1, reach, size) > self.target.shared:
             reach -= _KEYS
         call.most, call.span = reach, self.plan.embed.span or 0
+        call.sight = operation.window if operation.window is not None else tokens
         call.scale = operation.score_scale * (1 if operation.biased else math.log2(math.e))
         call.heads = choose_heads(tokens, heads, reach, rows.longest, self._multiprocessors)
         if fit_attention(call.heads, reach, size) > self.target.shared:
@@ -708,6 +775,10 @@ class CudaEngine:
         from torch.nn import functional
 
         match kind:
+            case "norm":
+                gamma, beta = (self._arrays[f"{name}.{part}"].float() for part in ("gamma", "beta"))
+                step = self.plan.head.steps[int(name.rpartition(".")[2])]
+                return functional.layer_norm(x.float(), gamma.shape, gamma, beta, step.epsilon or 0)
             case "dense":
                 weight, bias = (self._arrays[f"{name}.{part}"] for part in ("weight", "bias"))
                 return functional.linear(x.half(), weight, bias)
@@ -719,6 +790,10 @@ class CudaEngine:
 
     def _at(self, name: str) -> int:
         return int(self._arrays[name].data_ptr())
+
+    def _find(self, name: str) -> int | None:
+        """Return the place of an array; None: there is none."""
+        return self._at(name) if name in self._arrays else None
 
 
 def _split(  # noqa: PLR0913, PLR0917

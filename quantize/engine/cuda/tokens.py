@@ -11,6 +11,7 @@ from qdqbench.quantize.utils.errors import UserError
 
 TOKENS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"  # names of inputs
 MOST_TOKENS = 1 << 16  # of a batch: the largest bucket
+MOST_POSITIONS = 8192  # of a row whose queries and keys are rotated
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def pack_tokens(plan: Plan, arrays: Mapping[str, Array], batch: Mapping[str, Arr
     positions = count_positions(ids, plan.embed.padding)
     types = batch[TYPES] if plan.embed.typed else np.zeros_like(ids)
     begun = (np.diff(kept.astype(np.int8), axis=1, prepend=0) > 0).sum(axis=1)  # runs of tokens
-    if plan.embed.span and begun.max() > 1:
+    if plan.measures_distances and begun.max() > 1:
         raise UserError(
             f"row {begun.argmax()} has masked tokens between others, whose distances the model counts"
         )
@@ -79,7 +80,7 @@ def _check(  # noqa: PLR0913, PLR0917
         ("position", "position", positions),
         ("type", "type", types),
     ):
-        entries = len(arrays[f"embed.{table}"])
+        entries = len(arrays.get(f"embed.{table}", range(MOST_POSITIONS)))
         wrong = (values < 0) | (values >= entries)
         if wrong.any():
             row = int(np.searchsorted(lengths.cumsum(), wrong.argmax(), "right"))

@@ -24,6 +24,7 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i8 = signed char;
 struct float2 { float x, y; };
+inline float __fmul_rn(float x, float y) { return x * y; }
 struct float4 { float x, y, z, w; };
 struct int4 { int x, y, z, w; };
 struct uint2 { u32 x, y; };

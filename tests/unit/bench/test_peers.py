@@ -197,7 +197,8 @@ def unpadded(model, batch, launches):
 
 @pytest.mark.parametrize("launches", [1, 2])
 @pytest.mark.parametrize(
-    "model_type", ["bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert"]
+    "model_type",
+    ["bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert", "modernbert"],
 )
 def test_a_classifier_answers_as_transformers_does(model_type, launches):
     model = new_model(model_type)
@@ -209,7 +210,7 @@ def test_a_classifier_answers_as_transformers_does(model_type, launches):
     assert torch.allclose(found, reference, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("model_type", ["bert", "albert"])
+@pytest.mark.parametrize("model_type", ["bert", "albert", "modernbert"])
 def test_in_fp8_linears_round_their_inputs_and_weights(model_type):
     model = new_model(model_type).half()
     encoder = peers.UnpaddedEncoder(model, compiled=False)
@@ -228,7 +229,7 @@ def test_in_fp8_linears_round_their_inputs_and_weights(model_type):
         assert [each.codes.float().abs().max() for each in scaled] == [448] * 4
 
 
-@pytest.mark.parametrize("model_type", ["mpnet", "deberta-v2", "modernbert"])
+@pytest.mark.parametrize("model_type", ["mpnet", "deberta-v2"])
 def test_other_attentions_are_refused_by_name(model_type):
     family = family_of(AutoConfig.for_model(model_type)).name
     assert peers.refusal(model_type, family).startswith(f"no unpadded form for {model_type}: its")

@@ -22,7 +22,8 @@ struct AttentionArguments {
   float scale;             // scales of q and k / sqrt(head size), times log2(e) unless BIASED
   float unit;              // 1 / scale of P
   int tokens, hidden, pitch;
-  int span;  // most tokens of a row, if BIASED
+  int span;   // most tokens of a row, if BIASED
+  int sight;  // keys that a query sees to each side
 };
 
 constexpr int KEYS = 128, QUERIES = 64;
@@ -212,15 +213,17 @@ template <int D, bool ONE, bool CODED, Form FORM, bool BIASED> __device__ inline
   w.lane = thread % 32, w.quad = w.lane / 4, w.t = w.lane % 4;
   launch_next();
   wait_previous();
-  int from = call.start[window], to = call.end[min(window + QUERIES, call.tokens) - 1];
+  auto begin_of = [&](int token) { return BIASED ? call.start[token] : max(call.start[token], token - call.sight); };
+  auto end_of = [&](int token) { return BIASED ? call.end[token] : min(call.end[token], token + call.sight + 1); };
+  int from = begin_of(window), to = end_of(min(window + QUERIES, call.tokens) - 1);
   int low = 1 << 30, high = 0, begin[2], end[2];
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     int row = min(first + w.quad + 8 * h, call.tokens - 1);
-    begin[h] = call.start[row], end[h] = call.end[row];
+    begin[h] = begin_of(row), end[h] = end_of(row);
     if (BIASED && first + w.quad + 8 * h >= call.tokens) end[h] = 0;  // no distances
   }
-  if (first < call.tokens) low = call.start[first], high = call.end[min(first + 15, call.tokens - 1)];
+  if (first < call.tokens) low = begin_of(first), high = end_of(min(first + 15, call.tokens - 1));
   bool whole_range = ONE || to - from <= call.most, once = whole_range && high - low <= KEYS;  // one load, one pass
 
   // Rows of a copy are STEP apart, so the swizzle is the same in all rows of a thread.

@@ -14,10 +14,10 @@
 __device__ inline u64 descriptor(u32 address) { return u64(address >> 4 & 0x3FFF) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
 
 template <int MI, int TN, int STAGES, bool STATIONARY, Activation ACTIVATION, Residual RESIDUAL, bool CODED>
-__device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map, const GemmArguments& call) {
+__device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map, const ArgumentsOf<ACTIVATION>& call) {
   constexpr int TM = 64 * MI, TK = 128;
   constexpr int A_BYTES = TM * TK, B_BYTES = TN * TK, STAGE = A_BYTES + (STATIONARY ? 0 : B_BYTES);
-  constexpr bool SCALED = CODED && ACTIVATION != NONE, FACTOR = SCALED || RESIDUAL == RESIDUAL_CODES;
+  constexpr bool SCALED = CODED && ACTIVATION != NONE && ACTIVATION != ROTARY, FACTOR = SCALED || RESIDUAL == RESIDUAL_CODES;
   constexpr int RUN = RUN_OF<CODED>, GROUP = 4 * RUN;
   extern __shared__ u8 memory[];
   u32 base = (shared_address(memory) + 1023) & ~1023u;
@@ -79,7 +79,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
       int column = column_of(tile) + slot;
       if (tile >= tiles || slot >= TN || column >= call.n) return;
       loaded[0] = call.scale[column], loaded[1] = call.bias[column];
-      if constexpr (FACTOR) loaded[2] = call.factor[column];
+      if constexpr (FACTOR) loaded[2] = call.factor[GATED<ACTIVATION> ? column / 2 : column];
     };
     auto store = [&](float* to) {
       if (slot >= TN) return;
@@ -106,6 +106,12 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
               if (r >= call.m || column + g * GROUP >= call.n) continue;
               read_residual<RESIDUAL>(words[g][mi][h], call.residual, at);
             }
+      }
+      int places[MI][2];  // of the rows' turns
+      if constexpr (ACTIVATION == ROTARY) {
+#pragma unroll
+        for (int i = 0; i < 2 * MI; i++)
+          places[i / 2][i % 2] = call.positions[min(row + i / 2 * 64 + i % 2 * 8, call.m - 1)] * call.pitch;
       }
       int sums[MI][TN / 2];
       turn_wait(1 + mine);
@@ -157,6 +163,8 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
         for (int four = 0; four < RUN / 4; four++) {
           float4 scale = next[0], bias = next[1], factor = next[2];
           float4 shift = shift_of<ACTIVATION>(factor, call.center);
+          int turned = -1;
+          if constexpr (ACTIVATION == ROTARY) turned = turn_of<CODED>(column + 4 * four, call);
           if (four < RUN / 4 - 1) read(g * GROUP + 4 * (four + 1));
           else if (g < TN / GROUP - 1) read((g + 1) * GROUP);
 #pragma unroll
@@ -168,6 +176,16 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
               float x1 = activate<ACTIVATION>(fmaf(float(s[1]), scale.y, bias.y));
               float x2 = activate<ACTIVATION>(fmaf(float(s[4]), scale.z, bias.z));
               float x3 = activate<ACTIVATION>(fmaf(float(s[5]), scale.w, bias.w));
+              if constexpr (ACTIVATION == ROTARY) {
+                if (turned >= 0) turn(x0, x1, x2, x3, call.table[places[mi][h] + turned]);
+              }
+              if constexpr (GATED<ACTIVATION>) {
+                gate<ACTIVATION>(x0, x1, x2, x3);
+                if constexpr (CODED) x0 *= factor.x, x1 *= factor.z;
+                else if constexpr (BY_TANH<ACTIVATION>) x0 *= BACK<ACTIVATION>, x1 *= BACK<ACTIVATION>;
+                finish_gated<CODED>(x0, x1, words[g][mi][h], four);
+                continue;
+              }
               if constexpr (SCALED) {
                 x0 = fmaf(x0, factor.x, shift.x), x1 = fmaf(x1, factor.y, shift.y);
                 x2 = fmaf(x2, factor.z, shift.z), x3 = fmaf(x3, factor.w, shift.w);
@@ -181,8 +199,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
           for (int h = 0; h < 2; h++) {
             size_t r = row + 64 * mi + 8 * h;
             if (r >= call.m) continue;
-            uint4 v = {words[g][mi][h][0], words[g][mi][h][1], words[g][mi][h][2], words[g][mi][h][3]};
-            *(uint4*)((char*)call.out + (r * call.n + column) * (CODED ? 1 : 2)) = v;
+            write_words<ACTIVATION, CODED>(call.out, r * call.n + column, words[g][mi][h]);
           }
       }
     }
@@ -191,7 +208,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
 
 #define GEMM_OF(NAME, MI, TN, STAGES, STATIONARY, ACTIVATION, RESIDUAL, CODED)                                   \
   extern "C" __global__ void __launch_bounds__(384, 1)                                                           \
-      NAME(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const GemmArguments call) { \
+      NAME(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const ArgumentsOf<ACTIVATION> call) { \
     gemm_body<MI, TN, STAGES, STATIONARY, ACTIVATION, RESIDUAL, CODED>(a, b, call);                              \
   }
 // Three tiles for each epilogue: 128 x 128, 64 x 128, 64 x 64; two more of FP16; and one that is stationary.

@@ -16,9 +16,14 @@ struct Split {
 
 // Make the output of a warp's sums: rows `row + 16 * mi + 8 * h`, columns from `column` on.
 template <int MI, int WN, Activation ACTIVATION, Residual RESIDUAL, bool CODED>
-__device__ inline void write_sums(const int (&sums)[MI][WN / 8][4], int row, int column, const GemmArguments& call) {
+__device__ inline void write_sums(const int (&sums)[MI][WN / 8][4], int row, int column, const ArgumentsOf<ACTIVATION>& call) {
   constexpr int RUN = RUN_OF<CODED>, GROUP = 4 * RUN;
-  constexpr bool SCALED = CODED && ACTIVATION != NONE;
+  constexpr bool SCALED = CODED && ACTIVATION != NONE && ACTIVATION != ROTARY;
+  int places[MI][2];  // of the rows' turns
+  if constexpr (ACTIVATION == ROTARY) {
+#pragma unroll
+    for (int i = 0; i < 2 * MI; i++) places[i / 2][i % 2] = call.positions[min(row + 8 * i, call.m - 1)] * call.pitch;
+  }
 #pragma unroll
   for (int g = 0; g < WN / GROUP; g++, column += GROUP) {
     if (column >= call.n) break;
@@ -39,11 +44,16 @@ __device__ inline void write_sums(const int (&sums)[MI][WN / 8][4], int row, int
         return float4{v.x * by, v.y * by, v.z * by, v.w * by};
       };
       float4 scale = read(call.scale, IN<ACTIVATION>), bias = read(call.bias, IN<ACTIVATION>), factor, shift;
-      if constexpr (SCALED || RESIDUAL == RESIDUAL_CODES) factor = read(call.factor, OUT<ACTIVATION, CODED>);
+      if constexpr (SCALED && GATED<ACTIVATION>) {
+        float2 v = *(const float2*)(call.factor + (column + 4 * four) / 2);
+        factor = {v.x * OUT<ACTIVATION, CODED>, v.y * OUT<ACTIVATION, CODED>, 0, 0};
+      } else if constexpr (SCALED || RESIDUAL == RESIDUAL_CODES) factor = read(call.factor, OUT<ACTIVATION, CODED>);
       if constexpr (SCALED) shift = shift_of<ACTIVATION>(factor, call.center);
+      int turned = -1;
+      if constexpr (ACTIVATION == ROTARY) turned = turn_of<CODED>(column + 4 * four, call);
       auto scaled = [](int sum, float scale, float bias, float factor, float shift) {
         float x = activate<ACTIVATION>(fmaf(float(sum), scale, bias));
-        if constexpr (SCALED) return fmaf(x, factor, shift);
+        if constexpr (SCALED && !GATED<ACTIVATION>) return fmaf(x, factor, shift);
         return ACTIVATION == GELU_TANH ? x * (0.5f / UNIT) : x;
       };
 #pragma unroll
@@ -53,7 +63,15 @@ __device__ inline void write_sums(const int (&sums)[MI][WN / 8][4], int row, int
           const int *s = &sums[mi][g * GROUP / 8 + 2 * four][2 * h], *next = &sums[mi][g * GROUP / 8 + 2 * four + 1][2 * h];
           float x0 = scaled(s[0], scale.x, bias.x, factor.x, shift.x), x1 = scaled(s[1], scale.y, bias.y, factor.y, shift.y);
           float x2 = scaled(next[0], scale.z, bias.z, factor.z, shift.z), x3 = scaled(next[1], scale.w, bias.w, factor.w, shift.w);
-          finish<RESIDUAL, CODED>(x0, x1, x2, x3, factor, words[mi][h], four);
+          if constexpr (ACTIVATION == ROTARY) {
+            if (turned >= 0) turn(x0, x1, x2, x3, call.table[places[mi][h] + turned]);
+          }
+          if constexpr (GATED<ACTIVATION>) {
+            gate<ACTIVATION>(x0, x1, x2, x3);
+            if constexpr (CODED) x0 *= factor.x, x1 *= factor.y;
+            else if constexpr (BY_TANH<ACTIVATION>) x0 *= BACK<ACTIVATION>, x1 *= BACK<ACTIVATION>;
+            finish_gated<CODED>(x0, x1, words[mi][h], four);
+          } else finish<RESIDUAL, CODED>(x0, x1, x2, x3, factor, words[mi][h], four);
         }
     }
 #pragma unroll
@@ -62,14 +80,13 @@ __device__ inline void write_sums(const int (&sums)[MI][WN / 8][4], int row, int
       for (int h = 0; h < 2; h++) {
         size_t r = row + 16 * mi + 8 * h;
         if (r >= call.m) continue;
-        uint4 v = {words[mi][h][0], words[mi][h][1], words[mi][h][2], words[mi][h][3]};
-        *(uint4*)((char*)call.out + (r * call.n + column) * (CODED ? 1 : 2)) = v;
+        write_words<ACTIVATION, CODED>(call.out, r * call.n + column, words[mi][h]);
       }
   }
 }
 
 template <int TM, int TN, int TK, int WARPS_M, int WARPS_N, int STAGES, bool SPLITS, Activation ACTIVATION, Residual RESIDUAL, bool CODED>
-__device__ inline void gemm_body(const i8* a_rows, const i8* b_rows, const Split& split, const GemmArguments& call) {
+__device__ inline void gemm_body(const i8* a_rows, const i8* b_rows, const Split& split, const ArgumentsOf<ACTIVATION>& call) {
   constexpr int THREADS = 32 * WARPS_M * WARPS_N, WM = TM / WARPS_M, WN = TN / WARPS_N, MI = WM / 16, NI = WN / 8;
   constexpr int CHUNKS = TK / 16, ROWS = THREADS / CHUNKS, A_COPIES = TM / ROWS, B_COPIES = TN / ROWS;  // of a thread
   constexpr int A_BYTES = TM * TK, STAGE = (TM + TN) * TK, STEPS = TK / 32, RUN = RUN_OF<CODED>, SPAN = 8;
@@ -235,8 +252,8 @@ __device__ inline void gemm_body(const i8* a_rows, const i8* b_rows, const Split
   }
 }
 
-#define GEMM_OF(NAME, TM, TN, TK, WARPS_M, WARPS_N, STAGES, BLOCKS, SPLITS, ...)             \
-  extern "C" __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, BLOCKS)               \
-      NAME(const i8* a, const i8* b, const Split split, const GemmArguments call) {          \
-    gemm_body<TM, TN, TK, WARPS_M, WARPS_N, STAGES, SPLITS, __VA_ARGS__>(a, b, split, call); \
+#define GEMM_OF(NAME, TM, TN, TK, WARPS_M, WARPS_N, STAGES, BLOCKS, SPLITS, ACTIVATION, ...)             \
+  extern "C" __global__ void __launch_bounds__(32 * WARPS_M * WARPS_N, BLOCKS)                           \
+      NAME(const i8* a, const i8* b, const Split split, const ArgumentsOf<ACTIVATION> call) {            \
+    gemm_body<TM, TN, TK, WARPS_M, WARPS_N, STAGES, SPLITS, ACTIVATION, __VA_ARGS__>(a, b, split, call); \
   }

@@ -121,7 +121,7 @@ template <int PARTS, int CODES> __device__ inline void embed_body(const Tables& 
   int lane = threadIdx.x % 32, count = call.hidden / 4, warps = gridDim.x * WARPS;
   for (int token = blockIdx.x * WARPS + threadIdx.x / 32; token < call.tokens; token += warps) {
     const uint2* rows[3] = {(const uint2*)tables.word + size_t(tables.ids[token]) * count,
-                            (const uint2*)tables.position + size_t(tables.positions[token]) * count,
+                            tables.position ? (const uint2*)tables.position + size_t(tables.positions[token]) * count : nullptr,
                             tables.type ? (const uint2*)tables.type + size_t(tables.types[token]) * count : nullptr};
     float4 x[PARTS];
 #pragma unroll

@@ -120,6 +120,19 @@ def test_rows_have_the_distances_that_a_bias_is_for(made_once):
         pack_rows(plan, arrays, *np.ones((2, 132), np.int64), np.array([1, 131]))
 
 
+def test_rows_of_a_model_with_windows_have_no_holes_and_a_length(made_once):
+    name = "modernbert", "modernbert-int8-attention"
+    folder = made_once(f"cuda-{'-'.join(name)}", lambda path: write_case(path, *name))
+    graph = onnx.load(folder / "model.onnx")
+    plan, arrays = pack(match_graph(graph))
+    batch = batch_for(graph, (9, 4))
+    batch["attention_mask"][0, 2] = 0
+    with pytest.raises(UserError, match="row 0 has masked tokens between others"):
+        pack_tokens(plan, arrays, batch)
+    with pytest.raises(UserError, match="row 1 has the position 8192; the model has 8192 of them"):
+        pack_rows(plan, arrays, *np.ones((2, 8194), np.int64), np.array([1, 8193]))
+
+
 def test_rows_that_cannot_be_run_are_refused_by_their_number(case):
     graph, plan, arrays = case
     for name, value, told in (

@@ -21,6 +21,7 @@ from qdqbench.quantize.engine.cuda.names import (
     most_codes,
 )
 from qdqbench.quantize.engine.cuda.pack import pack
+from qdqbench.quantize.engine.cuda.plan import Attention
 from qdqbench.quantize.engine.cuda.tiles import MOST_ITEMS
 from qdqbench.quantize.engine.cuda.tokens import pack_tokens
 from qdqbench.quantize.utils.errors import UserError
@@ -45,7 +46,8 @@ FIXED = [("bert-int8-attention fixed", 32), ("bert-int8-residual-fused fixed", 6
 BIASED = [("mpnet-int8-attention fixed", 32), ("mpnet-int8-residual-fused", 64)]
 LARGE = [("bert-int8-residual-fused", 96), ("mpnet-int8-attention fixed", 128)]
 ODD = [("bert-int8-residual", 26), ("mpnet-int8-residual-fused", 26)]  # 52 channels
-CASES = [*product(RECIPES, (32, 64)), *FIXED, *BIASED, *LARGE, *ODD, ("bert-int8-linears", 32)]
+ROTARY = [("modernbert-int8-attention", 32), ("modernbert-int8-linears", 64)]
+CASES = [*product(RECIPES, (32, 64)), *FIXED, *BIASED, *LARGE, *ODD, *ROTARY, ("bert-int8-linears", 32)]
 OTHERS = {target.name: target for target in TARGETS if target.name in ("7.5", "8.6")}  # two ways of mma.sync
 FORMS = [
     (name, tile._replace(parts=parts))
@@ -121,6 +123,19 @@ def test_kernels_take_any_lengths_of_rows(packed, emulator, lengths, case, heads
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runtime, "choose_heads", lambda *_: heads)  # of a block, one after the other
         compare_kernels(EmulatedEngine(plan, arrays, emulator), tokens)
+
+
+@pytest.mark.parametrize("window", mark_long([1, 64, 100, 300], [1, 100, 300]))
+def test_windows_of_any_width(packed, emulator, window):
+    """Of all layers; the keys of a block are one load, or several."""
+    graph, plan, arrays = packed(*ROTARY[0])
+    windows = (
+        replace(each, window=window) if isinstance(each, Attention) else each for each in plan.operations
+    )
+    plan = replace(plan, operations=tuple(windows))
+    lengths = (300, 5, 160)
+    engine = EmulatedEngine(plan, arrays, emulator)
+    compare_kernels(engine, pack_tokens(plan, arrays, batch_for(graph, lengths)))
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -17,11 +17,17 @@ from ....support.cuda_graphs import batch_for, write_case, write_head
 from ....support.long import mark_long
 from ....support.tiny_bert import copied
 
-GRAPHS = [("bert", "bert-int8-residual-fused"), ("mpnet", "mpnet-int8-attention"), ("mean",), ("last",)]
+GRAPHS = [
+    ("bert", "bert-int8-residual-fused"),
+    ("modernbert", "modernbert-int8-attention"),
+    ("mpnet", "mpnet-int8-attention"),
+    ("mean",),
+    ("last",),
+]
 
 
 # layers of MPNet are as those of BERT but for its bias, which a test below changes
-@pytest.fixture(scope="module", params=mark_long(GRAPHS, [GRAPHS[1]]), ids="-".join)
+@pytest.fixture(scope="module", params=mark_long(GRAPHS, GRAPHS[1:3]), ids="-".join)
 def graph(request, made_once):
     write = write_case if len(request.param) == 2 else write_head
     folder = made_once(f"cuda-{'-'.join(request.param)}", lambda path: write(path, *request.param))
@@ -120,6 +126,10 @@ def test_a_number_is_subtracted_from_a_gelu_alone(graph):
         graph = without(graph, place)
     (first, *_) = (place for place, node in enumerate(graph.graph.node) if node.op_type == "Gelu")
     changed = with_node_behind(graph, first, "Sub")
+    if any(node.name.endswith("mlp/Slice") for node in graph.graph.node):
+        with pytest.raises(UserError, match=r"no kernel for added \(Sub\)"):
+            match_graph(changed)  # its gate reads it
+        return
     assert not is_refused_or_right(changed)
     plan = match_graph(changed).plan
     assert sorted(each.center for each in plan.operations if each.op == "linear")[-2:] == [0, np.float32(0.2)]
@@ -212,12 +222,14 @@ def test_codes_of_another_type_are_refused_by_the_node_that_reads_them(graph, ki
 
 @pytest.mark.parametrize("fill", [-5000.0, 0.0])
 def test_a_mask_that_leaves_weight_is_refused(graph, fill):
-    changed = copied(graph)
-    (where,) = (each for each in changed.graph.node if each.op_type == "Where" and "embed" not in each.name)
-    changed.graph.initializer.append(numpy_helper.from_array(np.array(fill, np.float32), "fill"))
-    where.input[2] = "fill"
-    with pytest.raises(UserError, match=rf"{where.name} \(Where\): a mask of 0 and {fill:g}"):
-        match_graph(changed)
+    masks = [each.name for each in graph.graph.node if each.op_type == "Where" and "embed" not in each.name]
+    for name in masks:  # of windows too
+        changed = copied(graph)
+        where = next(each for each in changed.graph.node if each.name == name)
+        changed.graph.initializer.append(numpy_helper.from_array(np.array(fill, np.float32), "fill"))
+        where.input[2] = "fill"
+        with pytest.raises(UserError, match=rf"{name} \(Where\): a mask of 0 and {fill:g}"):
+            match_graph(changed)
 
 
 @pytest.mark.parametrize("change", ["a bucket", "no bucket", "a head", "places"])
@@ -266,7 +278,7 @@ def test_shapes_that_are_computed_without_end_are_refused(graph):
     for inputs, steps in ((2, 100), (1, 5000)):
         changed = copied(graph)
         (reshape, *_) = (
-            each for each in changed.graph.node if each.op_type == "Reshape" and "attention" in each.name
+            each for each in changed.graph.node if each.op_type == "Reshape" and "/att" in each.name
         )
         name = reshape.input[1]
         for step in range(steps):

@@ -39,7 +39,7 @@ from ....support.draws import require_alike
 from ....support.long import mark_long
 
 LENGTHS = [(9, 4, 16), (1,), (64, 5)]
-NOT_COVERED = ["deberta-v2", "modernbert"]
+NOT_COVERED = ["deberta-v2"]
 
 
 @pytest.fixture

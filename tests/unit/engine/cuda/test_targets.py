@@ -12,6 +12,7 @@ from qdqbench.quantize.engine.cuda import tiles as tile_files
 from qdqbench.quantize.engine.cuda.names import (
     ATTENTION_SIZES,
     NAMES,
+    NORM_PARTS,
     TARGETS,
     choose_targets,
     explain_misfit,
@@ -19,8 +20,9 @@ from qdqbench.quantize.engine.cuda.names import (
     gemm_name,
     list_kernels,
     list_tiles,
+    most_codes,
 )
-from qdqbench.quantize.engine.cuda.runtime import choose_heads, fit_attention
+from qdqbench.quantize.engine.cuda.runtime import NORM_BLOCKS, choose_heads, fit_attention
 from qdqbench.quantize.engine.cuda.tiles import MOST_ITEMS, TileFile, guess_form, list_forms, may_split
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 
@@ -157,6 +159,19 @@ def test_attention_keeps_nearly_all_in_registers(name, nvrtc):
     for kernel, (registers, stack) in found.items():
         assert registers * 128 * (2 if kernel.startswith("attention_128") else 3) <= 1 << 16
         assert stack <= 96, kernel
+
+
+@pytest.mark.parametrize("name", mark_long([*BY_MMA, "9.0"], {*BY_MMA, "9.0"} - {"8.0", "12.0"}))
+def test_norms_keep_nearly_all_in_registers(name, nvrtc):
+    """As many blocks fit as are launched; with more codes, and few channels, one does."""
+    forms = [(parts, codes) for parts in NORM_PARTS for codes in range(most_codes(128 * parts) + 1)]
+    lines = [f"NORM({parts}, {codes})" for parts, codes in forms]
+    found = read_resources(kernels.compile_source("norm", lines, find_target(name)))
+    for parts, codes in forms:
+        registers, stack = found[f"norm_{parts}_{codes}"]
+        blocks = 1 if parts <= 6 and codes > 1 else NORM_BLOCKS[parts]
+        assert registers <= (1 << 16) // (128 * blocks) // 8 * 8, (parts, codes)
+        assert stack <= 24, (parts, codes)
 
 
 def test_an_old_nvrtc_names_what_it_does_not_compile_for(nvrtc, monkeypatch):
