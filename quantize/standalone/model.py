@@ -82,8 +82,9 @@ class Model:
                 sorted_answers.extend(np.split(found, ends) if self.told["over_tokens"] else found)
 
         for first, last in pairwise(self._split(lengths)):
-            padded = coded.pick(order[first:last]).pad()
-            under_way.append((lengths[first:last], launch(self.infer, self.told, *padded)))
+            part = coded.pick(order[first:last])
+            launched = launch(self.infer, self.told, part.ids, part.types, part.lengths)
+            under_way.append((part.lengths, launched))
             take(1)  # the host prepares one while the device computes another
         take(0)
         made: list[Any] = [None] * len(order)

@@ -19,6 +19,7 @@ Infer = Callable[[Arrays], npt.NDArray[Any]]  # the answers [rows, width], or [r
 Told = Mapping[str, Any]  # model.json
 CPU = Path("/proc/cpuinfo")
 STEP = 16  # tokens: lengths that TensorRT meets are padded to multiples of it
+LENGTH_STEP = 2  # the same of the other runtimes
 
 
 class Launched(Protocol):
@@ -57,17 +58,22 @@ class Flight(NamedTuple):
         return join([made[name] for name in self.outputs]).astype(np.float32, copy=False)
 
 
-def launch(infer: Any, told: Told, ids: Any, types: Any, mask: npt.NDArray[np.bool_]) -> Launched:
-    """Start rows [B, L]: an engine that needs no padding gets their tokens in a line, and computes on."""
+def launch(infer: Any, told: Told, ids: Any, types: Any, lengths: Any) -> Launched:
+    """Start rows of lengths [B] whose tokens stand in a line [T], as an engine without padding takes them."""
     if packed := getattr(infer, "launch", None):
-        return packed(ids[mask], types[mask].astype(np.int32), mask.sum(1))  # type: ignore[no-any-return]
-    tokens = {
-        "input_ids": np.where(mask, ids, told["pad_id"]),
-        "attention_mask": mask,
-        "token_type_ids": np.where(mask, types, 0),
-    }
-    made = infer({name: tokens[name].astype(np.int64) for name in told["inputs"]})
+        return packed(ids, types.astype(np.int32), lengths)  # type: ignore[no-any-return]
+    mask = np.arange(pad_length(int(lengths.max()), told["max_length"])) < lengths[:, None]
+    tokens = {"attention_mask": mask.astype(np.int64)}
+    for name, line, fill in (("input_ids", ids, told["pad_id"]), ("token_type_ids", types, 0)):
+        tokens[name] = np.full(mask.shape, fill, np.int64)
+        tokens[name][mask] = line
+    made = infer({name: tokens[name] for name in told["inputs"]})
     return Done(made[:, : mask.shape[1]][mask] if told["over_tokens"] else made)
+
+
+def pad_length(longest: int, most: int) -> int:
+    """Return the length that a batch is padded to: of few shapes, since a runtime prepares each new one."""
+    return min(-(-longest // LENGTH_STEP) * LENGTH_STEP, most)
 
 
 def open_runtime(name: str, folder: Path, told: Told) -> Infer:

@@ -34,13 +34,6 @@ class Coded(NamedTuple):
         rows, cut = ([part[place] for place in places] for part in (self.rows, self.cut))
         return Coded(self.numbers[order], rows, lengths, cut, self.ids[at], self.types[at])
 
-    def pad(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.bool_]]:
-        """Return ids, types and mask of all rows, [rows, longest]; ids and types behind a row are 0."""
-        mask = np.arange(self.lengths.max()) < self.lengths[:, None]
-        ids, types = np.zeros(mask.shape, np.int32), np.zeros(mask.shape, np.int8)
-        ids[mask], types[mask] = self.ids, self.types
-        return ids, types, mask
-
 
 class Encoder:
     """Encodes samples: texts, pairs of texts, or lists of words. Not for several threads.

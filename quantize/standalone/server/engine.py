@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from ..runtimes import Infer, Launched, launch
+from ..runtimes import Infer, Launched, launch, pad_length
 from .metrics import Counts
 from .slots import RECORD, Array, Board, Slots, read_records, send, split_records
 
 DEPTH = 2  # launches under way: the host prepares one while the device computes the other
 WINDOW = 8  # batches of rows that are sorted by length together, where a batch is padded
-LENGTH_STEP = 2  # tokens that lengths are padded to multiples of, for the same reason
 SHORTER = 0.75  # of the longest row of a batch: such a row begins another
 FEW_ROWS = 8  # are one batch; more are a multiple of it: a runtime prepares each new shape
 LENGTHS = (24, 50, 100, 200, 400)  # tokens of rows that an engine without padding is prepared for
@@ -39,16 +38,20 @@ def split_lengths(lengths: Sequence[int], most: int) -> list[int]:
     return bounds
 
 
+def run_once(infer: Infer, told: Mapping[str, Any], rows: int, length: int) -> Array:
+    ids = np.zeros(rows * length, np.int32)
+    return launch(infer, told, ids, ids, np.full(rows, length, np.int32)).read()
+
+
 def warm_up(infer: Infer, told: Mapping[str, Any], timeout_s: float) -> tuple[int, float, int]:
     """Return the most rows that half of `timeout_s` is enough for, their seconds, and the width."""
     length, fits, slowest, rows = told["max_length"], 0, 0.0, 1
     made = np.empty((1, 1))
     while True:
-        ids = np.zeros((rows, length), np.int32)
         most_s = timeout_s if rows == 1 else timeout_s / 2
         for _ in range(2):  # what is slow once may only be new
             start = time.monotonic()
-            made = launch(infer, told, ids, ids, ids == 0).read()
+            made = run_once(infer, told, rows, length)
             if (seconds := time.monotonic() - start) <= most_s:
                 break
         else:
@@ -75,17 +78,12 @@ def list_packed(longest: int, tokens: int) -> Iterator[tuple[int, int]]:
             rows = min(rows - 1, 31 * rows // 32)
 
 
-def run_packed(infer: Any, rows: int, length: int) -> Array:
-    ids = np.zeros(rows * length, np.int32)
-    return infer.launch(ids, ids, np.full(rows, length, np.int32)).read()  # type: ignore[no-any-return]
-
-
 def warm_up_packed(infer: Any, told: Mapping[str, Any], tokens: int) -> tuple[int, float, int]:
     """Run an engine that needs no padding at the budget of tokens and at one row; returns as `warm_up`."""
     longest, slowest, width = told["max_length"], 0.0, 1
     for rows in (max(1, tokens // longest), 1):
         start = time.monotonic()
-        made = run_packed(infer, rows, longest)
+        made = run_once(infer, told, rows, longest)
         slowest, width = max(slowest, time.monotonic() - start), int(np.prod(made.shape[1:]))
     return tokens, slowest, width * (longest if told["over_tokens"] else 1)
 
@@ -112,7 +110,7 @@ class Worker:
         self.infer, self.told, self.model, self.number = infer, told, model, number
         self.rows, self.tokens, self.slots, self.board, self.counts = rows, tokens, slots, board, counts
         self.pipe, self.fronts, self.awake_s, self.ended = waiting, fronts, awake_s, 0.0
-        self.packed: Any = getattr(infer, "launch", None)
+        self.packed = bool(getattr(infer, "launch", None))
         self.waiting = np.empty(0, RECORD)
         self.sorted = deque[Array]()  # batches of one window
         self.flying = deque[tuple[Array, Launched, float]]()
@@ -126,7 +124,7 @@ class Worker:
             idle = not (len(self.waiting) or self.sorted or self.flying)
             quiet = idle and time.monotonic() < until and not poll.poll(0)
             if quiet and (size := next(self.unprepared, None)):
-                run_packed(self.infer, *size)  # now: with a request it would take the request's time
+                run_once(self.infer, self.told, *size)  # now: with a request it would take the request's time
                 continue
             if poll.poll(None if idle and time.monotonic() > self.ended + self.awake_s else 0):
                 try:
@@ -166,19 +164,14 @@ class Worker:
         now = time.monotonic()
         self.board.busy[self.number] = self.board.busy[self.number] or now
         slots, lengths = records["slot"], self.slots.lengths[records["slot"]]
-        ids, types, total = self.slots.ids, self.slots.types, int(lengths.sum())
-        if packed := self.packed:
-            at, computed = self.slots.places(slots, lengths), total
-            launched: Launched = packed(ids.ravel()[at], types.ravel()[at].astype(np.int32), lengths)
-        else:
-            longest = -(-int(lengths.max()) // LENGTH_STEP) * LENGTH_STEP
-            mask = np.arange(min(longest, self.slots.shape.length)) < lengths[:, None]
-            rows, computed = (slots, slice(mask.shape[1])), mask.size
-            launched = launch(self.infer, self.told, ids[rows], types[rows], mask)
+        at, total, longest = self.slots.places(slots, lengths), int(lengths.sum()), int(lengths.max())
+        ids, types = self.slots.ids.ravel()[at], self.slots.types.ravel()[at]
+        launched = launch(self.infer, self.told, ids, types, lengths)
+        padded = 0 if self.packed else len(lengths) * pad_length(longest, self.told["max_length"]) - total
         self.counts.observe("qdqbench_queue_seconds", self.model, *(now - self.slots.since[slots]).tolist())
         self.counts.observe("qdqbench_batch_rows", self.model, len(records))
         self.counts.add("qdqbench_text_tokens_total", self.model, total)
-        self.counts.add("qdqbench_padding_tokens_total", self.model, computed - total)
+        self.counts.add("qdqbench_padding_tokens_total", self.model, padded)
         self.flying.append((records, launched, now))
 
     def finish(self) -> None:
