@@ -207,7 +207,7 @@ async def ask_at_rate(shared, pinned):
         while due < now:
             if not shared.idle:
                 break
-            shared.idle.pop().ask(due)
+            shared.idle.popleft().ask(due)  # that which waits longest: all connections take part
             due += draw.expovariate(shared.rate)
         await asyncio.sleep(0 if pinned else 0.001)
     while len(shared.idle) < len(shared.open) and time.perf_counter() < shared.end + LAST_S:
@@ -233,7 +233,7 @@ def drive(  # noqa: PLR0917
     together.wait(START_S)  # a process takes its time to start, and the first must not have the server alone
     begun, spent = time.perf_counter(), time.process_time()
     shared.requests, shared.end, shared.open = requests, begun + seconds, set()
-    shared.rate, shared.idle = rate, []
+    shared.rate, shared.idle = rate, deque()
 
     async def main():
         loop = asyncio.get_running_loop()

@@ -26,7 +26,7 @@ from qdqbench.quantize.deployment.predict import predict_files
 from qdqbench.quantize.deployment.predict_options import PredictOptions
 from qdqbench.quantize.utils.system.cpu import usable_cores
 
-CLIENTS, FRONTS, QUEUE = 5, 10, 4096
+CLIENTS, QUEUE = 5, 4096
 RUNS = ("bert-base", "bert-base-embed", "minilm")
 MRPC = 53  # tokens of a text: the mean of its pairs
 ENGINES = [("bert-base", None), ("bert-base", MRPC), ("bert-base", 128), ("bert-base-embed", MRPC)]
@@ -61,10 +61,11 @@ FILES = [("bert-base", 10), ("minilm", 10), ("minilm", 15)]  # run, processes
 
 def start(run, peer=None):
     """Start the server of a run, or a peer, on the first cores: its process, port, and seconds until then."""
-    command = ["qdqbench", "serve", run, "--port", 0, "--no-fp32", "--queue", QUEUE, "--fronts", FRONTS]
+    cores = usable_cores()[: max(2, len(usable_cores()) - CLIENTS)]
+    fronts = len(cores) - 1  # and a core for the engine
+    command = ["qdqbench", "serve", run, "--port", 0, "--no-fp32", "--queue", QUEUE, "--fronts", fronts]
     if peer:
-        command = ["tools.serve_peers", run, peer, QUEUE, FRONTS]
-    cores = usable_cores()[: max(1, len(usable_cores()) - CLIENTS)]
+        command = ["tools.serve_peers", run, peer, QUEUE, fronts]
     command = ["taskset", "-c", ",".join(map(str, cores)), sys.executable, "-m", *command]
     begun = time.perf_counter()
     process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True)

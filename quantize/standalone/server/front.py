@@ -30,6 +30,7 @@ from .settings import ENGINE, FP32, Served, Settings
 from .slots import ENGINE_GONE, RECORD, Array, Board, Slots, read_records, send, split_records
 
 INLINE = 10_000  # characters of a request that are tokenized at once; more would keep other requests waiting
+FASTER = 10  # times, at least, of a faster tokenizer
 MOST_RETRY_S = 60
 SWEEP_S = 0.05
 FAREWELL_S = 0.5  # from the last answers of a front that gives up to its end
@@ -163,7 +164,7 @@ class Front:
         asked = Asked(reply, about, model, path, time.monotonic())
         self.reserved += count
         self.deadlines.append(asked)
-        if about.characters > INLINE:
+        if self._takes_long(about):
             self._encode_slowly(asked)
         else:
             if not self.arrived:
@@ -177,6 +178,14 @@ class Front:
             self._release(asked)
 
     # Tokens
+
+    def _takes_long(self, about: Samples) -> bool:
+        """Return whether other requests would wait for the tokens of this one."""
+        if about.characters <= INLINE or not self.encoder.fast:
+            return about.characters > INLINE
+        plain = self.encoder.fast.find(about.samples).tolist()
+        lengths = zip(about.samples, plain, strict=True)
+        return sum(len(text) / (FASTER if quick else 1) for text, quick in lengths) > INLINE
 
     def _flush(self) -> None:
         batch, self.arrived = [asked for asked in self.arrived if asked.open], []

@@ -19,6 +19,7 @@ from qdqbench.quantize.engine.cuda.runtime import choose_bucket
 from qdqbench.quantize.standalone.fast import FastTokenizer, open_fast
 from qdqbench.quantize.standalone.server import engine, front, http
 from qdqbench.quantize.standalone.server.http import Site
+from qdqbench.quantize.standalone.server.interfaces import Samples
 from qdqbench.quantize.standalone.server.server import Failed, require_short_words
 from qdqbench.quantize.standalone.server.settings import Settings
 from qdqbench.quantize.standalone.server.slots import ENGINE_GONE, RECORD, send
@@ -264,6 +265,16 @@ def test_a_faster_tokenizer_gets_printable_ascii_alone():
         return [[answer["score"] for answer in each[2]["answers"]] for each in made]
 
     assert within(main, fake_served(), fast=Doubled()) == [[2, 1, 32], [15, 1], [24]]
+
+
+@pytest.mark.parametrize("fast", [None, Doubled()])
+def test_long_requests_are_tokenized_beside_others_by_what_takes_them(fast):
+    setup = Setup(fake_served(), Settings())
+    made, read = setup.front(fast=fast), []
+    for texts in (["1" * 10_000], ["1" * 10_001], ["1" * 20_000] * 6, ["1" * 10_000, "\u00e9" * 10_000]):
+        read.append(made._takes_long(Samples(texts, None, characters=sum(map(len, texts)))))
+    setup.close()
+    assert read == ([False, False, True, True] if fast else [False, True, True, True])
 
 
 def test_tokie_gives_the_tokens_of_tokenizers():
