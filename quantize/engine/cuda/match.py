@@ -31,6 +31,7 @@ _CODES = " codes"  # behind the owner of nodes that round its tensor
 # of [batch, length, heads, size]: heads before tokens, and with the last two axes swapped
 _SPLIT, _SPLIT_SWAPPED, _SWAPPED = [0, 2, 1, 3], [0, 2, 3, 1], [0, 1, 3, 2]
 _STEPS: dict[str, plan.StepKind] = {"Tanh": "tanh", "Relu": "relu", "Sigmoid": "sigmoid"}
+_ACTIVATED = {"Gelu", *_STEPS}  # what a LayerNorm of a head reads
 _GELU = (0.5, 1, np.sqrt(2 / np.pi), 0.044715, 3)  # numbers of its approximation by tanh
 _ADDS = 2  # nested, of three tables
 _VIEWS = "query", "key", "value"
@@ -387,7 +388,7 @@ class _Matcher(Cover):
         form: dict[str, Any] = {"weight": kind, "activation": activation, "residual": added, "gated": gated}
         form["center"] = center
         if gated and center:
-            refuse("what is behind a gate is not centered", matmul)
+            refuse("what is behind a gate is not centered", self.index.producers[source], matmul)
         if rotated is None:
             output = self._output(source, wanted, width, module, one=residual is None)
         else:
@@ -414,7 +415,8 @@ class _Matcher(Cover):
     def _gate(self, name: str) -> tuple[plan.Activation, str, list[Any]]:
         """Cover `gelu(half of the channels) * the other`; return the whole, and where halves lie."""
         product = self.take(name, "Mul")
-        gate, activated = sorted(product.input, key=lambda part: self.kind(part) in ("Gelu", "Mul"))
+        kinds = {"Gelu": 0, "Mul": 0, "Slice": 2}  # a gate is the last
+        activated, gate = sorted(product.input, key=lambda part: kinds.get(self.kind(part), 1))
         activation, one = self._gelu(activated)
         slices = [self.take(one, "Slice"), self.take(gate, "Slice")]
         sources = {node.input[0] for node in slices}
@@ -794,7 +796,7 @@ class _Matcher(Cover):
             return _Step(None, self.take(name, "Cast", to=TensorProto.FLOAT).input[0])
         if kind == "Div" and self.kind(self.index.producers[name].input[1]) != "Cast":
             return _Step("normalize", self._normalized(name), of_rows=True)
-        if kind == "LayerNormalization" and self._follows_head(name):
+        if kind == "LayerNormalization" and self.kind(self.index.producers[name].input[0]) in _ACTIVATED:
             norm = self.take(name, "LayerNormalization", free=("epsilon",))
             gamma, beta = (self.constant(norm, position, 1) for position in (1, 2))
             epsilon = float(read_attribute(norm, "epsilon", 1e-5))
@@ -890,18 +892,3 @@ class _Matcher(Cover):
         if not right or self.vector(total) != [1] or self.vector(count) != [1]:
             refuse("expected the mean of the attended tokens", div)
         return str(states)
-
-    def _follows_head(self, name: str) -> bool:
-        """Return whether a LayerNorm is behind a dense step of a head, and not of the encoder."""
-        before = self.index.producers[name].input[0]
-        while self.kind(before) in ("Gelu", *_STEPS):
-            before = self.index.producers[before].input[0]
-        product = self._product(before)
-        if self.kind(before) == "Gemm":
-            return True
-        return (
-            product is not None
-            and self.index.constant(product.input[1]) is not None
-            and before != name
-            and (self.kind(self.index.producers[name].input[0]) in ("Gelu", *_STEPS))
-        )
