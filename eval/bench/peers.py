@@ -4,9 +4,9 @@ Padded: SDPA, CUDA graphs and max-autotune, and TF32 where the engines have it. 
 as the engines do, at fixed shapes too, where it is all ones: without one, transformers makes its own while a
 graph is captured or traced, and SDPA then computes attention in FP32.
 
-Unpadded, the strongest: tokens of all rows lie one after the other, attention takes where each row starts
-(flash-attention's varlen form), and each size of a launch is one CUDA graph. In FP8 its linears are, in E4M3
-with one static scale for an input and one for a weight.
+Unpadded, the strongest: tokens of all rows lie one after the other, and attention takes where each starts. It
+is flash-attention's varlen form, or flex attention where a bias is added. Each size of a launch is one CUDA
+graph. In FP8 its linears are, in E4M3 with one static scale for an input and one for a weight.
 """
 
 import contextlib
@@ -138,11 +138,8 @@ def tf32_allowed() -> Iterator[None]:
 
 
 # RoBERTa's are XLM-R and CamemBERT too
-FAMILIES = ("bert", "roberta", "electra", "distilbert", "albert", "modernbert")
-REFUSED = {
-    "mpnet": "its attention adds a relative bias",
-    "deberta-v2": "its attention adds relative positions",
-}
+FAMILIES = ("bert", "roberta", "electra", "distilbert", "albert", "mpnet", "modernbert")
+REFUSED = {"deberta-v2": "its attention adds relative positions"}
 TOKEN_STEP = 64  # launches are rounded up to it, for tensor cores
 FIRST_FP8 = (8, 9)  # compute capability
 FP8_ROWS = 64  # whose largest inputs of linears are the scales
@@ -247,6 +244,8 @@ class UnpaddedEncoder:
         self.kinds = [*config.layer_types] if rotary else []
         self.window = int(config.local_attention) // 2 if rotary else None
         self.final_norm: Any = getattr(base, "final_norm", torch.nn.Identity())
+        self.bias = _bias_of(base.encoder, config) if family.name == "mpnet" else None
+        self.blocks: Any = _find_blocks
         self.eps = float(_norm(model, family.layer_names(model)[0], [*family.norms][1]).eps)
         self.of_tokens = any("length" in axes for axes in name_outputs(model).values())
         pooling = getattr(config, "classifier_pooling", "cls")  # a ModernBERT's classifier
@@ -258,6 +257,8 @@ class UnpaddedEncoder:
             torch._dynamo.config.recompile_limit = _MOST_SIZES
             self._layer = torch.compile(self._plain, dynamic=False)
             self.turns = self.turns and torch.compile(self.turns, dynamic=False)
+            if self.bias is not None:
+                self.blocks = torch.compile(_find_blocks, dynamic=False)
             self._embed = torch.compile(self._embedded, dynamic=False)
         pooler, activate = getattr(base, "pooler", None), getattr(base, "pooler_activation", None)  # ALBERT's
         self._states: Any = None
@@ -286,10 +287,9 @@ class UnpaddedEncoder:
         ids, positions, types = packed[: 3 * tokens].view(3, tokens)
         starts = packed[3 * tokens :]
         hidden = self._embed(ids[None], positions[None], types[None])[0]
-        for more, weights in zip(self._of_layers(hidden, positions), self.layers, strict=True):
-            hidden = self._layer(
-                hidden, starts, longest, self.heads, self.eps, self.activation, *more, *weights
-            )
+        sizes = starts, longest, self.heads, self.eps, self.activation
+        for more, weights in zip(self._of_layers(hidden, positions, starts), self.layers, strict=True):
+            hidden = self._layer(hidden, *sizes, *weights, **more)
         hidden = self.final_norm(hidden)
         states = self._states = hidden[None] if self.of_tokens else self._reduced(hidden, starts)[:, None]
         ids = torch.zeros(states.shape[:2], dtype=torch.long, device=states.device)
@@ -306,20 +306,26 @@ class UnpaddedEncoder:
         with torch.inference_mode():
             hidden = self._embedded(ids[None], positions[None], types[None])[0]
             sizes = packed[3 * packing.tokens :], packing.longest, self.heads, self.eps, self.activation
-            for more, weights in zip(self._of_layers(hidden, positions), self.layers, strict=True):
+            for more, weights in zip(self._of_layers(hidden, positions, sizes[0]), self.layers, strict=True):
                 seen: list[torch.Tensor] = []
-                hidden = self._plain(hidden, *sizes, *more, *weights, seen=seen)
+                more.pop("blocks", None)  # nothing is compiled here
+                hidden = self._plain(hidden, *sizes, *weights, **more, seen=seen)
                 linears = dict(zip(LINEARS, seen, strict=True))
                 rounded.append([_round(each, linears.get(at)) for at, each in enumerate(weights)])
         self.layers, self.how = rounded, self.how.replace("tokens", "tokens, linears in E4M3")
 
-    def _of_layers(self, hidden: "torch.Tensor", positions: "torch.Tensor") -> list[tuple[Any, ...]]:
-        """Return what rotary layers take: cosine and sine of each token, and their window."""
+    def _of_layers(
+        self, hidden: "torch.Tensor", positions: "torch.Tensor", starts: "torch.Tensor"
+    ) -> list[dict[str, Any]]:
+        """Return what the attention of each layer takes: a bias, or turns of each token and a window."""
+        if self.bias is not None:
+            blocks = self.blocks(starts, len(hidden)) if hidden.is_cuda else None
+            return [{"bias": self.bias, "blocks": blocks} for _ in self.layers]
         if self.turns is None:
-            return [()] * len(self.layers)
+            return [{}] * len(self.layers)
         turns = {kind: self.turns(hidden, positions, kind) for kind in {*self.kinds}}
-        windows = (self.window if kind == "sliding_attention" else None for kind in self.kinds)
-        return [(*turns[kind], window) for kind, window in zip(self.kinds, windows, strict=True)]
+        windows = {"sliding_attention": self.window}
+        return [{"turns": turns[kind], "window": windows.get(kind)} for kind in self.kinds]
 
     @staticmethod
     def feed(packing: Packing) -> list[Int32]:
@@ -369,10 +375,12 @@ def encoder_layer(  # noqa: PLR0913, PLR0917  (torch.compile takes tensors, and 
     activation: Callable[..., Any],
     *weights: Any,  # tensors, and `Scaled` ones
     seen: "list[torch.Tensor] | None" = None,
+    bias: "torch.Tensor | None" = None,
+    blocks: Any = None,
 ) -> "torch.Tensor":
     """Compute a post-norm encoder layer on packed tokens [tokens, hidden]; q, k and v are one product.
 
-    `seen` gets the largest input of each linear.
+    `seen` gets the largest input of each linear. Scores have a `bias` added, if there is one.
     """
     from torch.nn.functional import layer_norm
 
@@ -380,7 +388,7 @@ def encoder_layer(  # noqa: PLR0913, PLR0917  (torch.compile takes tensors, and 
     qkv, qkv_bias, out, out_bias, norm, norm_bias, up, up_bias, down, down_bias, last, last_bias = weights
     tokens, width = hidden.shape
     q, k, v = linear(hidden, qkv, qkv_bias).view(tokens, 3, heads, width // heads).unbind(1)
-    context = packed_attention(q, k, v, starts, longest).reshape(tokens, width)
+    context = packed_attention(q, k, v, starts, longest, bias=bias, blocks=blocks).reshape(tokens, width)
     hidden = layer_norm(hidden + linear(context, out, out_bias), (width,), norm, norm_bias, eps)
     inner = activation(linear(hidden, up, up_bias))
     return layer_norm(hidden + linear(inner, down, down_bias), (width,), last, last_bias, eps)
@@ -393,13 +401,12 @@ def rotary_layer(  # noqa: PLR0913, PLR0917
     heads: int,
     eps: float,
     activation: Callable[..., Any],
-    cos: "torch.Tensor",
-    sin: "torch.Tensor",
-    window: int | None,
     *weights: Any,
+    turns: "tuple[torch.Tensor, torch.Tensor]",
+    window: int | None,
     seen: "list[torch.Tensor] | None" = None,
 ) -> "torch.Tensor":
-    """Compute a ModernBERT layer as `encoder_layer` does; cosine and sine are [tokens, head size]."""
+    """Compute a ModernBERT layer as `encoder_layer` does; `turns` are cosine and sine [tokens, head size]."""
     from torch.nn.functional import layer_norm
 
     linear = partial(_linear, seen)
@@ -407,7 +414,7 @@ def rotary_layer(  # noqa: PLR0913, PLR0917
     tokens, width = hidden.shape
     x = hidden if norm is None else layer_norm(hidden, (width,), norm, norm_bias, eps)
     q, k, v = linear(x, qkv, qkv_bias).view(tokens, 3, heads, width // heads).unbind(1)
-    q, k = (_turn(each, cos, sin) for each in (q, k))
+    q, k = (_turn(each, *turns) for each in (q, k))
     context = packed_attention(q, k, v, starts, longest, window).reshape(tokens, width)
     hidden = hidden + linear(context, out, out_bias)
     one, gate = linear(layer_norm(hidden, (width,), last, last_bias, eps), up, up_bias).chunk(2, dim=-1)
@@ -469,14 +476,28 @@ def packed_attention(  # noqa: PLR0913, PLR0917
     starts: "torch.Tensor",
     longest: int,
     window: int | None = None,
+    *,
+    bias: "torch.Tensor | None" = None,
+    blocks: Any = None,
 ) -> "torch.Tensor":
     """Compute softmax(q k) v [tokens, heads, size] of each row alone; on a CPU row by row, for tests.
 
-    With a `window` a query sees the keys up to so many tokens to each side.
+    With a `window` a query sees the keys up to so many tokens to each side. A `bias` is [heads, 2 span - 1],
+    by distance; flex attention adds it, with the `blocks` of keys that queries see.
     """
     import torch
 
-    if query.is_cuda:
+    span = 0 if bias is None else bias.shape[1] // 2 + 1
+    if bias is not None and blocks is not None:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        def add(score: Any, _: Any, head: Any, i: Any, j: Any) -> Any:
+            return score + bias[head, (j - i).clamp(1 - span, span - 1) + span - 1]
+
+        q, k, v = (each[None].transpose(1, 2) for each in (query, key, value))
+        context = flex_attention(q, k, v, score_mod=add, block_mask=blocks)
+        return context[0].transpose(0, 1)
+    if query.is_cuda and bias is None:
         from torch.nn.attention.varlen import varlen_attn
 
         sides: dict[str, Any] = {} if window is None else {"window_size": (window, window)}
@@ -484,10 +505,37 @@ def packed_attention(  # noqa: PLR0913, PLR0917
     context = torch.zeros_like(query)
     for begin, end in pairwise(starts.tolist()):
         q, k, v = (tensor[begin:end].transpose(0, 1) for tensor in (query, key, value))
-        place = torch.arange(end - begin)
-        near = None if window is None else (place - place[:, None]).abs() <= window
+        place = torch.arange(end - begin, device=query.device)
+        distance = place - place[:, None]
+        added = None if bias is None else bias[:, distance + span - 1]
+        near = added if window is None else distance.abs() <= window
         context[begin:end] = torch.nn.functional.scaled_dot_product_attention(q, k, v, near).transpose(0, 1)
     return context
+
+
+def _bias_of(encoder: Any, config: Any) -> "torch.Tensor":
+    """Return MPNet's bias [heads, 2 span - 1] by the distance from query to key."""
+    import torch
+
+    span = int(config.max_position_embeddings)
+    table = encoder.relative_attention_bias.weight
+    distances = torch.arange(1 - span, span, device=table.device)
+    buckets = encoder.relative_position_bucket(distances, num_buckets=len(table))
+    return cast("torch.Tensor", table[buckets].detach().T.contiguous())
+
+
+def _find_blocks(starts: "torch.Tensor", tokens: int) -> Any:
+    """Return the blocks of keys that queries see: those of their own row."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    places = torch.arange(tokens, device=starts.device, dtype=starts.dtype)
+    rows = torch.searchsorted(starts[1:].contiguous(), places, right=True)
+
+    def own(_: Any, __: Any, i: Any, j: Any) -> Any:
+        return rows[i] == rows[j]
+
+    return create_block_mask(own, None, None, tokens, tokens, device=str(starts.device))
 
 
 def _layer_weights(model: "PreTrainedModel", layer: str) -> "list[torch.Tensor | None]":

@@ -198,7 +198,7 @@ def unpadded(model, batch, launches):
 @pytest.mark.parametrize("launches", [1, 2])
 @pytest.mark.parametrize(
     "model_type",
-    ["bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert", "modernbert"],
+    ["bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert", "mpnet", "modernbert"],
 )
 def test_a_classifier_answers_as_transformers_does(model_type, launches):
     model = new_model(model_type)
@@ -229,10 +229,21 @@ def test_in_fp8_linears_round_their_inputs_and_weights(model_type):
         assert [each.codes.float().abs().max() for each in scaled] == [448] * 4
 
 
-@pytest.mark.parametrize("model_type", ["mpnet", "deberta-v2"])
+@pytest.mark.parametrize("model_type", ["deberta-v2"])
 def test_other_attentions_are_refused_by_name(model_type):
     family = family_of(AutoConfig.for_model(model_type)).name
     assert peers.refusal(model_type, family).startswith(f"no unpadded form for {model_type}: its")
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_adds_the_bias_of_distances_within_rows():
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 256, 2, 16)
+    starts, bias = torch.tensor([0, 9, 10, 130, 130], dtype=torch.int32), torch.randn(2, 255)
+    blocks = peers._find_blocks(starts, 256)
+    found = peers.packed_attention(query, key, value, starts, 120, bias=bias, blocks=blocks)
+    wanted = peers.packed_attention(query, key, value, starts, 120, bias=bias)
+    assert torch.allclose(found[:130], wanted[:130], atol=1e-5)
 
 
 @pytest.mark.parametrize("auto", [AutoModelForTokenClassification, AutoModelForQuestionAnswering])
