@@ -229,6 +229,7 @@ def drive(  # noqa: PLR0917
     """So many connections for so long, in a process of its own; all begin together."""
     if core is not None:
         os.sched_setaffinity(0, [core])
+    random.seed()
     shared = Seen()
     together.wait(START_S)  # a process takes its time to start, and the first must not have the server alone
     begun, spent = time.perf_counter(), time.process_time()
@@ -283,7 +284,7 @@ class Asking:
         Args:
             rate: requests a second, in a Poisson process; 0: each connection asks again once it is answered.
         """
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("fork")  # at once: importing takes longer than a load
         requests, cores, clients = self.requests(count), usable_cores(), min(self.clients, connections)
         shares = [connections // clients + (n < connections % clients) for n in range(clients)]
         before, seconds, asking = cpu_seconds(self.pid), self.seconds, 0.0

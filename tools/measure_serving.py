@@ -33,7 +33,6 @@ ENGINES = [("bert-base", None), ("bert-base", MRPC), ("bert-base", 128), ("bert-
 ENGINES += [("minilm", None), ("minilm", MRPC), ("minilm", 128)]
 LOADS = [  # run, tokens of a text (None: as it is), connections, texts of a request, share of the full rate
     ("bert-base", None, 1, 1, 0.0),
-    ("bert-base", None, 400, 1, 0.0),
     ("bert-base", None, 1000, 1, 0.0),
     ("bert-base", None, 96, 32, 0.0),
     ("bert-base", 128, 96, 32, 0.0),
@@ -56,7 +55,7 @@ PEERS = [  # peer, run, connections and texts of a request; the last one is aske
     ("litserve", "bert-base", [(200, 1), (64, 32)]),
     ("sentence-transformers", "bert-base-embed", []),
 ]
-FILES = [("bert-base", 10), ("minilm", 10), ("minilm", 15)]  # run, processes
+FILES = [("bert-base", 4), ("bert-base", 6), ("minilm", 6)]  # run, processes
 
 
 def start(run, peer=None):

@@ -168,7 +168,7 @@ class Worker:
         ids, types = self.slots.ids.ravel()[at], self.slots.types.ravel()[at]
         launched = launch(self.infer, self.told, ids, types, lengths)
         padded = 0 if self.packed else len(lengths) * pad_length(longest, self.told["max_length"]) - total
-        self.counts.observe("qdqbench_queue_seconds", self.model, *(now - self.slots.since[slots]).tolist())
+        self.counts.observe_all("qdqbench_queue_seconds", self.model, now - self.slots.since[slots])
         self.counts.observe("qdqbench_batch_rows", self.model, len(records))
         self.counts.add("qdqbench_text_tokens_total", self.model, total)
         self.counts.add("qdqbench_padding_tokens_total", self.model, padded)

@@ -5,6 +5,9 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 ROWS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0)
 STATUSES = ("200", "400", "404", "405", "408", "413", "415", "421", "422", "500", "503")
@@ -96,8 +99,13 @@ class Counts:
     def set(self, name: str, value: str, number: float) -> None:
         self._row[self._places[name, value]] = number
 
-    def observe(self, name: str, value: str, *numbers: float) -> None:
+    def observe(self, name: str, value: str, number: float) -> None:
         at, buckets, row = self._places[name, value], self._buckets[name], self._row
-        for number in numbers:
-            row[at + bisect_left(buckets, number)] += 1
-        row[at + len(buckets) + 1] += sum(numbers)
+        row[at + bisect_left(buckets, number)] += 1
+        row[at + len(buckets) + 1] += number
+
+    def observe_all(self, name: str, value: str, numbers: npt.NDArray[np.float64]) -> None:
+        at, buckets, row = self._places[name, value], self._buckets[name], self._row
+        for place, count in enumerate(np.bincount(np.searchsorted(buckets, numbers)).tolist()):
+            row[at + place] += count
+        row[at + len(buckets) + 1] += float(numbers.sum())
