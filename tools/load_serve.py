@@ -447,7 +447,10 @@ def engine_rates(run, kinds, seconds):
         coded = model.encoder.code(texts * max(1, 8192 // len(texts)))
         if not model.packs:
             coded = coded.pick(np.arange(min(len(coded.lengths), 512)))
-        batches = split_packed(coded) if model.packs else [coded]
+        batches = [coded]
+        if model.packs:
+            parts = [coded.pick(np.arange(*part)) for part in itertools.pairwise(model.split(coded.lengths))]
+            batches = [(part.ids, part.types.astype(np.int32), part.lengths) for part in parts]
         for _ in range(2):  # the first time prepares
             count, begun, before, under_way = 0, time.perf_counter(), time.process_time(), deque()
             for batch in itertools.cycle(batches):
@@ -463,18 +466,6 @@ def engine_rates(run, kinds, seconds):
             spent, duration = time.process_time() - before, time.perf_counter() - begun
         rates.append((count / duration, 1e6 * spent / count))
     return rates
-
-
-def split_packed(coded):
-    """Ids, types and lengths of batches of a server's budget of tokens."""
-    from qdqbench.quantize.standalone.model import PACKED_TOKENS
-
-    ends, made = coded.lengths.cumsum(), []
-    for place in range(ends[-1] // PACKED_TOKENS):
-        rows = np.flatnonzero(ends // PACKED_TOKENS == place)
-        part = coded.pick(rows)
-        made.append((part.ids, part.types.astype(np.int32), part.lengths))
-    return made
 
 
 def lengthen(texts, tokens, tokenizer):

@@ -81,7 +81,7 @@ class Model:
                 ends = part.cumsum()[:-1]
                 sorted_answers.extend(np.split(found, ends) if self.told["over_tokens"] else found)
 
-        for first, last in pairwise(self._split(lengths)):
+        for first, last in pairwise(self.split(lengths)):
             part = coded.pick(order[first:last])
             launched = launch(self.infer, self.told, part.ids, part.types, part.lengths)
             under_way.append((part.lengths, launched))
@@ -92,12 +92,15 @@ class Model:
             made[place] = answers
         return made
 
-    def _split(self, lengths: npt.NDArray[Any]) -> list[int]:
+    def split(self, lengths: npt.NDArray[Any]) -> list[int]:
         """Return where batches begin, and the end: by tokens where rows are not padded."""
-        if self.packs:
-            batch = (lengths.cumsum() - lengths) // PACKED_TOKENS
-            return [0, *(np.flatnonzero(np.diff(batch)) + 1).tolist(), len(lengths)]
-        return [*range(0, len(lengths), self.batch), len(lengths)]
+        if not self.packs:
+            return [*range(0, len(lengths), self.batch), len(lengths)]
+        ends, bounds = lengths.cumsum(), [0]
+        while (start := bounds[-1]) < len(lengths):
+            most = ends[start] - lengths[start] + PACKED_TOKENS
+            bounds.append(max(start + 1, int(np.searchsorted(ends, most, "right"))))
+        return bounds
 
     def main(self) -> None:
         """Answer the texts of the command line, or else the lines of standard input; a line of JSON each."""

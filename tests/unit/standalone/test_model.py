@@ -1,5 +1,7 @@
 """Rows in batches: padded or packed, each answer is that of its own text."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -56,3 +58,15 @@ def test_rows_of_both_tokenizers_keep_their_order():
     opened = Model(fake_told(), Tokenizer.from_str(digits()), Engine(), fast=Doubled())
     scores = [each["score"] for each in opened.predict(["1", "1\u00e9", "31", "\u00e914", "5"])]
     assert scores == [2, 1, 32, 14, 5]
+
+
+@given(lengths=st.lists(st.integers(1, 50), max_size=40))
+def test_batches_without_padding_hold_no_more_than_their_budget(lengths):
+    opened, budget = Model(fake_told(), Tokenizer.from_str(digits()), Packing()), 60
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(model, "PACKED_TOKENS", budget)
+        bounds = opened.split(np.array(lengths, np.int32))
+    sizes = [sum(lengths[first:last]) for first, last in pairwise(bounds)]
+    assert (bounds[0], bounds[-1]) == (0, len(lengths))
+    assert all(0 < size <= budget for size in sizes)
+    assert all(size + lengths[last] > budget for size, last in zip(sizes, bounds[1:-1], strict=False))
