@@ -126,7 +126,7 @@ class Worker:
             if quiet and (size := next(self.unprepared, None)):
                 run_once(self.infer, self.told, *size)  # now: with a request it would take the request's time
                 continue
-            if poll.poll(None if idle and time.monotonic() > self.ended + self.awake_s else 0):
+            if poll.poll(self.patience() if idle else 0):
                 try:
                     self.receive()
                 except EOFError:
@@ -135,6 +135,10 @@ class Worker:
                 self.begin()
             elif self.flying and (len(self.flying) == DEPTH or self.flying[0][1].query()):
                 self.finish()
+
+    def patience(self) -> int | None:
+        """Return how long an idle engine sleeps; None: until there are rows."""
+        return None if time.monotonic() > self.ended + self.awake_s else 0
 
     def receive(self) -> None:
         self.waiting = np.concatenate([self.waiting, read_records(self.pipe)])

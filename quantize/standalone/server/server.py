@@ -214,9 +214,7 @@ class Supervisor:
         """Start a process."""
         ours, theirs = self.context.Pipe()
         shared, cores = self.shared, sorted(os.sched_getaffinity(0))
-        own = cores[: shared.models.count(ENGINE)] if shared.served.gpus else []
-        if len(cores) < shared.fronts + len(shared.models):  # others would wait for an engine that is awake
-            own = []
+        own = keep_cores(cores, shared.fronts, shared.models) if shared.served.gpus else []
         target: Callable[..., None] = run_engine
         given: tuple[Any, ...]
         if kind == "front":  # which opens no model, and need not import what opens them
@@ -347,6 +345,11 @@ class Supervisor:
         for child in self.children:
             child.process.kill()
             child.process.join()
+
+
+def keep_cores(cores: Sequence[int], fronts: int, models: Sequence[str]) -> Sequence[int]:
+    """Return the cores that engines keep: none where a front would have to wait for one that is awake."""
+    return cores[: models.count(ENGINE)] if len(cores) >= fronts + len(models) else []
 
 
 def serve(served: Served, settings: Settings, announce: Callable[[str, bool], None]) -> None:

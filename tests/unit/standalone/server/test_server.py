@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from qdqbench.quantize.standalone.server import http, server
+from qdqbench.quantize.standalone.server.engine import Worker
 from qdqbench.quantize.standalone.server.server import Failed
 from qdqbench.quantize.standalone.server.settings import Settings
 from qdqbench.quantize.standalone.server.slots import make_memory
@@ -229,3 +230,17 @@ def test_a_signal_at_any_moment_of_the_start_ends_it():
     with ThreadPoolExecutor(2) as pool:
         taken = list(pool.map(end_by_signal, numbers, draws))
     assert max(taken) < 15, [(*each, took) for *each, took in zip(numbers, draws, taken, strict=True)]
+
+
+def test_an_engine_keeps_a_core_only_where_each_process_has_one():
+    models = ("engine", "engine", "fp32")
+    assert server.keep_cores(range(16), 13, models) == range(2)
+    assert list(server.keep_cores(range(16), 14, models)) == []
+
+
+def test_an_engine_with_a_core_of_its_own_sleeps_only_after_a_while():
+    worker = object.__new__(Worker)
+    worker.ended, worker.awake_s = time.monotonic(), 60.0
+    assert worker.patience() == 0
+    worker.awake_s = 0.0
+    assert worker.patience() is None
