@@ -82,8 +82,8 @@ def start_bench(target: str | Path | None, options: BenchOptions) -> tuple[Bench
     if cpu := options.cpu or preferred_backend(choice) in CPU_BACKENDS:
         own_backend(choice)
     backend = ("", "") if cpu else require_gpu(choice)
-    if options.extra_recipe and (path or cpu):
-        raise UserError("--extra-recipe belongs to --model on a GPU: other recipes of the model measured")
+    if options.extra_recipe and path:
+        raise UserError("--extra-recipe belongs to --model: other recipes of the model measured")
     if cpu and options.build_only:
         raise UserError("--build-only belongs to a bench on a GPU")
     known = dict.fromkeys([*(system.name for system in TABLE), *TENSORRT_SYSTEMS])

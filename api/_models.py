@@ -26,6 +26,7 @@ from qdqbench.quantize.calibration.record import (
 from qdqbench.quantize.calibration.techniques import channel_splitting
 from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSplit
 from qdqbench.quantize.engine.backend import gpu_backend
+from qdqbench.quantize.engine.target import choose_target
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.lint.check import CheckReport, check_file
 from qdqbench.quantize.lint.inspect_target import find_checked_graph, recipe_modules
@@ -331,7 +332,7 @@ def quantize(
     sizes = {"input_ids": int(embeddings.num_embeddings)}
     if "token_type_ids" in plan.family.inputs:
         sizes["token_type_ids"] = model.config.type_vocab_size
-    settings = chosen.engine_calibration.model_copy(update={"split": "memory"})
+    settings = chosen.calibration_for(choose_target(chosen).backend).model_copy(update={"split": "memory"})
     batches = Batches(list_samples(samples), settings.batch_size, longest, sizes)
     with displayed(progress):
         reporter().begin("calibrating")

@@ -525,7 +525,7 @@ class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
     )
     recipe: str | None = field(f"With --model: name or YAML file (default: {DEFAULT_RECIPE}).", default=None)
     extra_recipe: list[str] | None = field(
-        "With --model on a GPU: also measure this recipe; repeatable.", default=None
+        "With --model: also measure this recipe; repeatable.", default=None
     )
     batch: list[PositiveInt] | None = field(
         "Batch size; repeatable (default: 1, 8, 32, 128; on a CPU 1, 8).", default=None

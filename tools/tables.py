@@ -19,7 +19,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -200,7 +200,8 @@ def read_data(folder: Path) -> Data:
 
 
 def _calibrated_for(run: Record) -> str:
-    return "cuda" if run.engine and run.engine.backend == "cuda" else "others"
+    backend = run.engine.backend if run.engine else ""
+    return backend if backend in ("cuda", "openvino") else "others"
 
 
 def measurement(record: Any) -> tuple[Any, ...]:
@@ -273,7 +274,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe's settings, with what its rules do to each linear: older results have no roles."""
     family = family_named(recipe.model.family)
     linears = {f"{family.layers}.0.{path}": ModuleInfo("Linear") for path in family.linears}
-    recipe = recipe.model_copy(update={"calibration": recipe.engine_calibration})
+    recipe = recipe.model_copy(update={"calibration": recipe.calibration_for(recipe.engine.backend)})
     rules: dict[str, dict[str, Any]] = {}
     for rule in recipe.rules:
         fields = rule.model_dump(mode="json", exclude_none=True, exclude={"match", "role", "type"})
@@ -478,27 +479,26 @@ def _beside_unpadded(data: Data, own: str, *others: tuple[str, str]) -> str:
     return table([*header, *(f"INT8 over {name}" for name in precisions)], rows)
 
 
-def cpu_table(data: Data) -> str:
-    """INT8 on a CPU over the fastest without INT8, and over NNCF's engine."""
+CPU_OTHERS = {"NNCF's INT8": "nncf-openvino", "dynamic INT8": "dynamic-onnxruntime"}
+
+
+def cpu_table(data: Data, *, amx: bool) -> str:
+    """INT8 on CPUs with or without AMX over the fastest without INT8, and over INT8 by others."""
     rows = []
-    for bench in (bench for bench in data.benches if bench.device == "cpu"):
+    for bench in data.benches:
+        if bench.cpu is None or ("amx_int8" in bench.cpu.features) != amx:
+            continue
         names = {system.name: system.label for system in bench.systems}
         for cell in bench.configs:
-            best, nncf = over_fastest(bench.systems, cell, "int8"), speedup_of(cell, "int8", "nncf-openvino")
+            best = over_fastest(bench.systems, cell, "int8")
             shape = f"{cell.batch} x {cell.length or label(bench.settings.dataset or '')}"
             if best is not None:
                 time, over = figures.latency(best.system_ms), names[best.baseline]
-                ratios = _ratio(best, interval=True), _ratio(nncf, interval=True)
+                others = (speedup_of(cell, "int8", name) for name in CPU_OTHERS.values())
+                ratios = [_ratio(ratio, interval=True) for ratio in (best, *others)]
                 rows.append([bench.target.name, shape, time, over, *ratios])
-    header = [
-        "model",
-        "batch x tokens",
-        "INT8, ms",
-        "fastest without INT8",
-        "INT8 over it",
-        "INT8 over NNCF's INT8",
-    ]
-    return table(header, rows)
+    header = ["model", "batch x tokens", "INT8, ms", "fastest without INT8", "over it"]
+    return table([*header, *(f"over {other}" for other in CPU_OTHERS)], rows)
 
 
 def cost_table(data: Data) -> str:
@@ -852,7 +852,7 @@ FIGURES: dict[str, Callable[[Data], str]] = {
     "lengths": lengths_table,
     "fp8": fp8_table,
     "portable": portable_table,
-    "cpu": cpu_table,
+    "cpu": partial(cpu_table, amx=False),
     "cost": cost_table,
     "recipes": recipes_table,
     "recipes-words": recipes_words,

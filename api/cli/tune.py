@@ -83,7 +83,7 @@ def compare_calibration(recipe: str | None, options: CalibrationOptions) -> Answ
     config = options.config(options.find_recipe(recipe).ptq)
     named, smooths = options.method or (), options.smoothing or ()
     # a wrong name fails before anything is loaded
-    compared.list_sections(config.recipe.engine_calibration, named, smooths)
+    compared.list_sections(config.recipe.calibration, named, smooths)
     compared.require_quantized(config.recipe)
     measured = partial(compared.CalibrationMeasurement, methods=named, smooths=smooths)
     return _measure("methods", config, options, measured, compared.calibration_report)

@@ -67,21 +67,22 @@ def prepare_on_cpu(here: systems.Preparation) -> list[systems.Entry]:
 
 
 def _int8_runs(here: systems.Preparation, system: systems.System) -> CpuRuns:
-    session, config, backend = here.target.session, here.config, cast("BackendName", system.library)
+    target, config = here.target.extra.get(system.recipe, here.target), here.config
+    session, backend = target.session, cast("BackendName", system.library)
     if here.options.quick:
         engine = outcomes.read_built(session.folder)
         assert isinstance(engine, EngineResult)  # else there is no quick bench
         compute, path = session.target.compute, outcomes.engine_file(session.folder, engine)
         lanes = _compiled_lanes(here, backend, path.read_bytes(), compute, blob=True)
         return CpuRuns(lanes, f"engine of the run, {compute.upper()} where not INT8", engine)
-    graph = here.target.int8_graph(backend)
+    graph = target.int8_graph(backend)
     shape = config.split.task if config.split else f"s{config.length}"
-    path = here.folder / f"int8.{backend}.b{config.batch}.{shape}.engine"
+    path = session.folder / "bench" / f"int8.{backend}.b{config.batch}.{shape}.engine"
     if not here.options.keep_engines:
         for file in (path, sidecar_path(path), path.with_suffix(".layers.json")):
             here.stack.callback(file.unlink, missing_ok=True)
     compute = cpu_runtimes.choose_compute(backend, find_cpu(), session.recipe.precision.compute)
-    profiles = systems.profiles_of(here.target, here.options.engine_shapes, config)
+    profiles = systems.profiles_of(target, here.options.engine_shapes, config)
     built = measure.build_ready(measure.ReadyGraph.of(graph, session.plan), path, backend, profiles, compute)
     lanes = _compiled_lanes(here, backend, path.read_bytes(), compute, blob=True)
     return CpuRuns(lanes, f"{compute.upper()} where not INT8", built)

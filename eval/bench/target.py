@@ -211,7 +211,7 @@ def _calibrate(session: Session, *, longest: int) -> list[Path]:
     model, recipe = placed(session.new_int8_model()), session.recipe
     length = min(max(recipe.export.max_length, longest), session.plan.family.positions(model.config))
     batches = session_sets(session, RANDOM_BATCH, length, RANDOM_SAMPLES // RANDOM_BATCH)
-    settings = recipe.engine_calibration.model_copy(update={"bias_correction": False})
+    settings = session.calibration.model_copy(update={"bias_correction": False})
     record = ptq.calibrate(model, session.plan, batches, settings)
     record.data |= {"source": "random token ids", "split": "none"}
     path = session.folder / "calibration.json"

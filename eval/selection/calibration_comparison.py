@@ -181,7 +181,7 @@ class CalibrationCase:
 
 def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str]) -> list[CalibrationCase]:
     recipe = session.recipe
-    sections = list_sections(recipe.engine_calibration, methods, smooths)
+    sections = list_sections(session.calibration, methods, smooths)
     require_quantized(recipe)
     model = session.fp32_model
     modules, prefix = module_table(model), model.base_model_prefix

@@ -185,7 +185,7 @@ def embedded(session: Session) -> list[Path]:
 
 
 def quantize_stage(session: Session) -> list[Path]:
-    settings, path = session.recipe.engine_calibration, session.folder / "calibration.json"
+    settings, path = session.calibration, session.folder / "calibration.json"
     if session.config.calibrated:
         record = read_record(Path(session.model_name) / path.name)
         session.notes += record.notes
@@ -339,7 +339,7 @@ def _placement(session: Session) -> Any:
 
 
 def _calibration(session: Session) -> Any:
-    settings = session.recipe.engine_calibration
+    settings = session.calibration
     if session.config.calibrated:  # the record is hashed with the model
         return _placement(session)
     data = source_fingerprint(session.config.task, session.data_source, settings.split)

@@ -23,6 +23,7 @@ from qdqbench.quantize.models.load import (
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
+from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.data.encode import CalibrationBatches, encode
 from qdqbench.quantize.tasks.data.load import load_split, require_order
 from qdqbench.quantize.tasks.data.splits import Split, has_only_texts, read_split
@@ -108,6 +109,11 @@ class Session:
     @functools.cached_property
     def target(self) -> EngineTarget:
         return choose_target(self.recipe)
+
+    @property
+    def calibration(self) -> Calibration:
+        """Return the recipe's calibration section, for this engine's backend."""
+        return self.recipe.calibration_for(self.target.backend)
 
     @property
     def model_name(self) -> str:

@@ -100,13 +100,12 @@ class Recipe(Frozen):
     def int8_residual(self) -> bool:
         return self.residual == "int8" or self._asks_int8("Residual")
 
-    @property
-    def engine_calibration(self) -> sections.Calibration:
-        """Return the calibration section without what is `auto` by backend: cuda has all of it at no cost."""
-        section, cuda = self.calibration, self.engine.backend == "cuda"
+    def calibration_for(self, backend: str) -> sections.Calibration:
+        """Return the calibration section with what `auto` means for a backend."""
+        section, cuda = self.calibration, backend == "cuda"
         changes: dict[str, Any] = {}
         if section.centering == "auto":
-            changes["centering"] = cuda and not section.amax
+            changes["centering"] = backend in ("cuda", "openvino") and not section.amax
         if section.softmax_scale == "auto" and cuda and self.int8_attention:
             changes["softmax_scale"] = "row-max"
         return section.model_copy(update=changes)

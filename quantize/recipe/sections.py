@@ -260,7 +260,7 @@ class Calibration(Frozen):
     centering: bool | Literal["auto"] = field(
         "Move the middles of one-sided ranges to zero: of LayerNorm channels by biases, and of what the "
         "second feed-forward linear reads by a constant that is subtracted before its Q. auto: true for "
-        "backend cuda unless `amax` is given, else false.",
+        "backends cuda and openvino unless `amax` is given, else false.",
         default="auto",
     )
     bias_correction: bool = field(

@@ -37,9 +37,7 @@ def batch_for(graph: onnx.ModelProto, lengths: tuple[int, ...] = (9, 4, 16), see
 
 def export(model: Any, recipe: Recipe, outputs: Any = LOGITS) -> onnx.ModelProto:
     """Quantize a model for backend cuda, and export it as the CPU runtimes get it."""
-    engine = recipe.engine.model_copy(update={"backend": "cuda"})
-    section = recipe.model_copy(update={"engine": engine}).engine_calibration
-    recipe = recipe.model_copy(update={"calibration": section})
+    recipe = recipe.model_copy(update={"calibration": recipe.calibration_for("cuda")})
     if recipe.export.gelu == "tanh":
         use_tanh_gelu(model, "tiny")
     quantized = tiny.calibrate_model(model, recipe)

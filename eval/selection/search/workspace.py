@@ -229,7 +229,7 @@ Measure = Callable[[Recipe, Plan], Speedup | None]  # None where the INT8 share 
 def plan_key(recipe: Recipe, plan: Plan) -> str:
     """Return the same key for recipes that make the same engine with the same scales."""
     scaling = {name: asdict(plan.scaling_of(name)) for name in (*plan.int8, *plan.attention)}
-    calibration = recipe.engine_calibration.model_dump(exclude={"method", "weights_method", "smoothing"})
+    calibration = recipe.calibration.model_dump(exclude={"method", "weights_method", "smoothing"})
     parts = [
         dict(sorted(plan.int8.items())),
         sorted(plan.attention),
@@ -354,7 +354,7 @@ class Workspace:
         report_phase("calibrating")
         session = self._session_of(recipe)
         model = placed(session.new_int8_model())
-        record = ptq.calibrate(model, plan, session.calibration_batches(), recipe.engine_calibration)
+        record = ptq.calibrate(model, plan, session.calibration_batches(), session.calibration)
         write_record(path, record)
         return record
 

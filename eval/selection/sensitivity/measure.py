@@ -358,7 +358,8 @@ class Measurement:
         with watch_norms(model, recipe.calibration) as norms:
             # a correction depends on everything that is in INT8, so it cannot be switched with its linear
             attended = recipe.model_copy(update={"attention": "int8"})  # a candidate, whatever the recipe has
-            settings = attended.engine_calibration.model_copy(update={"bias_correction": False})
+            settings = attended.calibration_for(session.target.backend)
+            settings = settings.model_copy(update={"bias_correction": False})
             ptq.calibrate(model, self.found.plan, session.calibration_batches(), settings)
             switches = QuantizerToggles(model, self.found.plan, norms())
         encoded = self.trials.draw

@@ -14,20 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qdqbench.quantize.recipe.schema import adapt_recipe, load_recipe
+from qdqbench.quantize.recipe.schema import load_recipe
 
 from ...support.tiny_bert import calibrate, new_bert, write_tiny_bert
 
 FILE = Path(__file__).parents[3] / "docs" / "measured" / "calibration.json"
 TOLERANCE = {"corrected": 0.5}  # relative: whether one helps differs between machines where it hardly does
 RECIPES = ("attention", "ffn", "linears", "linears-per-tensor", "residual", "residual-fused")
-BACKENDS = {"cuda": "cuda", "others": "openvino"}
+BACKENDS = {"cuda": "cuda", "openvino": "openvino", "others": "tensorrt_rtx"}
 
 
 def summarize(folder: Path, name: str, backend: str) -> dict[str, float]:
     """Return sums over what calibration of a recipe gives, which rounding of FP32 hardly moves."""
-    recipe = adapt_recipe(load_recipe(f"bert-int8-{name}"), backend=backend)
-    record = calibrate(folder, recipe.model_copy(update={"calibration": recipe.engine_calibration})).record
+    recipe = load_recipe(f"bert-int8-{name}")
+    section = recipe.calibration_for(backend)
+    record = calibrate(folder, recipe.model_copy(update={"calibration": section})).record
     amax = np.concatenate([np.atleast_1d(state.amax) for state in record.quantizers.values()])
     return {
         "amax": float(np.log2(amax).sum()),

@@ -14,7 +14,7 @@ from qdqbench import _bench as api_bench
 from qdqbench.cli.app import app
 from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench import target as bench_target
-from qdqbench.eval.bench.results import BenchTarget, read_bench, row_of
+from qdqbench.eval.bench.results import BenchTarget, headline_of, read_bench, row_of, speedup_of
 from qdqbench.eval.bench.systems import Config, profiles_of
 from qdqbench.quantize.calibration.record import read_record, write_record
 from qdqbench.quantize.engine import backend
@@ -53,8 +53,23 @@ def measured(tiny_bert, tmp_path_factory):
     """A folder in which a tiny model was measured."""
     folder = tmp_path_factory.mktemp("bench") / "out"
     real = ("--dataset", "sst2", "--dataset-batch", 8, "--data", write_texts(folder.parent / "data"))
-    outcome = invoke("bench", "--model", tiny_bert, "--out", folder, "--json", *QUICK, *real)
+    other = folder.parent / "uncentered.yaml"
+    recipe = load_recipe("bert-int8-linears").model_dump(mode="json") | {"name": "uncentered"}
+    recipe["calibration"]["centering"] = False
+    other.write_text(json.dumps(recipe))
+    extra = ("--extra-recipe", other)
+    outcome = invoke("bench", "--model", tiny_bert, "--out", folder, "--json", *QUICK, *real, *extra)
     return folder, outcome
+
+
+def test_another_recipe_is_timed_next_to_the_first_on_a_cpu_too(measured):
+    bench = read_bench(measured[0] / "bench.json")
+    system = next(each for each in bench.systems if each.name == "int8-uncentered")
+    assert system.recipe["calibration"]["centering"] is False
+    assert bench.recipe["calibration"]["centering"] == "auto"
+    for cell in bench.configs:
+        assert speedup_of(cell, "int8", "int8-uncentered").cpu is not None
+        assert headline_of(bench.systems, cell).system == "int8"
 
 
 def invoke(*arguments):
@@ -117,7 +132,6 @@ def test_no_gpu_is_a_missing_device_before_anything_is_exported(tiny_bert, tmp_p
         (["run", "--set", "gate.max_drop=1"], "--set belongs to --model; run has its own, and its engine is"),
         (["run", "--pooling", "mean"], "--pooling belongs to --model; run has its own"),
         (["--model", "bert-base", "--normalize"], "--normalize belongs to --pooling"),
-        (["--model", "bert-base", "--cpu", "--extra-recipe", "bert-fp16"], "--extra-recipe belongs to"),
         (["--model", "bert-base", "--cpu", "--exclude", "mine"], "--exclude mine: no system is called that"),
         (["--model", "bert-base", "--cpu", "--build-only"], "--build-only belongs to a bench on a GPU"),
         (["--model", "x", "--compile-seconds", "0"], "--compile-seconds 0.0: should be greater than 0"),

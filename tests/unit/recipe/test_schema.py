@@ -361,7 +361,10 @@ def test_random_values_are_a_recipe_or_a_user_error(changes):
         ("cuda", "bert-int8-attention", {"softmax_scale": "min-error"}, "min-error", True),
         ("cuda", "bert-int8-attention", {"centering": False}, "row-max", False),
         ("tensorrt_rtx", "bert-int8-attention", {}, "auto", False),
-        ("openvino", "bert-int8-linears", {"centering": True}, "auto", True),
+        ("openvino", "bert-int8-linears", {}, "auto", True),
+        ("openvino", "bert-int8-linears", {"centering": False}, "auto", False),
+        ("onnxruntime", "bert-int8-attention", {}, "auto", False),
+        ("tensorrt_rtx", "bert-int8-linears", {"centering": True}, "auto", True),
         (
             "cuda",
             "bert-int8-linears",
@@ -373,6 +376,6 @@ def test_random_values_are_a_recipe_or_a_user_error(changes):
 )
 def test_what_auto_means_follows_the_backend(backend, recipe, changes, softmax, centering):
     data = schema.load_recipe(recipe).model_dump(mode="json")
-    data["engine"]["backend"], data["calibration"] = backend, data["calibration"] | changes
-    section = schema.Recipe.model_validate(data).engine_calibration
+    data["calibration"] |= changes
+    section = schema.Recipe.model_validate(data).calibration_for(backend)
     assert (section.softmax_scale, section.centering) == (softmax, centering)
