@@ -112,7 +112,7 @@ def make_gemm(k, n, activation, residual, output):
     rows = 2 * n if gated else n
     tensors = {name: Tensor(kind=kind, width=k if name in "xa" else n) for name, kind in kinds.items()}
     other = {"fp16": "r", "int8": "b"}.get(residual)
-    center = 0.3 if activation and output == "int8" and not gated else 0.0
+    center = 0.3 if activation and output == "int8" else 0.0
     head = next(size for size in (64, 32, 16) if n % (3 * size) == 0) if rotary else None
     form = {"activation": activation, "residual": other, "center": center, "gated": gated, "rotary": head}
     gemm = Linear(name="g", input="a", weight="int8", output="y", **form)

@@ -159,14 +159,12 @@ def _has_sound_numbers(operation: Operation, plan: Plan) -> bool:
             positive = [operation.score_scale, operation.probability_multiplier]
             if operation.row_max and round(operation.probability_multiplier or 0, 3) != ROW_MAX_CODE:
                 return False
-        case Linear() if (operation.gated and operation.activation is None) or (
-            operation.rotary and (operation.activation or operation.residual)
+        case Linear() if (operation.gated and (operation.activation is None or operation.residual)) or (
+            operation.rotary and (operation.activation or operation.residual or operation.gated)
         ):
             return False
-        case Linear() if (
-            operation.gated or operation.activation is None or plan.tensors[operation.output].kind == "fp16"
-        ):
-            return operation.center == 0 and not (operation.gated and operation.residual)
+        case Linear() if operation.activation is None or plan.tensors[operation.output].kind == "fp16":
+            return operation.center == 0
         case Linear():
             return abs(operation.center) <= LARGEST
         case Head():

@@ -52,7 +52,7 @@ class Cover:
         self.order = {name: number for number, name in enumerate(names)}
         self.owner, self.node_owner = SHARED, dict[str, str]()  # of nodes, by their first outputs
         self.shaped: dict[str, str] = {}  # tensors whose shape is read, and a node that reads it
-        self.channels: dict[str, int] = {}  # of tensors whose last axis is read
+        self.shapes: dict[str, list[Any]] = {}  # of tensors that are no [batch, length, width]
         self._sizes_of: dict[str, list[Any]] = {}
         if not OLDEST <= self.opset <= onnx.defs.onnx_opset_version() or len(self.order) < len(names):
             raise UserError(f"backend cuda takes valid ONNX of opset {OLDEST} or newer, not {self.opset}")
@@ -133,8 +133,8 @@ class Cover:
     def _compute_sizes(self, name: str) -> Any:  # noqa: PLR0911, PLR0912
         node = self.take(name, *_OF_SHAPES, free=("axis", "value", "to"), shared=True)
         first = node.input[0]
-        if node.op_type == "Shape" and first in self.channels:
-            return ["batch", "length", "heads", self.channels[first]]
+        if node.op_type == "Shape" and first in self.shapes:
+            return self.shapes[first]
         if node.op_type == "Shape" and self.kind(first) not in ("Concat", "Reshape"):  # of no shape itself
             while self.kind(first) == "Cast":
                 first = self.take(first, "Cast", free=("to",), shared=True).input[0]

@@ -387,8 +387,6 @@ class _Matcher(Cover):
         center = sum((center for center, *_ in wanted.codes), 0.0)  # of one, or all are 0
         form: dict[str, Any] = {"weight": kind, "activation": activation, "residual": added, "gated": gated}
         form["center"] = center
-        if gated and center:
-            refuse("what is behind a gate is not centered", self.index.producers[source], matmul)
         if rotated is None:
             output = self._output(source, wanted, width, module, one=residual is None)
         else:
@@ -423,7 +421,7 @@ class _Matcher(Cover):
         if len(sources) > 1 or any(self.vector(node, 3) not in ([-1], [2]) for node in slices):
             refuse("expected halves of the channels", *slices)
         source = sources.pop()
-        self.channels[source] = self._count_channels(source)
+        self.shapes[source] = ["batch", "length", self._count_channels(source)]
         steps = [self.vector(node, 4) for node in slices if len(node.input) > 4]
         if any(step != [1] for step in steps):
             refuse("expected halves of the channels", *slices)
@@ -709,7 +707,7 @@ class _Matcher(Cover):
         plus, x = self.take(halves.input[1], "Slice"), straight.input[0]
         (one, cos), (other, sin) = (self._angle(node.input[1]) for node in (straight, crossed))
         size = 2 * len(one)
-        self.channels[x] = size
+        self.shapes[x] = ["batch", "heads", "length", size]
         ends = [self.sizes(minus.input[1]), *(self.sizes(end) for end in plus.input[1:3])]
         axes, steps = ([self.vector(node, place) for node in (minus, plus)] for place in (3, 4))
         if (
@@ -730,9 +728,23 @@ class _Matcher(Cover):
         computed, factor = self.operands(scaled)
         wave = self.take(computed, "Cos", "Sin", shared=True)
         both = self.take(wave.input[0], "Concat", axis=-1, shared=True)
-        angles, frequencies = self.operands(self.take(both.input[0], "Mul", shared=True), 1)
+        if self.kind(both.input[0]) == "Transpose":  # older transformers multiply matrices
+            turned = self.take(both.input[0], "Transpose", perm=[0, 2, 1], shared=True)
+            spread, angles = self.take(turned.input[0], "MatMul", shared=True).input
+            axis = 1
+        else:
+            angles, frequencies = self.operands(self.take(both.input[0], "Mul", shared=True), 1)
+            spread, axis = "", 2
         single = self.take(angles, "Cast", to=TensorProto.FLOAT, shared=True)
-        self._places(self._raised(single.input[0], 2, 0))
+        places = self._raised(single.input[0], axis)
+        self._places(self._raised(places, 0))
+        if spread:
+            self.shapes[places] = [1, "length"]
+            expand = self.take(spread, "Expand", shared=True)
+            column = self.constant(expand, 0, 3)
+            frequencies = column.ravel()
+            if column.shape != (1, len(frequencies), 1) or self.sizes(expand.input[1]) != [1, 1, 1]:
+                refuse("expected a column of frequencies", expand)
         if factor != 1 or [*both.input] != [both.input[0]] * 2:
             refuse("expected the cosine and sine of angles alone", scaled, both)
         return frequencies, wave.op_type

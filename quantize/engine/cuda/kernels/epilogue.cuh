@@ -59,7 +59,7 @@ __device__ inline void turn(float& x0, float& x1, float& x2, float& x3, float4 b
 
 // What is subtracted behind an activation, times the factor.
 template <Activation ACTIVATION> __device__ inline float4 shift_of(float4 factor, float center) {
-  float minus = -center * (ACTIVATION == GELU_TANH ? 2 * UNIT : 1.0f);
+  float minus = -center * (BY_TANH<ACTIVATION> ? 2 * UNIT : 1.0f) * (ACTIVATION == GATED_GELU_TANH ? UNIT : 1.0f);
   return {factor.x * minus, factor.y * minus, factor.z * minus, factor.w * minus};
 }
 

@@ -181,7 +181,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
               }
               if constexpr (GATED<ACTIVATION>) {
                 gate<ACTIVATION>(x0, x1, x2, x3);
-                if constexpr (CODED) x0 *= factor.x, x1 *= factor.z;
+                if constexpr (CODED) x0 = fmaf(x0, factor.x, shift.x), x1 = fmaf(x1, factor.z, shift.z);
                 else if constexpr (BY_TANH<ACTIVATION>) x0 *= BACK<ACTIVATION>, x1 *= BACK<ACTIVATION>;
                 finish_gated<CODED>(x0, x1, words[g][mi][h], four);
                 continue;

@@ -68,7 +68,7 @@ __device__ inline void write_sums(const int (&sums)[MI][WN / 8][4], int row, int
           }
           if constexpr (GATED<ACTIVATION>) {
             gate<ACTIVATION>(x0, x1, x2, x3);
-            if constexpr (CODED) x0 *= factor.x, x1 *= factor.y;
+            if constexpr (CODED) x0 = fmaf(x0, factor.x, shift.x), x1 = fmaf(x1, factor.y, shift.y);
             else if constexpr (BY_TANH<ACTIVATION>) x0 *= BACK<ACTIVATION>, x1 *= BACK<ACTIVATION>;
             finish_gated<CODED>(x0, x1, words[mi][h], four);
           } else finish<RESIDUAL, CODED>(x0, x1, x2, x3, factor, words[mi][h], four);

@@ -10,12 +10,14 @@ from onnx import TensorProto, helper, numpy_helper
 from qdqbench.quantize.engine.cuda import check
 from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.pack import pack
+from qdqbench.quantize.models.load import prepare_model
 from qdqbench.quantize.utils.errors import UserError
 
 from ....support.cuda_boundaries import compare_boundaries
-from ....support.cuda_graphs import batch_for, write_case, write_head
+from ....support.cuda_graphs import batch_for, export, load_variant, write_case, write_head
 from ....support.long import mark_long
 from ....support.tiny_bert import copied
+from ....support.tiny_modernbert import new_modernbert
 
 GRAPHS = [
     ("bert", "bert-int8-residual-fused"),
@@ -101,7 +103,8 @@ def _in_fp32(monkeypatch):
 def test_an_added_node_is_refused_by_its_name_or_that_of_a_neighbor(graph, kind):
     for place in places(graph):
         node = graph.graph.node[place]
-        if (node.op_type, kind) == ("Gelu", "Sub"):
+        gated = node.op_type == "Mul" and node.name.endswith("mlp/Mul_2")
+        if (node.op_type, kind) == ("Gelu", "Sub") or (gated and kind == "Sub"):
             continue
         readers = (other for other in graph.graph.node if node.output[0] in other.input)
         named = {
@@ -251,6 +254,83 @@ def test_a_bias_that_does_not_follow_from_distances_is_refused(change, made_once
     constants[of].CopyFrom(numpy_helper.from_array(array, of))
     with pytest.raises(UserError, match=r"places of a row|distance from query to key|it is of 1 and 130"):
         match_graph(graph)
+
+
+@pytest.fixture
+def rotated(made_once):
+    """A graph that rotates q and k."""
+    case = "modernbert", "modernbert-int8-attention"
+    folder = made_once(f"cuda-{'-'.join(case)}", lambda path: write_case(path, *case))
+    return onnx.load(folder / "model.onnx")
+
+
+def test_angles_are_products_of_matrices_in_graphs_of_older_transformers(rotated):
+    old = copied(rotated)
+    nodes = {node.output[0]: node for node in old.graph.node}
+    constants = {each.name: numpy_helper.to_array(each) for each in old.graph.initializer}
+    for angles in [node for node in old.graph.node if "rotary_emb" in node.name and node.op_type == "Mul"]:
+        frequencies = constants.get(angles.input[1], np.zeros(()))
+        if not frequencies.ndim:
+            continue
+        name, place = angles.name, [*old.graph.node].index(angles)
+        positions = nodes[nodes[angles.input[0]].input[0]].input[0]
+        for key, array in {
+            "column": frequencies.reshape(1, -1, 1),
+            "shape": np.ones(3, np.int64),
+            "axis": np.ones(1, np.int64),
+        }.items():
+            old.graph.initializer.append(numpy_helper.from_array(array, f"{name}.{key}"))
+        made = [
+            helper.make_node("Expand", [f"{name}.column", f"{name}.shape"], [f"{name}.spread"]),
+            helper.make_node("Unsqueeze", [positions, f"{name}.axis"], [f"{name}.row"]),
+            helper.make_node("Cast", [f"{name}.row"], [f"{name}.single"], to=TensorProto.FLOAT),
+            helper.make_node("MatMul", [f"{name}.spread", f"{name}.single"], [f"{name}.product"]),
+            helper.make_node("Transpose", [f"{name}.product"], [angles.output[0]], perm=[0, 2, 1]),
+        ]
+        del old.graph.node[place]
+        for node in reversed(made):
+            node.name = node.output[0]
+            old.graph.node.insert(place, node)
+    used = {name for node in old.graph.node for name in node.input}
+    unused = [node for node in old.graph.node if "rotary_emb" in node.name and node.output[0] not in used]
+    for node in unused:  # the places in another shape
+        old.graph.node.remove(node)
+    for node in [node for node in old.graph.node if node.output[0] in {n.input[0] for n in unused}]:
+        old.graph.node.remove(node)
+    (_, arrays), (plan, found) = pack(match_graph(rotated)), pack(match_graph(old))
+    assert all((found[name] == array).all() for name, array in arrays.items())
+    assert not is_refused_or_right(old)
+    assert [each.rotary for each in plan.operations if each.op == "linear"].count(32) == 2
+
+
+def test_a_model_that_rotates_has_biases_or_none():
+    model = new_modernbert(biases=True, pooling="cls")
+    graph = export(prepare_model(model), load_variant("modernbert-int8-attention"))
+    assert not is_refused_or_right(graph)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("factor", "the cosine and sine of angles alone"),
+        ("window", "a window over 0"),
+        ("swapped", "rotated by the places of their tokens"),
+    ],
+)
+def test_other_rotations_and_windows_are_refused(rotated, change, why):
+    nodes = [*rotated.graph.node]
+    if change == "swapped":  # cosine and sine
+        first, second = [node for node in nodes if node.op_type in ("Cos", "Sin")][:2]
+        first.op_type, second.op_type = second.op_type, first.op_type
+    else:
+        kinds = {"factor": ("Cos", np.array(1.5, np.float32)), "window": ("Abs", np.array(0, np.int64))}
+        kind, number = kinds[change]
+        made = next(node.output[0] for node in nodes if node.op_type == kind)
+        reader = next(node for node in nodes if made in node.input)
+        rotated.graph.initializer.append(numpy_helper.from_array(number, "number"))
+        reader.input[1] = "number"
+    with pytest.raises(UserError, match=why):
+        match_graph(rotated)
 
 
 def test_types_of_inputs_and_outputs_are_checked(graph):
