@@ -1,7 +1,7 @@
 """Load on `qdqbench serve` over loopback: rates, latencies and CPU time as JSON; nothing may be lost.
 
     python -m tools.load_serve RUN [--texts FILE] [--seconds 3] [--clients 1] [--tokens 128] [--out load.json]
-    python -m tools.load_serve RUN --peer litserve       another server, or engine, in place of ours
+    python -m tools.load_serve RUN --peer litserve       another server in place of ours; see serve_peers.py
     python -m tools.load_serve RUN --files DATA     rows a second of `predict`, and their share of the engine
     python -m tools.load_serve --noop TOKENIZER_JSON     an engine that computes nothing: the server's cost
     python -m tools.load_serve --fake                    an engine of 40 ms a batch and 4 ms a row
@@ -50,6 +50,8 @@ HELD = [  # texts of a request, share of the full rate, and connections
     ("poisson_70_of_32", 32, 0.7, 400),
     ("overload_300", 32, 3.0, 900),
 ]
+TRITON = "/v2/models/served/infer"
+PATHS = {"litserve": "/v1/predict", "triton": TRITON}  # of peers that are not asked for theirs
 MOST_RATE = 1000.0  # of the clients that check each answer
 QUANTILES = {"p50_ms": 0.5, "p99_ms": 0.99, "p999_ms": 0.999}
 BAD = [
@@ -189,7 +191,7 @@ class Driver(asyncio.Protocol):
         head = self.buffer.find(b"\r\n\r\n")
         if head < 0:
             return
-        at = self.buffer.find(b"content-length: ") + 16
+        at = self.buffer[:head].lower().find(b"content-length: ") + 16
         if len(self.buffer) < head + 4 + int(self.buffer[at : self.buffer.find(b"\r", at)]):
             return
         status = int(self.buffer[9:12])
@@ -274,6 +276,9 @@ class Asking:
     def requests(self, count):
         draw = random.Random(count)
         drawn = (draw.choices(self.texts, k=count) for _ in range(200))
+        if self.path == TRITON:
+            one = {"name": "TEXT", "shape": [count, 1], "datatype": "BYTES"}
+            return [post(self.path, {"inputs": [one | {"data": each}]}) for each in drawn]
         if self.path == "/v1/embeddings":
             return [post(self.path, {"input": each, "encoding_format": "base64"}) for each in drawn]
         return [post(self.path, {"texts": each}) for each in drawn]
@@ -324,9 +329,9 @@ def processes_of(pid, kind=""):
 
 
 def cpu_seconds(pid):
-    """CPU seconds by kind of process."""
-    spent = Counter()
-    for child in processes_of(pid):
+    """CPU seconds by kind of process; of a peer all have their names."""
+    spent, server = Counter(), psutil.Process(pid)
+    for child in processes_of(pid) or [server, *server.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
             spent[child.name().removeprefix("qdqbench-")] += sum(child.cpu_times()[:2])
     return spent
@@ -545,7 +550,7 @@ def main():
     found |= {"ready_s": round(ready, 2), "loads": []}
     rates, wrong = {1: 0.0, 32: 0.0}, []
     try:
-        path = "/v1/predict" if arguments.peer == "litserve" else asyncio.run(endpoint(port))
+        path = PATHS.get(arguments.peer) or asyncio.run(endpoint(port))
         asking = Asking(process.pid, port, path, texts, arguments.seconds, arguments.clients)
         for load in arguments.loads.split(","):
             connections, count = map(int, load.split("x"))

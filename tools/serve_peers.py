@@ -2,11 +2,14 @@
 
 python -m tools.serve_peers RUN unpadded QUEUE FRONTS     our fronts, before an unpadded FP16 encoder
 python -m tools.serve_peers RUN litserve QUEUE FRONTS     `litserve`, before the engine of the run
+python -m tools.serve_peers RUN triton QUEUE FRONTS       a real Triton, by the Python of TRITON_PYTHON
 python -m tools.serve_peers RUN sentence-transformers TEXTS     in this process, FP16 on a GPU
 """
 
 import json
+import os
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -21,6 +24,7 @@ import numpy as np
 from qdqbench.eval.bench.peers import OUTPUT, Packing, UnpaddedEncoder, sdpa_model
 from qdqbench.quantize.deployment.opened import Answering
 from qdqbench.quantize.deployment.serve import ServeOptions, open_served
+from qdqbench.quantize.deployment.triton.export import export_triton
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.standalone.server.server import serve
 
@@ -119,6 +123,14 @@ def serve_lit(run, queue, fronts):
     server.run("127.0.0.1", 8765, fronts, log_level="error", generate_client_file=False)
 
 
+def serve_triton(run, *_):
+    """Triton on the exported run, as tests/support/real_triton.py starts it."""
+    out = Path(tempfile.mkdtemp()) / "triton"
+    export_triton(run / "deploy", out, "served")
+    python = os.environ.get("TRITON_PYTHON", sys.executable)
+    os.execv(python, [python, "tests/support/real_triton.py", str(out)])
+
+
 def announce():
     """Print the address as soon as it answers."""
     while True:
@@ -151,7 +163,9 @@ def main():
     if kind == "sentence-transformers":
         time_library(Path(run), Path(more[-1]).read_text(encoding="utf-8").splitlines())
     else:
-        {"unpadded": serve_unpadded, "litserve": serve_lit}[kind](Path(run), *map(int, more))
+        {"unpadded": serve_unpadded, "litserve": serve_lit, "triton": serve_triton}[kind](
+            Path(run), *map(int, more)
+        )
 
 
 if __name__ == "__main__":

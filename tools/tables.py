@@ -776,6 +776,17 @@ def noop_table(data: Data) -> str:
     return table(["us a text, by connections x texts", *cells], rows)
 
 
+def triton_words(data: Data) -> str:
+    """CPU time of all processes of Triton and of `serve`, on one run."""
+    texts = (ROOT / MEASURED / f"serving-triton-{name}.json" for name in ("triton", "run"))
+    loads = [json.loads(text.read_text(encoding="utf-8"))["loads"] for text in texts]
+    theirs, ours = ([f"{each['cpu_us_per_text']:,.0f}" for each in made] for made in loads)
+    return (
+        f"{theirs[0]} us of CPU at 8 connections and {theirs[1]} at 64, in `qdqbench serve` "
+        f"{ours[0]} and {ours[1]}"
+    )
+
+
 def files_table(data: Data) -> str:
     rows = [
         [
@@ -868,6 +879,7 @@ FIGURES: dict[str, Callable[[Data], str]] = {
     "serving-words": serving_words,
     "texts-words": texts_words,
     "serving-files": files_table,
+    "triton-words": triton_words,
     "ready-words": ready_words,
     "openvino-words": openvino_words,
     "noop": noop_table,

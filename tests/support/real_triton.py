@@ -1,4 +1,4 @@
-"""A real Triton on a model repository, and the exported clients that ask it: FOLDER TEXT...
+"""A real Triton on a model repository, and the exported clients that ask it: FOLDER [TEXT...]
 
 Run by a Python that has nvidia-pytriton, tritonclient, NumPy 1 and what the model needs: the Python backend
 of this Triton (24.10) garbles texts with NumPy 2.
@@ -29,6 +29,9 @@ def main():
     triton.run()
     try:
         time.sleep(1)
+        if not texts:  # for a load program
+            print(f"http://127.0.0.1:{ports['http']}", flush=True)
+            time.sleep(600)
         for protocol, port in ports.items():
             client = [
                 sys.executable,
