@@ -24,6 +24,7 @@ from tools import load_serve
 from qdqbench.quantize.deployment.opened import Answering
 from qdqbench.quantize.deployment.predict import predict_files
 from qdqbench.quantize.deployment.predict_options import PredictOptions
+from qdqbench.quantize.standalone.server.engine import PREPARE_S
 from qdqbench.quantize.utils.system.cpu import usable_cores
 
 CLIENTS, QUEUE = 5, 4096
@@ -120,6 +121,7 @@ class Measuring:
             for run in RUNS:
                 process, port, self.found["ready_s"][run] = start(self.runs / run)
                 servers[run] = process.pid, port
+            time.sleep(PREPARE_S)
             for load in LOADS:
                 run, tokens, _, count, share = load
                 made = self.ask(servers[run], load, full.get((run, tokens, count), 0.0))

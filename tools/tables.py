@@ -776,6 +776,12 @@ def noop_table(data: Data) -> str:
     return table(["us a text, by connections x texts", *cells], rows)
 
 
+def two_words(data: Data) -> str:
+    text = (ROOT / MEASURED / "serving-two-gpus.json").read_text(encoding="utf-8")
+    loads = json.loads(text)["loads"]
+    return f"{max(each['texts_per_s'] for each in loads):,.0f} texts/s"
+
+
 def triton_words(data: Data) -> str:
     """CPU time of all processes of Triton and of `serve`, on one run."""
     texts = (ROOT / MEASURED / f"serving-triton-{name}.json" for name in ("triton", "run"))
@@ -880,6 +886,7 @@ FIGURES: dict[str, Callable[[Data], str]] = {
     "texts-words": texts_words,
     "serving-files": files_table,
     "triton-words": triton_words,
+    "two-words": two_words,
     "ready-words": ready_words,
     "openvino-words": openvino_words,
     "noop": noop_table,
