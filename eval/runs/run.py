@@ -51,7 +51,10 @@ def planned(session: Session, until: str | None) -> list[pipeline.Stage]:
     if until in REPORTED:
         asked = pipeline.read_finished(session.folder)  # once it was asked for, it is kept up to date
         return [stage for name, stage in listed.items() if name != FP16_STAGE or name in asked]
-    targets = [name for name in EVALUATED if name in listed] if until == "evaluate" else [until]
+    compared = ["ptq", RECONSTRUCTED] if until in ("fake_quant", "engine") else []  # with what was trained
+    targets = [*(name for name in compared if name in listed), until]
+    if until == "evaluate":
+        targets = [name for name in EVALUATED if name in listed]
     if unknown := [name for name in targets if name not in listed]:
         raise UserError(
             f"this run has no stage {unknown[0]!r}; it has {', '.join(listed)}, evaluate and report"

@@ -354,7 +354,11 @@ def _trained(session: Session) -> Any:
 
 def _reconstructed(session: Session) -> Any:
     settings = session.recipe.reconstruction
-    return [_calibration(session), settings.model_dump() if settings else None]
+    if settings is None:
+        return [_calibration(session), None]
+    task = session.config.task
+    own = source_fingerprint(task, settings.texts, task.train_split) if settings.texts else None
+    return [_calibration(session), settings.model_dump(), own]
 
 
 def _exported(session: Session) -> Any:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -232,6 +232,21 @@ class Session:
         labelled = not (task.kind.calibrates_unlabelled or texts)
         return self.split(name, limit=samples, seed=seed, labelled=labelled)
 
+    def own_texts(self, source: str, samples: int, seed: int) -> Split:
+        """Return a draw from other texts than those of the task: without labels, and none that is judged."""
+        task, judged = self.config.task, set[tuple[Any, ...]]()
+
+        def texts_of(split: Split) -> list[tuple[Any, ...]]:
+            return [*zip(*(split.dataset[name] for name in task.text_columns), strict=True)]
+
+        for name in task.eval_splits:
+            judged |= {*texts_of(self.split(name, limit=None, labelled=False))}
+        split = load_split(task, source, task.train_split, seed=seed, labelled=False)
+        kept = [number for number, texts in enumerate(texts_of(split)) if texts not in judged][:samples]
+        if left_out := split.rows - len(kept) if len(kept) < samples else 0:
+            self.notes.append(f"{left_out} of {split.rows} texts of {source} are evaluated on and left out")
+        return replace(split, dataset=split.dataset.select(kept), rows=len(kept))
+
     def calibration_batches(self) -> CalibrationBatches:
         settings, task = self.recipe.calibration, self.config.task
         split = self.calibration_split(settings.samples, settings.seed)
@@ -255,6 +270,8 @@ class Session:
         if calibrates and self.recipe.quantizes and not self.config.calibrated:
             with self.unnoted():
                 self.calibration_batches()
+                if (trains := self.recipe.reconstruction) and trains.texts:
+                    self.own_texts(trains.texts, trains.samples, trains.seed)
         if evaluates:
             self.eval_splits  # noqa: B018
 

@@ -463,6 +463,11 @@ class Qat(Training):
 class Reconstruction(Frozen):
     """Training of each encoder layer to give what its FP32 original gives; the `reconstruction` section."""
 
+    texts: str | None = field(
+        "Folder, or `hub:OWNER/NAME`, whose train split is read instead of the calibration split; rows that "
+        "the evaluation has are left out.",
+        default=None,
+    )
     samples: Positive = field(
         "Samples of the calibration split, drawn without replacement; texts alone are read.", default=4096
     )

@@ -31,13 +31,14 @@ from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.training import loop
 from qdqbench.quantize.training.student import list_written, prepare, to_db, write_trained
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.arrays import Int64
+from qdqbench.quantize.utils.arrays import Batch, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.system.environment import get_code_identity
 from qdqbench.quantize.utils.system.process import is_main_process
 
 States = tuple[torch.Tensor, ...]  # behind the embeddings and each layer, [B, L, hidden]
 
+MEANS = 4  # batches that means of inputs are taken of
 FAR_DB = 10.0  # an SQNR that no sound student has
 
 
@@ -147,9 +148,16 @@ class Distillation:
         return loop.HeldOut(values["score_db"], {**values, **found}, constant)
 
 
-def prepare_student(session: Session, settings: Qat) -> PreTrainedModel:
+def prepare_student(session: Session, settings: Qat, batches: list[Batch]) -> PreTrainedModel:
     model = session.new_start_model()
-    prepare(model, session.plan, session.start_record, learns_amax=settings.amax == "learned")
+    learns = settings.amax == "learned"
+    prepare(model, session.plan, session.start_record, batches, learns_amax=learns)
+    with (
+        torch.no_grad()
+    ):  # after reconstruction many weights are where rounding turns, and any step flips them
+        for name in session.plan.int8:
+            linear: Any = model.get_submodule(name)
+            linear.weight.copy_(linear.weight_quantizer(linear.weight))
     family = family_of(model.config)
     only_hidden = not (settings.distill.logits or settings.distill.labels)
     for name, module in model.named_modules():
@@ -166,7 +174,8 @@ def new_job(session: Session, settings: Qat, accelerator: Accelerator) -> loop.J
     split = session.split(task.train_split, limit=None)
     encoded = encode(split, task, session.tokenizer, session.recipe.export.max_length)
     data = loop.divide(encoded, session.pad_id, settings.holdout, settings.seed)
-    model = prepare_student(session, settings)
+    some = loop.epoch_batches(data, loop.BATCH, settings.seed, 0)[:MEANS]
+    model = prepare_student(session, settings, [data.batch(rows)[1] for rows in some])
     distillation = Distillation(session, settings, accelerator, data)
     model.to(accelerator.device)
     tie = channel_splitting.keep_equal(model, session.start_record.splits)
@@ -264,10 +273,12 @@ def _train_quantized(session: Session, accelerator: Accelerator) -> list[Path]:
     loop.leave_group()  # what follows is done by the main process alone
     model: Any = job.model
     native.settle_learned(model)
-    native.use_modelopt(model)
+    channel_splitting.keep_equal(model, session.start_record.splits)()
     session.notes += run.notes
     if not accelerator.is_main_process:
         return []
+    if not run.gained:  # to the bit
+        model = session.new_start_model()
     run.folder = "model"
     write_trained(session, QAT, model.cpu(), session.start_record)
     files.write_text(session.folder / QAT / RECORD, run.model_dump_json(indent=2) + "\n")

@@ -16,7 +16,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,18 +28,20 @@ from safetensors.torch import save
 from transformers import PreTrainedModel
 
 from qdqbench.quantize.calibration.fakequant import native
-from qdqbench.quantize.calibration.fakequant.quantizers import forward
+from qdqbench.quantize.calibration.fakequant.quantizers import forward, name_outputs
 from qdqbench.quantize.calibration.record import CalibrationRecord
 from qdqbench.quantize.calibration.techniques import channel_splitting
 from qdqbench.quantize.calibration.techniques.bias_correction import Arguments, apply_biases, record_calls
 from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSplit
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.modules import get_hidden
+from qdqbench.quantize.models.inputs import select_inputs
+from qdqbench.quantize.models.modules import get_hidden, resume_from
 from qdqbench.quantize.pipeline.session import CHECKPOINTS, RECONSTRUCTION, RECORD, Session
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Reconstruction
 from qdqbench.quantize.tasks.data.encode import iter_encoded
 from qdqbench.quantize.tasks.types.encoded import pad
+from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.training import loop
 from qdqbench.quantize.training.results import LayerRow, ReconstructionRun
 from qdqbench.quantize.training.student import list_written, prepare, to_db, write_trained
@@ -51,6 +53,7 @@ from qdqbench.quantize.utils.system.environment import get_code_identity
 
 WARMUP = 0.1  # share of the steps in which rates rise; then they fall as a cosine
 BETAS = (0.9, 0.99)
+MEANS = 8  # batches, at most, that means of inputs are taken of
 Tensors = dict[str, torch.Tensor]  # parameters of a layer, by their names in it
 LEAST_SIZE = 1e-3  # root mean square that a rate is relative to, at least: a bias may be all zero
 States = list[torch.Tensor]  # [B, L, hidden] of each batch
@@ -121,6 +124,22 @@ class Reconstructor:
         masks = (torch.from_numpy(batch["attention_mask"]).to(device) for batch in rows.batches)
         self.masks = [mask[..., None].float() for mask in masks]
 
+    def _answer(self, chain: Chain, number: int, state: torch.Tensor) -> torch.Tensor:
+        """Return what the head makes of the last state of a batch, without what it makes of padding."""
+        inputs = select_inputs(chain.model, self.rows.batches[number])
+        batch = {name: torch.from_numpy(array).to(state.device) for name, array in inputs.items()}
+        with resume_from(chain.model, len(self.names), state):
+            answers: torch.Tensor = join_outputs(chain.model(**batch), name_outputs(chain.model)).float()
+        return answers * self.masks[number] if answers.ndim > 2 else answers
+
+    def _find_read(self, number: int, state: torch.Tensor) -> torch.Tensor:
+        """Return which tokens of a last state the answers depend on, [B, L, 1]."""
+        with torch.enable_grad():
+            state = state.detach().requires_grad_()
+            total = self._answer(self.teacher, number, state).sum()
+            (slope,) = torch.autograd.grad(total, state)
+        return (slope.abs().sum(dim=-1, keepdim=True) > 0).float() * self.masks[number]
+
     def parameters(self, layer: int) -> Tensors:
         found = self.student.model.get_submodule(self.names[layer]).named_parameters()
         return {name: value for name, value in found if value.requires_grad}
@@ -141,17 +160,30 @@ class Reconstructor:
         start, name, settings = time.perf_counter(), self.names[layer], self.settings
         own = {linear: split for linear, split in splits.items() if linear.startswith(f"{name}.")}
         tie = channel_splitting.keep_equal(self.student.model, own)
-        targets = self.teacher.states
+        targets, masks, wanted = self.teacher.states, self.masks, States()
+        if layer == len(self.names) - 1:
+            masks = [self._find_read(*each) for each in enumerate(targets)]
+            with torch.no_grad():
+                wanted = [self._answer(self.teacher, *each) for each in enumerate(targets)]
 
-        def compare(number: int) -> tuple[torch.Tensor, torch.Tensor]:
-            mask, wanted = self.masks[number], targets[number]
+        def compare(number: int) -> torch.Tensor:
+            """Return squared errors and powers, [parts, 2]: of the states, and of the answers to the last."""
             made = self.student.run(name, number, self.student.states[number])
-            return ((made - wanted).square() * mask).sum(), (wanted.square() * mask).sum()
+            pairs = [(made, targets[number])]
+            if wanted:
+                pairs.append((self._answer(self.student, number, made), wanted[number]))
+            weights: tuple[Any, ...] = masks[number], 1.0
+            parts = [
+                torch.stack([((one - other).square() * weight).sum(), (other.square() * weight).sum()])
+                for (one, other), weight in zip(pairs, weights, strict=False)
+            ]
+            return torch.stack(parts)
 
         def judge() -> float:
             with torch.no_grad():
-                pairs = [compare(number) for number in range(self.rows.learned, len(targets))]
-            return to_db(float(sum(noise for noise, _ in pairs)) / float(sum(power for _, power in pairs)))
+                held = range(self.rows.learned, len(targets))
+                noise, power = torch.stack([compare(number) for number in held]).sum(dim=0).unbind(1)
+            return to_db(float((noise / power).mean()))
 
         parameters, before = self.parameters(layer), judge()
         best = {key: value.detach().clone() for key, value in parameters.items()}
@@ -161,9 +193,9 @@ class Reconstructor:
         for step in range(settings.steps):
             report_phase(f"layer {layer + 1} of {len(self.names)}", step, settings.steps)
             order = order or generator.permutation(self.rows.learned).tolist()
-            noise, power = compare(order.pop())
+            noise, power = compare(order.pop()).unbind(1)
             optimizer.zero_grad()
-            (noise / power).backward()  # type: ignore[no-untyped-call]
+            (noise / power).mean().backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             schedule.step()
             native.keep_positive(self.student.model)
@@ -229,7 +261,9 @@ def reconstruct(  # noqa: PLR0913, PLR0917
     for each in (model, teacher):
         each.eval()
     teacher.requires_grad_(False)
-    prepare(model, plan, record, learns_amax=settings.amax_learning_rate > 0)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    learns, some = settings.amax_learning_rate > 0, rows.batches[: rows.learned]
+    prepare(model, plan, record, some[:: 1 + len(some) // MEANS], learns_amax=learns)
     channel_splitting.keep_equal(model, record.splits)()
     start, trained, device = time.perf_counter(), list[LayerRow](), next(model.parameters()).device
     with loop.use_matmul_precision(settings.precision):
@@ -242,7 +276,6 @@ def reconstruct(  # noqa: PLR0913, PLR0917
             noise = (_answer(model, held) - wanted).square().sum()
             return to_db(float(noise) / (float(wanted.square().sum()) or 1.0))
 
-        before = {name: value.detach().clone() for name, value in model.named_parameters()}
         sqnr, resumed = compare(), 0
         work = Reconstructor(model, teacher, rows, settings)
         for number in range(len(names)):
@@ -266,9 +299,12 @@ def reconstruct(  # noqa: PLR0913, PLR0917
             names
         )
         with torch.no_grad():
-            for name, value in model.named_parameters():
-                value.copy_(before[name])
+            for ratio in native.list_learned(model):
+                ratio.fill_(1)
     native.settle_learned(model)
+    channel_splitting.keep_equal(model, record.splits)()  # biases got the means back, to the last bit
+    if not after > sqnr:
+        model.load_state_dict(before, strict=False)
     return ReconstructionRun(
         settings=settings.model_dump(mode="json"),
         precision=loop.resolve_precision(settings.precision),
@@ -320,18 +356,35 @@ class LayerStore:
         files.write_bytes(self._path(layer), data)
 
 
+def read_rows(session: Session, settings: Reconstruction, judged: int = 0) -> tuple[Rows, str]:
+    """Read what the section names, and the fingerprint of the data.
+
+    `judged` rows after those that calibrate, in the order of calibration, are left out: others judge on them.
+    """
+    if settings.texts is not None:
+        split = session.own_texts(settings.texts, settings.samples, settings.seed)
+    elif judged:
+        own = session.recipe.calibration
+        split = session.calibration_split(settings.samples + judged, own.seed)
+        free = [row for row in range(len(split.dataset)) if not 0 <= row - own.samples < judged]
+        split = replace(split, dataset=split.dataset.select(free))
+    else:
+        split = session.calibration_split(settings.samples, settings.seed)
+    longest = session.recipe.export.max_length
+    encoded = iter_encoded(split, session.config.task, session.tokenizer, longest)
+    return draw_rows(encoded, settings, session.pad_id), split.fingerprint
+
+
 def run_reconstruction(session: Session) -> list[Path]:
     """Reconstruct the PTQ model of a run; its folder has model, record, and what each layer gained."""
     settings, record = session.recipe.reconstruction, session.ptq_record
     assert settings is not None
-    folder, task = session.folder / RECONSTRUCTION, session.config.task
-    longest = session.recipe.export.max_length
-    split = session.calibration_split(settings.samples, settings.seed)
-    rows = draw_rows(iter_encoded(split, task, session.tokenizer, longest), settings, session.pad_id)
+    folder, longest = session.folder / RECONSTRUCTION, session.recipe.export.max_length
+    rows, fingerprint = read_rows(session, settings)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     models: list[Any] = [session.new_ptq_model(), session.new_model()]
     model, teacher = (each.to(device) for each in models)
-    about = [get_code_identity(), session.model_sha256, split.fingerprint, longest, device, settings]
+    about = [get_code_identity(), session.model_sha256, fingerprint, longest, device, settings]
     identity = hashlib.sha256(f"{about} {record.model_dump_json()}".encode()).hexdigest()
     store = LayerStore(folder / CHECKPOINTS, identity)
     run = reconstruct(model, teacher, session.plan, record, rows, settings, store)

@@ -9,12 +9,13 @@ from transformers import PreTrainedModel
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration import record as records
 from qdqbench.quantize.calibration.fakequant import native
-from qdqbench.quantize.calibration.fakequant.quantizers import list_quantizers
+from qdqbench.quantize.calibration.fakequant.quantizers import forward, list_quantizers
 from qdqbench.quantize.calibration.techniques import qkv_bias_folding
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
 from qdqbench.quantize.utils import files
+from qdqbench.quantize.utils.arrays import Batch
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.system.quiet import quiet
@@ -29,9 +30,16 @@ def to_db(noise: float) -> float:
 
 
 def prepare(
-    model: PreTrainedModel, plan: Plan, record: records.CalibrationRecord, *, learns_amax: bool
+    model: PreTrainedModel,
+    plan: Plan,
+    record: records.CalibrationRecord,
+    batches: list[Batch],
+    *,
+    learns_amax: bool,
 ) -> PreTrainedModel:
     """Let a calibrated model be trained, in place: quantizers with gradients, and amax with ratios if asked.
+
+    Biases have the means of inputs to `batches` until `native.settle_learned`.
 
     UserError: outlier channels are split in some layers alone, so that the model could not be saved.
     """
@@ -49,6 +57,7 @@ def prepare(
     native.use_native(model)
     if learns_amax:
         native.learn_amax(model, together=qkv_bias_folding.group_shared_scales(plan))
+    native.take_means(model, lambda: [forward(model, batch) for batch in batches])
     return model
 
 

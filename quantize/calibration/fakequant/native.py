@@ -15,7 +15,7 @@ batch is spread over devices. Rounding a weight's scale up is passed straight th
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ DROPPED_BITS = 24 - fake.FP16_BITS  # of FP32's significant bits
 LOWEST_RATIO = 2.0**-7  # one code of the calibrated scale
 BACKEND = "qdqbench_native"
 PARAMETER = "amax_ratio"
+MEAN = "input_mean"  # buffer of a linear in training, [K]
 
 
 def round_up(scale: torch.Tensor) -> torch.Tensor:
@@ -190,7 +191,50 @@ class FakeQuantLinear(nn.Linear):
     weight_quantizer: TensorQuantizer
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return functional.linear(self.input_quantizer(inputs), self.weight_quantizer(self.weight), self.bias)
+        inputs, mean = self.input_quantizer(inputs), self._buffers.get(MEAN)
+        inputs = inputs if mean is None else inputs - mean
+        return functional.linear(inputs, self.weight_quantizer(self.weight), self.bias)
+
+
+@torch.no_grad()
+def take_means(model: "PreTrainedModel", run: Callable[[], object]) -> None:
+    """Let the biases of linears have what their weights make of the mean of their inputs, in place.
+
+    Weights are then trained on what differs from the mean: neither a step nor the rounding of a row of
+    weights moves the mean of its output. Inputs that are far from zero, as after centering, would else
+    drown all other gradients. `run` runs the model on samples; `use_native` before, `give_means` afterwards.
+    """
+    sums: dict[FakeQuantLinear, tuple[torch.Tensor, int]] = {}
+
+    def add(linear: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        values = linear.input_quantizer(inputs[0]).flatten(0, -2)
+        total, count = sums.get(linear, (0.0, 0))
+        sums[linear] = total + values.sum(dim=0), count + len(values)
+
+    modules: list[Any] = [module for module in model.modules() if isinstance(module, FakeQuantLinear)]
+    hooks = [each.register_forward_pre_hook(add) for each in modules if _has_learned_bias(each)]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for linear, (total, count) in sums.items():
+        linear.register_buffer(MEAN, total / count, persistent=False)
+        linear.bias.add_(linear.weight_quantizer(linear.weight) @ linear.get_buffer(MEAN))
+
+
+def _has_learned_bias(linear: nn.Linear) -> bool:
+    return isinstance(linear.bias, torch.Tensor) and linear.bias.requires_grad
+
+
+@torch.no_grad()
+def give_means(model: "PreTrainedModel") -> None:
+    """Undo `take_means`, of the weights that there are now."""
+    for linear in model.modules():
+        if isinstance(linear, FakeQuantLinear) and MEAN in linear._buffers:
+            linear.bias.sub_(linear.weight_quantizer(linear.weight) @ linear.get_buffer(MEAN))
+            del linear._buffers[MEAN]
+            linear._non_persistent_buffers_set.discard(MEAN)
 
 
 @functools.cache
@@ -291,9 +335,10 @@ def use_native(model: "PreTrainedModel") -> None:
 
 def use_modelopt(model: "PreTrainedModel") -> None:
     """Undo `use_native`: ModelOpt's modules and arithmetic, same scales; call `settle_learned` first."""
-    if list_learned(model):
+    if list_learned(model) or any(MEAN in module._buffers for module in model.modules()):
         raise RuntimeError(
-            "ModelOpt's quantizers know no ratios; settle_learned(model) writes them into amax"
+            "ModelOpt's modules know no ratios and no means; settle_learned(model) writes them into amax "
+            "and biases"
         )
     _undo(model)
 
@@ -398,8 +443,10 @@ def settle_learned(model: "PreTrainedModel") -> None:
     """Write learned ratios into amax and remove them: a plain ModelOpt model with the scales of training.
 
     Bit for bit, as a weight's scale was rounded up to 11 significant bits all along; its amax is 127 times
-    that, as calibration makes it. Without learned ratios this is `use_modelopt`.
+    that, as calibration makes it. Without learned ratios this is `use_modelopt`. Biases are those of before
+    `take_means`.
     """
+    give_means(model)
     changed = {name: q for name, q in fake.list_quantizers(model).items() if "learned" in q.__dict__}
     with torch.no_grad():
         values = {name: q.learned.ratio * q.learned.amax for name, q in changed.items()}

@@ -40,7 +40,7 @@ def test_a_shift_is_no_distance_and_a_bias_that_is_gone_stays_so(tiny_bert: Path
     far, near = ((states[1] - plain[1]).norm() for states in (moved, unshift(moved)))
     assert near < 0.5 * far  # what is left of q's bias is in it
     assert torch.equal(unshift(moved)[-1], moved[-1])
-    student = prepare_student(session, Qat(epochs=1, learning_rate=1e-5))
+    student = prepare_student(session, Qat(epochs=1, learning_rate=1e-5), [padded_batch((16,))])
     still = {name for name, parameter in student.named_parameters() if not parameter.requires_grad}
     assert still == {f"{name}.bias" for name in list_bias_free_linears(made.plan)}
 
@@ -49,7 +49,8 @@ def test_scales_of_merged_ones_are_learned_as_one(tiny_bert: Path) -> None:
     rules = [{"match": "encoder.layer.*", "type": "Linear"} | INT8, *one_scale("query", "key", "value")]
     export = {"opset": 20, "max_length": 128, "qkv_scales": "shared"}
     made = calibrate(tiny_bert, recipe_with("bert-int8-attention", rules=rules, export=export))
-    student = prepare_student(session_of(made), Qat(epochs=1, learning_rate=1e-5, amax="learned"))
+    settings = Qat(epochs=1, learning_rate=1e-5, amax="learned")
+    student = prepare_student(session_of(made), settings, [padded_batch((16,))])
     with torch.no_grad():
         for number, ratio in enumerate(native.list_learned(student)):
             ratio.mul_(1 + 0.01 * number)

@@ -1,6 +1,7 @@
 """Reconstruction: layers of a tiny model come nearer to FP32, or stay as PTQ left them."""
 
 import copy
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qdqbench.eval.selection.trials.store import draw_samples
 from qdqbench.quantize.calibration.fakequant.quantizers import list_quantizers
 from qdqbench.quantize.models.load import load_model
+from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.sections import Reconstruction
+from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.training import reconstruct as module
-from qdqbench.quantize.training.reconstruct import LayerStore, Rows, draw_rows, reconstruct
+from qdqbench.quantize.training.reconstruct import LayerStore, Rows, draw_rows, read_rows, reconstruct
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
-from ...support.tiny_bert import LAYERS, Quantized, assert_same_state, calibrate, recipe_with
+from ...support.tiny_bert import LAYERS, VOCABULARY, Quantized, assert_same_state, calibrate, recipe_with
 
 SETTINGS = Reconstruction(samples=160, steps=60, batch_size=8, holdout=0.25)
 SPLIT: dict[str, Any] = {"smoothing": 0.5, "outlier_channel_splitting": 32, "bias_correction": True}
@@ -95,6 +99,25 @@ def test_what_comes_no_nearer_is_ptq_as_it_was(made: Quantized, tiny_bert: Path,
     assert_same_state(model, made.model)
 
 
+def test_a_layer_whose_loss_becomes_nan_is_ptq_and_the_others_are_trained(
+    made: Quantized, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_layer = module.Chain.run
+
+    def poisoned(self: Any, name: str, number: int, state: torch.Tensor) -> torch.Tensor:
+        made_of = run_layer(self, name, number, state)
+        learns = name.endswith(".0") and torch.is_grad_enabled()
+        return made_of * torch.nan if learns else made_of
+
+    monkeypatch.setattr(module.Chain, "run", poisoned)
+    model, run = rebuilt(made, tiny_bert, tmp_path, SETTINGS.model_copy(update={"steps": 20}))
+    first, second = run.layers
+    assert (first.after_db, first.kept) == (None, False)
+    assert second.kept
+    assert any("gave NaN" in note and "layer.0" in note for note in run.notes)
+    assert all(torch.isfinite(value).all() for value in model.state_dict().values())
+
+
 def test_refusals(made: Quantized, tiny_bert: Path) -> None:
     with pytest.raises(UserError, match="3 calibration rows"):
         draw_rows(samples(3), SETTINGS, 0)
@@ -116,3 +139,41 @@ def test_shared_layers_stay_as_they_are(
     assert (run.layers, run.gained) == ([], False)
     assert ["run several times" in note for note in run.notes] == [True]
     assert_same_state(model, made.model)
+
+
+def session_of(folder: Path, model: Path, **recipe: Any) -> Session:
+    """Of a task with 12 train rows and 4 that judge; texts differ."""
+    words = VOCABULARY[5:]
+    texts = [f"{one} {other}" for one, other in itertools.combinations(words[:7], 2)]
+    for name, rows in (("train", texts[:12]), ("validation", texts[12:16])):
+        lines = [f"{text},{number % 3}" for number, text in enumerate(rows)]
+        (folder / f"{name}.csv").write_text("\n".join(["sentence,label", *lines, ""]))
+    task = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
+    made = recipe_with("bert-int8-attention", **recipe)
+    return Session(RunConfig(recipe=made, model=str(model), task=task, data=str(folder)), folder / "run")
+
+
+def test_texts_of_the_user_have_no_labels_and_are_none_that_judge(tiny_bert: Path, tmp_path: Path) -> None:
+    session = session_of(tmp_path, tiny_bert)
+    other = tmp_path / "other"
+    other.mkdir()
+    judged = (tmp_path / "validation.csv").read_text().split("\n")[1].split(",")[0]
+    own = [f"{word} {word} {word}" for word in VOCABULARY[5:13]]
+    (other / "train.csv").write_text("\n".join(["sentence", judged, *own, ""]))
+    settings = SETTINGS.model_copy(update={"texts": str(other)})
+    rows, fingerprint = read_rows(session, settings)
+    assert sum(len(batch["input_ids"]) for batch in rows.batches) == len(own)
+    assert any("1 of 9 texts" in note for note in session.notes)
+    assert fingerprint != read_rows(session, SETTINGS)[1]
+    (other / "train.csv").write_text("sentence\n" + judged + "\n")
+    with pytest.raises(UserError, match="0 calibration rows"):
+        read_rows(session, settings)
+
+
+def test_rows_on_which_others_judge_teach_nothing(tiny_bert: Path, tmp_path: Path) -> None:
+    session = session_of(tmp_path, tiny_bert, calibration={"samples": 4})
+    judged = {tuple(row) for row in draw_samples(session, 3)[1].input_ids}
+    rows, _ = read_rows(session, SETTINGS.model_copy(update={"batch_size": 1}), judged=3)
+    taught = {tuple(batch["input_ids"][0]) for batch in rows.batches}
+    assert len(taught) == 9
+    assert not judged & taught

@@ -411,6 +411,35 @@ def test_settled_scales_are_those_of_training(tiny_bert: Path, fake_quant: bert.
         assert scales != {record.quantizers[f"{attention}.query.input_quantizer"].amax}
 
 
+def test_means_go_into_biases_and_come_back(fake_quant: bert.Quantized) -> None:
+    model = fake_quant.model
+    native.use_native(model)
+    before, plain = logits(model), {name: value.clone() for name, value in model.named_parameters()}
+    native.take_means(model, lambda: logits(model))
+    torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
+    linear = model.get_submodule(bert.LINEARS[-1])
+    mean = linear.get_buffer(native.MEAN)
+    assert mean.shape == (linear.in_features,)
+    assert not torch.equal(linear.bias, plain[f"{bert.LINEARS[-1]}.bias"])
+    rows: list[torch.Tensor] = []
+    hook = linear.register_forward_hook(lambda _, __, output: rows.append(output.detach().flatten(0, -2)))
+    logits(model)
+    with torch.no_grad():
+        linear.weight += 0.5 * linear.weight.abs().max()  # of each row in the same direction
+    logits(model)
+    hook.remove()
+    one, other = (each.mean(dim=0) for each in rows)
+    torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    with torch.no_grad():
+        linear.weight.copy_(plain[f"{bert.LINEARS[-1]}.weight"])
+    with pytest.raises(RuntimeError, match="no means"):
+        native.use_modelopt(model)
+    native.settle_learned(model)
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(value, plain[name], rtol=1e-4, atol=1e-4)
+    assert not any(native.MEAN in module._buffers for module in model.modules())
+
+
 def restored_from_json(folder: Path, plan: Plan, record: Any, model: Any) -> dict[str, Any]:
     """Quantizers of a model that was rebuilt from the JSON of `model`'s scales."""
     states = {
