@@ -319,7 +319,8 @@ class CalibrationOptions(EvaluationOptions):
     """Compare calibration methods in one table; write the recipe with the best one."""
 
     method: list[str] | None = field(
-        "max, percentile/P, mse or entropy; repeatable (default: all of them).", default=None
+        "max, percentile/P, mse or entropy; repeatable (default: all of them). reconstruction trains too.",
+        default=None,
     )
     smoothing: list[str] | None = field(
         "none, gain or an alpha; repeatable (default: none and 0.65).", default=None

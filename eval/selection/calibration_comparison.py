@@ -35,7 +35,7 @@ from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.recipe.sections import Calibration
+from qdqbench.quantize.recipe.sections import Calibration, Reconstruction
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.formats import cleaned, label, seconds, sentence
@@ -47,6 +47,7 @@ from qdqbench.quantize.utils.schema import Strict, field
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+RECONSTRUCTION = "reconstruction"  # a method that trains, so it takes minutes: only where it is named
 METHODS = ("max", "percentile/99.9", "percentile/99.99", "percentile/99.999", "mse", "entropy")
 
 
@@ -82,6 +83,7 @@ class CalibrationRow(Strict):
         parts += [f"split {section.outlier_channel_splitting}"] if section.outlier_channel_splitting else []
         parts += ["centering"] if section.centering is True else []
         parts += ["row-max"] if section.softmax_scale == "row-max" else []
+        parts += [RECONSTRUCTION] if self.trial.recipe and self.trial.recipe.reconstruction else []
         return ", ".join(parts)
 
 
@@ -169,7 +171,7 @@ class CalibrationCase:
 
     @property
     def key(self) -> str:
-        return self.section.model_dump_json()
+        return self.section.model_dump_json() + RECONSTRUCTION * (self.recipe.reconstruction is not None)
 
     @property
     def passes(self) -> str:
@@ -180,8 +182,9 @@ class CalibrationCase:
 
 
 def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str]) -> list[CalibrationCase]:
-    recipe = session.recipe
-    sections = list_sections(session.calibration, methods, smooths)
+    recipe, named = session.recipe, [name for name in methods if name != RECONSTRUCTION]
+    own = session.calibration
+    sections = list_sections(own, named, smooths) if named or smooths or not methods else [own]
     require_quantized(recipe)
     model = session.fp32_model
     modules, prefix = module_table(model), model.base_model_prefix
@@ -200,7 +203,11 @@ def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str])
             f"{same} combinations come to the same as another under the rules of recipe "
             f"{recipe.name} and are left out"
         )
-    return list(cases.values())
+    found = list(cases.values())
+    if RECONSTRUCTION in methods:
+        trained = found[0].recipe.model_copy(update={"reconstruction": Reconstruction()})
+        found.append(CalibrationCase(trained, found[0].plan))
+    return found
 
 
 @dataclasses.dataclass
@@ -233,7 +240,20 @@ class CalibrationMeasurement:
             session.notes += [note for note in notes if note not in session.notes]
         return self._summarize([tried[case.key] for case in cases], earlier + time.perf_counter() - start)
 
+    def _reconstruct(self, case: CalibrationCase) -> tuple["PreTrainedModel", CalibrationCost]:
+        from qdqbench.quantize.training.reconstruct import read_rows, reconstruct
+
+        start, session, settings = time.perf_counter(), self.session, case.recipe.reconstruction
+        assert settings is not None
+        model: Any = placed(session.new_int8_model())
+        record = ptq.calibrate(model, case.plan, session.calibration_batches(), case.section)
+        rows, _ = read_rows(session, settings, judged=self.samples)
+        run = reconstruct(model, placed(session.new_model()), case.plan, record, rows, settings)
+        return model, describe_cost(time.perf_counter() - start, record.quantizers, run.notes)
+
     def _calibrate(self, case: CalibrationCase) -> tuple["PreTrainedModel", CalibrationCost]:
+        if case.recipe.reconstruction:
+            return self._reconstruct(case)
         session = self.session
         if self._shared is None or self._shared[0] != case.passes:
             self._shared = None  # never two at a time
@@ -253,9 +273,11 @@ class CalibrationMeasurement:
     def _summarize(self, tried: list[Trial], wall_s: float) -> CalibrationComparison:
         session, trials, recipe = self.session, self.trials, self.session.recipe
         rows = compare_trials(tried)
-        best = next(row.section for row in rows if row.best)
+        best = next(row.trial.recipe for row in rows if row.best)
+        assert best is not None
+        changed = {"calibration": best.calibration, RECONSTRUCTION: best.reconstruction}
         name = named_by(recipe.name, "calibrated")
-        write_recipe(recipe.model_copy(update={"name": name, "calibration": best}), session.folder)
+        write_recipe(recipe.model_copy(update={"name": name, **changed}), session.folder)
         if any(rule.refines for rule in recipe.rules):
             session.notes.append("what the recipe's rules say on calibration holds in every row")
         about = trials.describe()

@@ -87,3 +87,16 @@ def test_splitting_is_a_row_where_there_is_something_to_split(tiny_bert: Path, m
     cases = side_by_side.list_cases(Session(config, tiny_bert), (), ())
     split = {case.section.outlier_channel_splitting for case in cases}
     assert split == ({0, 64} if match == "encoder.layer.*" else {0})
+
+
+def test_reconstruction_is_a_row_where_it_is_named(tiny_bert: Path) -> None:
+    task = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
+    config = RunConfig(recipe=recipe_with("bert-int8-linears"), model=str(tiny_bert), task=task, data="none")
+    session = Session(config, tiny_bert)
+    assert not any(case.recipe.reconstruction for case in side_by_side.list_cases(session, (), ()))
+    for methods, count in ((["reconstruction"], 2), (["mse", "reconstruction"], 4)):
+        *others, last = side_by_side.list_cases(session, methods, ())
+        assert len(others) + 1 == count
+        assert last.recipe.reconstruction is not None
+        assert last.section == others[0].section
+        assert last.key not in {case.key for case in others}
