@@ -627,15 +627,15 @@ def published_table(data: Data) -> str:
 
 
 def qat_table(data: Data) -> str:
-    """SQNR of PTQ, of the trained model and of its engine, by model and recipe."""
+    """SQNR of PTQ, of the trained model and of its engine, by model and recipe; no QAT after another."""
     cells: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for run in data.runs:
         stages = [run.stages.get(name) for name in ("ptq", "fake_quant", "engine")]
-        if run.trained and stages[0]:
+        if run.trained and stages[0] and not (run.get("reconstruction") and run.get("training")):
             shown = [f"{each.vs_fp32.sqnr_db:.1f}" if each and each.vs_fp32 else "-" for each in stages]
             name = _short(run.recipe).removesuffix("-qat").removesuffix("-reconstructed")
             backend = run.engine.backend if run.engine else run.recipe["engine"]["backend"]
-            cells[_model_name(run), label(backend)][name] = " / ".join(shown)
+            cells[_model_name(run), label(backend)][name] = "/".join(shown)
     recipes = sorted({name for row in cells.values() for name in row})
     rows = [[code(key[0]), key[1], *(row.get(name, "") for name in recipes)] for key, row in cells.items()]
     return table(["model", "backend", *map(code, recipes)], sorted(rows))
