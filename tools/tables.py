@@ -209,8 +209,8 @@ def measurement(record: Any) -> tuple[Any, ...]:
     if isinstance(record, Bench):
         chosen = record.settings
         shapes = chosen.engine_shapes, tuple(chosen.lengths), tuple(chosen.batches), str(chosen.dataset)
-        recipe = str(record.recipe.get("name"))
-        return "bench", record.device, record.target.name, recipe, _device(record), *shapes
+        recipe, backend = str(record.recipe.get("name")), str(record.systems[0].backend).partition(" ")[0]
+        return "bench", record.device, record.target.name, recipe, backend, _device(record), *shapes
     recipe = str(record.recipe.get("name"))
     of = recipe, _model_name(record), record.task.name
     return "run", *of, record.seed, _where(record)
