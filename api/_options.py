@@ -11,7 +11,7 @@ from pydantic import PositiveInt, field_validator
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.quantize.recipe.sections import Training
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice
+from qdqbench.quantize.utils.limits import BackendChoice
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE
 from qdqbench.quantize.utils.options import Duration, Options
 from qdqbench.quantize.utils.schema import field
@@ -202,13 +202,19 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
     def find_start(self) -> str:
         """Return the recipe that `recipes list` stars for the model's family and the backend here."""
         from qdqbench.quantize.engine.backend import preferred_backend
+        from qdqbench.quantize.lint.machines import explain_kernels
         from qdqbench.quantize.models.families.known import BERT, family_of
         from qdqbench.quantize.models.load import load_config
-        from qdqbench.quantize.recipe.shipped import choose_start
+        from qdqbench.quantize.recipe.schema import load_recipe
+        from qdqbench.quantize.recipe.shipped import backends_of, choose_start
 
-        family = family_of(load_config(self.model, self.revision)) if self.model else BERT
-        on_cpu = preferred_backend(self.backend or "auto") in CPU_BACKENDS
-        return choose_start(family).get("cpu" if on_cpu else "gpu", DEFAULT_RECIPE)
+        config = load_config(self.model, self.revision) if self.model else None
+        family = family_of(config) if config else BERT
+        starts, backend = choose_start(family), preferred_backend(self.backend or "auto")
+        if config and self.backend in (None, "auto") and "cuda" in starts:
+            best = load_recipe(f"{family.name}-{starts['cuda']}")
+            backend = "cuda" if explain_kernels(best, family.name, config) else backend
+        return starts.get(backends_of(backend), DEFAULT_RECIPE)
 
     def _count_outputs(self) -> int | None:
         from qdqbench.quantize.models.identity import has_pooling

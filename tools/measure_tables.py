@@ -132,7 +132,9 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
             bench("bert-base-384", "bert-base", fused, *grid(32, length=384), *exact, *PADDED),
         ],
         "bench-recipes": [
-            bench("bert-base-recipes", "bert-base", fused, *grid(1, 8, 32, 128), *also(*others), *PADDED)
+            bench(f"bert-base-recipes-{backend}", "bert-base", fused, *grid(1, 8, 32, 128), *given)
+            for backend in ("cuda", "tensorrt_rtx")
+            for given in [("--set", f"engine.backend={backend}", *also(*others), *PADDED)]
         ],
         "bench-small": [bench("minilm", "minilm", fused, *grid(1, 8, 32), "--length", "32", *exact, *PADDED)],
         "bench-large": [bench("bert-large", "bert-large", fused, *grid(128), *exact, *PADDED)],

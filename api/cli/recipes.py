@@ -92,19 +92,19 @@ def _write_new(made: "NewRecipe | FromCache", options: NewRecipeOptions, shown: 
 
 
 def _recipe_table(rows: Sequence[shipped.Shipped]) -> Group:
-    table, titles = Table(box=None, padding=(0, 1, 0, 0)), ("recipe", "on", *shipped.TITLES)
+    table, titles = Table(box=None, padding=(0, 1, 0, 0)), ("recipe", "in", *shipped.TITLES)
     narrow, lines = console().width < WIDE, list[str]()
     hidden = {"held out"} if narrow else set[str]()
     for title in (each for each in titles if each not in hidden):
         table.add_column(title, no_wrap=True)
     for row in rows:
         for number, figure in enumerate(row.figures):
-            on = f"{shipped.DEVICES[figure.device]}{' *' if figure.device in row.start_on else ''}"
+            on = f"{shipped.BACKENDS[figure.backends]}{' *' if figure.backends in row.start_in else ''}"
             found = shipped.format_figure(figure, briefly=narrow)
             cells = (cell.replace(shipped.NOT_MEASURED, "") for cell in found)
             named = zip(titles, ("" if number else row.recipe, on, *cells), strict=True)
             table.add_row(*(cell for title, cell in named if title not in hidden))
-    if left := [f"{row.recipe}{' *' if row.start_on else ''}" for row in rows if not row.figures]:
+    if left := [f"{row.recipe}{' *' if row.start_in else ''}" for row in rows if not row.figures]:
         lines.append(f"\nNot measured: {', '.join(left)}.")
     measured = [figure for row in rows for figure in row.figures]
     choice = f"* {shipped.describe_choice(shipped.choose_start())}"

@@ -10,8 +10,8 @@ class Recipes(Strict):
 
     recipes: list[dict[str, Any]] = field(
         "For each recipe `recipe`, `name` (without the family), `family`, `model_types`, `description`, "
-        "`figures`, and `start_on` (devices on which it is the one to start with). `figures` are measured on "
-        "each device: the `mean` over tasks, and over `held_out` ones."
+        "`figures`, and `start_in` (backends in which it is the one to start with). `figures` are by "
+        "`backends`, `cuda`, `tensorrt` or `cpu`: the `mean` over tasks, and over `held_out` ones."
     )
 
 

@@ -18,8 +18,8 @@ from qdqbench.quantize.engine.cuda.names import (
 )
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.recipe.shipped import choose_start
-from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.recipe.shipped import backends_of, choose_start
+from qdqbench.quantize.utils.limits import BackendName
 from qdqbench.quantize.utils.schema import Frozen
 from qdqbench.quantize.utils.system.cpu import Cpu, find_cpu
 from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
@@ -42,7 +42,7 @@ class Machine(Frozen):
     @property
     def start(self) -> str:
         """The recipe to start with."""
-        return self.recipe or choose_start()["cpu" if self.backend in CPU_BACKENDS else "gpu"]
+        return self.recipe or choose_start()[backends_of(self.backend)]
 
 
 @cache

@@ -13,15 +13,19 @@ from pydantic import TypeAdapter
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.schema import Frozen
 
 FIGURES_FILE = "figures.json"
-Device = Literal["gpu", "cpu"]
-DEVICES: dict[Device, str] = {"gpu": "GPU", "cpu": "CPU"}
-SHOWN: dict[Device, tuple[str, int, int]] = {  # model, batch and tokens of the speeds that are compared
-    "gpu": ("bert-base", 32, 128),
+Backends = Literal["cuda", "tensorrt", "cpu"]
+BACKENDS: dict[Backends, str] = {"cuda": "cuda", "tensorrt": "TensorRT", "cpu": "CPU"}
+PLACES: dict[Backends, str] = {"cuda": "in backend cuda", "tensorrt": "in TensorRT", "cpu": "on a CPU"}
+SHOWN: dict[Backends, tuple[str, int, int]] = {  # model, batch and tokens of the speeds that are compared
+    "cuda": ("bert-base", 32, 128),
+    "tensorrt": ("bert-base", 32, 128),
     "cpu": ("minilm-l6-sst2", 8, 128),
 }
+AS_FAST = 0.9  # of the fastest speed-up: recipes from here on are told apart by their SQNR
 JUDGED = "minilm-l6"  # model of the SQNR that are compared, trained on each of `TASKS`
 TASKS = ("sst2", "mrpc", "stsb")  # that settings of recipes were chosen on; all others are held out
 MAX_DROP = 0.5  # points: what `auto` asks for by default
@@ -71,10 +75,10 @@ class Speed(Frozen):
 
 
 class Figure(Frozen):
-    """A shipped recipe, as it is shipped now, on one kind of device."""
+    """A shipped recipe, as it is shipped now, in backends of one kind."""
 
     recipe: str
-    device: Device
+    backends: Backends
     accuracy: tuple[Accuracy, ...]  # by task and hardware
     speed: tuple[Speed, ...]  # by shape
 
@@ -107,7 +111,7 @@ class Figure(Frozen):
 
     @property
     def shown_speed(self) -> Speed | None:
-        shown = SHOWN[self.device]
+        shown = SHOWN[self.backends]
         return next((row for row in self.speed if (row.model, row.batch, row.length) == shown), None)
 
     @property
@@ -149,9 +153,9 @@ class Shipped(NamedTuple):
     family: str
     model_types: tuple[str, ...]  # of config.json
     description: str
-    figures: tuple[Figure, ...]  # by device; none where nothing was measured
-    # devices on which it, or the one of its name in another family, is to start with
-    start_on: tuple[Device, ...]
+    figures: tuple[Figure, ...]  # by backends; none where nothing was measured
+    # backends in which it, or the one of its name in another family, is to start with
+    start_in: tuple[Backends, ...]
 
 
 @cache
@@ -167,16 +171,25 @@ def list_shipped(family: Family | None = None) -> list[Shipped]:
         for name in (name for name, having in family_free_recipes().items() if each.name in having):
             recipe = f"{each.name}-{name}"
             own = [figure for figure in read_figures() if figure.recipe == recipe]
-            figures = {figure.device: figure for figure in own if figure.accuracy or figure.shown_speed}
-            measured = tuple(figures[device] for device in DEVICES if device in figures)
-            on = tuple(device for device, chosen in first.items() if chosen == name)
+            figures = {figure.backends: figure for figure in own if figure.accuracy or figure.shown_speed}
+            measured = tuple(figures[backends] for backends in BACKENDS if backends in figures)
+            on = tuple(backends for backends, chosen in first.items() if chosen == name)
             about = load_recipe(recipe).description
             rows.append(Shipped(recipe, name, each.name, each.model_types, about, measured, on))
     return rows
 
 
-def choose_start(family: Family | None = None) -> dict[Device, str]:
-    lost = {(each.recipe, each.device) for each in read_figures() if each.lost}
+def backends_of(backend: BackendName) -> Backends:
+    """Return whose figures tell what a recipe brings in a backend."""
+    return "cpu" if backend in CPU_BACKENDS else "cuda" if backend == "cuda" else "tensorrt"
+
+
+def choose_start(
+    family: Family | None = None, figures: Sequence[Figure] | None = None
+) -> dict[Backends, str]:
+    """Return the recipe to start with by backends, without its family, from the shipped figures or others."""
+    figures = read_figures() if figures is None else figures
+    lost = {(each.recipe, each.backends) for each in figures if each.lost}
     names = {
         f"{other}-{name}": name
         for name, having in family_free_recipes().items()
@@ -186,20 +199,25 @@ def choose_start(family: Family | None = None) -> dict[Device, str]:
 
     def able(each: Figure) -> bool:
         own = family and f"{family.name}-{names.get(each.recipe)}"
-        return each.recipe in names and (own, each.device) not in lost
+        return each.recipe in names and (own, each.backends) not in lost
 
-    measured = tuple(filter(able, read_figures()))
-    chosen = {device: find_fastest(device, measured) for device in DEVICES}
-    return {device: names[recipe] for device, recipe in chosen.items() if recipe is not None}
+    measured = tuple(filter(able, figures))
+    chosen = {backends: find_best(backends, measured) for backends in BACKENDS}
+    return {backends: names[recipe] for backends, recipe in chosen.items() if recipe is not None}
 
 
-def find_fastest(device: Device, candidates: Iterable[Figure]) -> str | None:
+def find_best(backends: Backends, candidates: Iterable[Figure]) -> str | None:
+    """Return the recipe with the highest SQNR of those that hold and are about as fast as the fastest."""
     able = [
-        (speed.value, each.recipe)
+        (speed.value, each)
         for each in candidates
-        if each.device == device and each.holds and (speed := each.shown_speed) and speed.value > 1
+        if each.backends == backends and each.holds and (speed := each.shown_speed) and speed.value > 1
     ]
-    return max(able)[1] if able else None
+    least = AS_FAST * max((speed for speed, _ in able), default=0)
+    return max(
+        ((each.sqnr_db or 0, speed, each.recipe) for speed, each in able if speed >= least),
+        default=(None,),
+    )[-1]
 
 
 def format_worst(figure: Figure, *, briefly: bool = False) -> str:
@@ -258,26 +276,27 @@ def describe_conditions(shown: Iterable[Figure], *, briefly: bool = False) -> li
         )
     if any(row.stage != "engine" for each in shown for row in each.accuracy):
         sentences.append("(graph): of the fake-quantized or exported model, no engine of it ran.")
-    for device, name in DEVICES.items():
-        here = [each for each in shown if each.device == device]
+    for backends, place in PLACES.items():
+        here = [each for each in shown if each.backends == backends]
         rows = [speed for each in here if (speed := each.shown_speed)]
         untimed = [each.recipe for each in here if not each.shown_speed]
         what = sorted({f"{row.where}, over the fastest {row.over}" for row in rows})
-        model, batch, length = SHOWN[device]
+        model, batch, length = SHOWN[backends]
         if what:
             left = f" Not timed so: {', '.join(untimed)}." if untimed else ""
             shape = f"{model}, {batch} x {length} tokens"
-            sentences.append(f"Speed-up on a {name}: {shape}, {'; '.join(what)}.{left}")
+            sentences.append(f"Speed-up {place}: {shape}, {'; '.join(what)}.{left}")
         if any(row.padded for row in rows):
             sentences.append(f"{MARK} The unpadded encoder, which may be faster, was not timed.")
     return sentences
 
 
-def describe_choice(chosen: Mapping[Device, str]) -> str:
-    start = " and ".join(f"{name} on a {DEVICES[device]}" for device, name in chosen.items())
+def describe_choice(chosen: Mapping[Backends, str]) -> str:
+    start = ", ".join(f"{name} {PLACES[backends]}" for backends, name in chosen.items())
     return (
-        f"Start with {start}: the fastest without training whose engines lost at most {MAX_DROP:g} points on "
-        f"the mean over tasks. On no task did they lose more than {MAX_DROP:g} points beyond {NOISE} "
-        f"standard errors, and {', '.join(TASKS)} are among the tasks. That was measured with BERT; other "
-        "families take the fastest of the same names that they have, unless it lost more there."
+        f"Start with {start}. Without training, their engines lost at most {MAX_DROP:g} points on the mean "
+        f"over tasks, and on no task more than that beyond {NOISE} standard errors. {', '.join(TASKS)} are "
+        f"among the tasks. Of those with at least {AS_FAST:.0%} of the fastest speed-up, each has the "
+        "highest SQNR. That was measured with BERT. Other families take the same name if they have it and "
+        "it did not lose more there, else the next."
     )

@@ -101,11 +101,11 @@ def test_recipes_list(qdqbench, monkeypatch):
     rows = json.loads(done.out)["recipes"]
     assert sorted(row["recipe"] for row in rows) == RECIPES
     assert {row["family"]: row["model_types"] for row in rows}["bert"] == ["bert"]
-    (first,) = (row for row in rows if row["start_on"] == ["gpu"] and row["family"] == "bert")
-    assert {figure["device"] for figure in first["figures"]} == {"gpu"}
+    (first,) = (row for row in rows if "tensorrt" in row["start_in"] and row["family"] == "bert")
+    assert "tensorrt" in {figure["backends"] for figure in first["figures"]} <= {"cuda", "tensorrt"}
     shown = fine(qdqbench("recipes", "list"))
     assert all(re.search(rf"(^|\s){name}[\s.,]", shown.out) for name in RECIPES)
-    assert re.search(rf"^\s*{first['recipe']}\s+GPU \*\s+.* ± .*x\s*$", shown.out, re.MULTILINE)
+    assert re.search(rf"^\s*{first['recipe']}\s+TensorRT \*\s+.* ± .*x\s*$", shown.out, re.MULTILINE)
     assert "Not measured: " in shown.out
     assert "…" not in shown.out
     assert max(map(len, shown.out.splitlines())) <= 80
@@ -119,8 +119,8 @@ def test_recipes_list_of_a_model(qdqbench, tiny_bert, tmp_path):
     assert "roberta-int8-linears" in shown.out
     assert "bert-int8-linears" not in shown.out.replace("roberta-", "")
     fitting = json.loads(qdqbench("recipes", "list", "--model", roberta, "--json").out)["recipes"]
-    (first,) = (row["recipe"] for row in fitting if "gpu" in row["start_on"])  # measured or not
-    assert re.search(rf"\b{first}(\s+GPU)? \*", shown.out)
+    (first,) = (row["recipe"] for row in fitting if "tensorrt" in row["start_in"])  # measured or not
+    assert re.search(rf"\b{first}(\s+TensorRT)? \*", shown.out)
 
 
 def test_a_family_free_name_is_resolved_by_the_model(qdqbench, sst2, tmp_path):

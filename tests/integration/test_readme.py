@@ -15,8 +15,7 @@ import yaml
 from qdqbench.cli.app import app
 from qdqbench.quantize.models.families import known
 from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe, parse_recipe, shipped_recipes
-from qdqbench.quantize.recipe.shipped import choose_start as start_by_device
-from qdqbench.quantize.recipe.shipped import find_fastest, read_figures
+from qdqbench.quantize.recipe.shipped import PLACES, choose_start
 from qdqbench.quantize.tasks.task import get_task
 
 from ..support.families import write_model
@@ -112,11 +111,10 @@ def test_what_users_look_up_fits_one_screen():
 
 
 def test_the_recipes_to_start_with_are_those_of_the_figures():
-    free = start_by_device()
+    start = choose_start()
     text = " ".join((ROOT / "README.md").read_text().split())
-    assert f"On a GPU start with `{free['gpu']}`, on a CPU with `{free['cpu']}`" in text
-    fastest = find_fastest("gpu", read_figures()).partition("-")[2]
-    assert f"`{fastest}` loses on average <!-- figures:mean-words -->" in text
+    assert ", ".join(f"`{name}` {PLACES[backends]}" for backends, name in start.items()) in text
+    assert f"`{start['cuda']}` changes the metric on average by <!-- figures:mean-words -->" in text
 
 
 def test_every_tool_of_the_table_has_a_source():

@@ -153,7 +153,9 @@ REPORTS: dict[str, Callable[[], Report]] = {
     "bench": lambda: bench_report(sample_bench()),
     "bench-inconclusive": lambda: bench_report(bench_that_is("unclear")),
     "bench-many-shapes": lambda: bench_report(many_shapes()),
-    "bench-measured": lambda: bench_report(read_bench(MEASURED / "benches" / "bert-base-recipes.json")),
+    "bench-measured": lambda: bench_report(
+        read_bench(MEASURED / "benches" / "bert-base-recipes-tensorrt_rtx.json")
+    ),
     "compare": lambda: comparison_report(sample_comparison()),
     "sensitivity": lambda: sensitivity_report(sample_sensitivity()),
     "methods": lambda: calibration_report(sample_calibrations()),

@@ -8,7 +8,6 @@ import itertools
 import os
 import re
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Collection, Sequence
@@ -44,6 +43,7 @@ WINDOWS = "cp1252"  # what spreadsheets of Western languages write where they do
 HEAD = 1 << 16  # bytes of a file in which its header must end
 CHUNK = 1 << 20
 BEGINNING, MOST_COLUMNS = 10 << 20, 2000  # bytes that are read for their columns; each column takes time
+LONGEST_TEXT = 1 << 24  # characters between quotes
 MOST_DEPTH = 100  # brackets of JSON inside each other; readers in C++ recurse
 _TEXT = re.compile(rb'"(?:[^"\\]|\\.)*+"')
 CACHE, JUST_MADE = "qdqbench-data-", 60  # seconds in which a folder may not be locked yet
@@ -340,7 +340,7 @@ def find_form(path: Path, wanted: Collection[str]) -> tuple[str, str, list[str]]
 
 def require_closed_quotes(path: Path, encoding: str, mark: str) -> None:
     """Refuse a CSV with a quote that is not closed: readers join its row with others."""
-    most = csv.field_size_limit(sys.maxsize)
+    most = csv.field_size_limit(LONGEST_TEXT)  # an open quote takes no more memory than this
     try:
         with path.open(encoding=encoding, errors="replace", newline="") as stream:
             rows = csv.reader(stream, delimiter=mark, strict=True)

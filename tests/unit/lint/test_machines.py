@@ -19,7 +19,7 @@ CPU = Cpu("any", 2, ("avx2", "avx512_vnni", "avx512_bf16"))
         ("7.5", "T4", "tensorrt", "int8-residual-fused"),
         ("8.0", "A100", "tensorrt", "int8-residual-fused"),
         ("8.9", "L4", "tensorrt", "int8-residual-fused"),
-        ("9.0", "H200", "cuda", "int8-residual-fused"),
+        ("9.0", "H200", "cuda", "int8-attention"),
         ("10.3", "B300", "tensorrt", "fp16"),
         ("12.0", "RTX 50", "tensorrt", "int8-residual-fused"),
     ],

@@ -65,9 +65,9 @@ def test_a_figure_within_a_sentence_begins_no_line():
 
 
 def test_a_figure_is_that_of_its_file():
-    run = json.loads((MEASURED / RUNS / "bert-base-third-sst2-int8-residual-fused-cuda.json").read_text())
-    scores = [run["stages"][stage]["metrics"]["accuracy"] for stage in ("fp32", "engine")]
-    row = f"| SST-2, accuracy, n = 872 | {scores[0]:.4f} | {scores[1]:.4f} |"
+    run = json.loads((MEASURED / RUNS / "bert-base-fourth-sst2-int8-attention-cuda.json").read_text())
+    fp32, engine = (run["stages"][stage]["metrics"]["accuracy"] for stage in ("fp32", "engine"))
+    row = f"SST-2, accuracy, n = 872 | {fp32:.4f} | {100 * (engine - fp32):+.2f} ± "
     assert row in (ROOT / "docs" / "results" / "real-size.md").read_text()
 
 
@@ -102,11 +102,11 @@ def test_accuracy_from_before_a_change_of_calibration_is_refused_by_name(tmp_pat
 
 
 def test_only_what_is_between_the_marks_changes():
-    text = "a <!-- figures:bert -->old<!-- figures:end --> b <!-- figures:cpu --><!-- figures:end -->"
+    text = "a <!-- figures:real -->old<!-- figures:end --> b <!-- figures:cpu --><!-- figures:end -->"
     made = fill(text, "page.md", str.upper)
     assert (
         made
-        == "a <!-- figures:bert -->BERT<!-- figures:end --> b <!-- figures:cpu -->CPU<!-- figures:end -->"
+        == "a <!-- figures:real -->REAL<!-- figures:end --> b <!-- figures:cpu -->CPU<!-- figures:end -->"
     )
     assert fill(made, "page.md", str.upper) == made
 
@@ -114,10 +114,10 @@ def test_only_what_is_between_the_marks_changes():
 @pytest.mark.parametrize(
     "text",
     [
-        "<!-- figures:bert -->",
+        "<!-- figures:real -->",
         "<!-- figures:end -->",
-        "<!-- figures:end --><!-- figures:bert -->",
-        "<!-- figures:bert --><!-- figures:cpu --><!-- figures:end --><!-- figures:end -->",
+        "<!-- figures:end --><!-- figures:real -->",
+        "<!-- figures:real --><!-- figures:cpu --><!-- figures:end --><!-- figures:end -->",
     ],
 )
 def test_marks_come_in_pairs(text):
@@ -157,9 +157,9 @@ def test_accuracy_is_of_the_engine_that_ran_else_of_the_graph_and_of_the_recipe_
         run.stages.engine["vs_fp32"] = versus if stage == "engine" else None
         (found,) = figures_of([run], [])
         (row,) = found.accuracy
-        assert (found.recipe, found.device, row.stage, row.task) == (
+        assert (found.recipe, found.backends, row.stage, row.task) == (
             "bert-int8-linears",
-            "gpu",
+            "tensorrt",
             stage,
             "sst2",
         )

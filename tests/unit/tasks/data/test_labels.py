@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
+from qdqbench.quantize.tasks.data import files
 from qdqbench.quantize.tasks.data.load import add_label_values, count_classes, load_split
 from qdqbench.quantize.tasks.task import Task, get_task
 from qdqbench.quantize.utils.errors import UserError
@@ -70,6 +71,15 @@ def test_a_quote_that_joins_rows_is_refused(tmp_path, lines, said):
             read(OWN, tmp_path)
         return
     assert read(OWN, tmp_path)[0] == ['one"', 'two\nlines"', "three words", 'a "fourth"']
+
+
+def test_an_open_quote_is_read_no_further_than_a_text_can_be_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LONGEST_TEXT", 40)
+    (tmp_path / "validation.csv").write_text(
+        "text,label\n" + f"{'long' * 20},0\n" + '"open,1\n' + "row,1\n" * 50
+    )
+    with pytest.raises(UserError, match="line 3 opens a quote that is not closed up to line 9"):
+        read(OWN, tmp_path)
 
 
 def test_texts_that_are_more_than_the_classes_are_named(folder):
