@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.cuda import file as files
 from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.cuda.names import NAMES
+from qdqbench.quantize.pipeline.pipeline import STAGES_FILE
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 from qdqbench.quantize.utils.errors import MissingDevice
@@ -173,7 +175,7 @@ def test_a_search_and_auto_time_engines_and_their_twins(sst2, tmp_path, qdqbench
 def refuses_engines_that_cannot_run(out, qdqbench, monkeypatch, serves=False):
     """Of another version, GPU or maker, or cut off: a sentence, and no file is written."""
     path = out / "engine" / "model.int8.engine"
-    sidecar = path.with_name(f"{path.name}.json")
+    sidecar, stages = path.with_name(f"{path.name}.json"), out / STAGES_FILE
     data, about = path.read_bytes(), json.loads(sidecar.read_text())
     told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     for bad, message in (
@@ -186,6 +188,11 @@ def refuses_engines_that_cannot_run(out, qdqbench, monkeypatch, serves=False):
         path.write_bytes(bad or data)
         sums = {"engine_sha256": hashlib.sha256(bad or data).hexdigest()}
         sidecar.write_text(json.dumps(about | sums))
+        if serves:  # as if another version of the program had made the run
+            now = {path: sums["engine_sha256"], sidecar: hashlib.sha256(sidecar.read_bytes()).hexdigest()}
+            for file, digest in now.items():
+                recorded = f'("engine/{file.name}": )"[0-9a-f]+"'
+                stages.write_text(re.sub(recorded, rf'\1"{digest}"', stages.read_text()))
         before = {each: each.stat().st_mtime_ns for each in out.rglob("*")}
         commands = [("inspect", out, "--profile", "gpu")]
         commands += [("serve", out, "--port", "0", "--no-fp32")] if serves and "0.0.1" in message else []
