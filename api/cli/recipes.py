@@ -94,7 +94,7 @@ def _write_new(made: "NewRecipe | FromCache", options: NewRecipeOptions, shown: 
 def _recipe_table(rows: Sequence[shipped.Shipped]) -> Group:
     table, titles = Table(box=None, padding=(0, 1, 0, 0)), ("recipe", "in", *shipped.TITLES)
     narrow, lines = console().width < WIDE, list[str]()
-    hidden = {"held out"} if narrow else set[str]()
+    hidden = {"held out", "lost"} if narrow else set[str]()
     for title in (each for each in titles if each not in hidden):
         table.add_column(title, no_wrap=True)
     for row in rows:

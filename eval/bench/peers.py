@@ -244,7 +244,7 @@ class UnpaddedEncoder:
         self.kinds = [*config.layer_types] if rotary else []
         self.window = int(config.local_attention) // 2 if rotary else None
         self.final_norm: Any = getattr(base, "final_norm", torch.nn.Identity())
-        self.bias = _bias_of(base.encoder, config) if family.name == "mpnet" else None
+        self.bias = _bias_of(base.encoder, family.positions(config)) if family.name == "mpnet" else None
         self.blocks: Any = _find_blocks
         self.eps = float(_norm(model, family.layer_names(model)[0], [*family.norms][1]).eps)
         self.of_tokens = any("length" in axes for axes in name_outputs(model).values())
@@ -513,11 +513,10 @@ def packed_attention(  # noqa: PLR0913, PLR0917
     return context
 
 
-def _bias_of(encoder: Any, config: Any) -> "torch.Tensor":
+def _bias_of(encoder: Any, span: int) -> "torch.Tensor":
     """Return MPNet's bias [heads, 2 span - 1] by the distance from query to key."""
     import torch
 
-    span = int(config.max_position_embeddings)
     table = encoder.relative_attention_bias.weight
     distances = torch.arange(1 - span, span, device=table.device)
     buckets = encoder.relative_position_bucket(distances, num_buckets=len(table))

@@ -138,9 +138,9 @@ def systems_of(target: Target | None, options: BenchPlan) -> dict[str, System]:
         own = f"int8-{own_backend(target.session.recipe.engine.backend)}"
         systems.sort(key=lambda system: system.name != own)
         systems = [replace(system, name="int8") if system.name == own else system for system in systems]
-        base = next(system for system in TABLE if system.name == own)
         systems += [
             replace(base, name=f"int8-{name}", label=f"{base.label}, {name}", recipe=name)
+            for base in (system for system in TABLE if system.name == own)
             for name in target.extra
         ]
     elif target is not None:
