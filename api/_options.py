@@ -325,7 +325,8 @@ class CalibrationOptions(EvaluationOptions):
     """Compare calibration methods in one table; write the recipe with the best one."""
 
     method: list[str] | None = field(
-        "max, percentile/P, mse or entropy; repeatable (default: all of them). reconstruction trains too.",
+        "max, percentile/P, mse, entropy, or reconstruction, which trains; repeatable (default: all that do "
+        "not train).",
         default=None,
     )
     smoothing: list[str] | None = field(

@@ -123,7 +123,7 @@ def speed_doubt(shapes: Sequence[Speedup]) -> str:
     verdicts = [row.leading.verdict for row in shapes]
     if "slower" in verdicts:
         return f"INT8 is slower {places(shapes)}"
-    return "" if "as fast" not in verdicts or "faster" in verdicts else "INT8 is no faster"
+    return "INT8 is no faster" if "as fast" in verdicts and "faster" not in verdicts else ""
 
 
 def places(shapes: Sequence[Speedup]) -> str:
