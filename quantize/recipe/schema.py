@@ -16,7 +16,7 @@ from qdqbench.quantize.models.families.known import BERT, FAMILIES, family_named
 from qdqbench.quantize.models.load import load_config
 from qdqbench.quantize.recipe import sections
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH
+from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH, BackendName
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE, MAX_NAMED
 from qdqbench.quantize.utils.schema import Frozen, field
 
@@ -100,7 +100,7 @@ class Recipe(Frozen):
     def int8_residual(self) -> bool:
         return self.residual == "int8" or self._asks_int8("Residual")
 
-    def calibration_for(self, backend: str) -> sections.Calibration:
+    def calibration_for(self, backend: BackendName) -> sections.Calibration:
         """Return the calibration section with what `auto` means for a backend."""
         section, cuda = self.calibration, backend == "cuda"
         changes: dict[str, Any] = {}
