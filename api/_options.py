@@ -69,18 +69,12 @@ class TaskOptions(Options):
         default="hub",
     )
     revision: str | None = field(REVISION, default=None)
-    text_column: list[str] | None = field(
-        "Text column of your own data (default: text); two for pairs.", default=None
-    )
+    text_column: list[str] | None = field("Text column (default: text); two for pairs.", default=None)
     label_column: str | None = field(
         "Label column of your own data (default: label); a,b,c are columns of 0 and 1.", default=None
     )
-    num_labels: int | None = field(
-        "Classes of your own data (default: counted); 1 is regression.", default=None, ge=1
-    )
-    metric: list[str] | None = field(
-        "Metric of your own data; repeatable, the first is primary.", default=None
-    )
+    num_labels: int | None = field("Classes (default: counted); 1 is regression.", default=None, ge=1)
+    metric: list[str] | None = field("Metric of your data; repeatable, the first is primary.", default=None)
 
     _save_data = field_validator("data", mode="before")(save_data)
 
@@ -136,18 +130,14 @@ class TaskOptions(Options):
 class FolderOptions(Options):
     """The folder that is written."""
 
-    out: Path | None = field(
-        "Output folder (default: in runs/, named by command, model, recipe and task).", default=None
-    )
+    out: Path | None = field("Output folder (default: in runs/, by command, model and task).", default=None)
     overwrite: bool = field("Start over in a used --out; what it holds moves to OUT.old.", default=False)
 
 
 class SetOptions(Options):
     """Fields of recipes."""
 
-    set: dict[str, Any] | None = field(
-        "Recipe field by path, like calibration.samples=256; repeatable.", default=None
-    )
+    set: dict[str, Any] | None = field("Recipe field, as calibration.samples=256; repeatable.", default=None)
 
     @field_validator("set", mode="before")
     @classmethod
@@ -263,9 +253,7 @@ class EvaluationOptions(RecipeOptions):
 class TrackerOptions(Options):
     """An experiment tracker."""
 
-    report_to: TrackerName | None = field(
-        "Experiment tracker for the training log and the results.", default=None
-    )
+    report_to: TrackerName | None = field("Tracker of the training log and the results.", default=None)
 
 
 class QatOptions(TrackerOptions, EvaluationOptions):
@@ -279,9 +267,7 @@ class QatOptions(TrackerOptions, EvaluationOptions):
 class RunOptions(QatOptions):
     """Quantize, export, build, verify and evaluate a model, and write the report."""
 
-    until: str | None = field(
-        "Last stage, or evaluate for all evaluations; a later run resumes.", default=None
-    )
+    until: str | None = field("Last stage, or evaluate for all evaluations; resumable.", default=None)
 
 
 class AutoOptions(EvaluationOptions):
@@ -300,9 +286,7 @@ class AutoOptions(EvaluationOptions):
     max_drop: float = field(
         "Largest drop of the metric to accept beyond noise; 0.005 is half a point.", default=0.005, ge=0, le=1
     )
-    min_speedup: float | None = field(
-        "Smallest speed-up over the same backend's engine without INT8.", default=None, gt=0
-    )
+    min_speedup: float | None = field("Least speed-up over the backend without INT8.", default=None, gt=0)
     samples: int = field("Train rows to choose proposals on; none is used to calibrate.", default=512, ge=32)
     trials: int = field("Largest number of recipes that the search tries.", default=24, ge=8)
     batch: int = field("Batch size at which latency is measured.", default=32, ge=1)
@@ -329,9 +313,7 @@ class CalibrationOptions(EvaluationOptions):
         "not train).",
         default=None,
     )
-    smoothing: list[str] | None = field(
-        "none, gain or an alpha; repeatable (default: none and 0.65).", default=None
-    )
+    smoothing: list[str] | None = field("none, gain or an alpha (default: none and 0.65).", default=None)
     samples: int = field("Train rows to compare on.", default=1024, ge=2)
 
 
@@ -429,9 +411,7 @@ class ValidateOptions(Options):
 class CheckOptions(Options):
     """Options of `check`."""
 
-    recipe: str | None = field(
-        "Recipe that says which layers must be in INT8 (default: the run's).", default=None
-    )
+    recipe: str | None = field("Recipe: which layers must be in INT8 (default: the run's).", default=None)
     allow: list[str] | None = field(
         "Code of findings to leave out, such as quantized-residual; repeatable.", default=None
     )
@@ -460,15 +440,9 @@ class InspectOptions(Options):
     target: Path = field("Run directory, .engine file or saved inspector JSON.", json_schema_extra=POSITIONAL)
     onnx: Path | None = field("ONNX file that the engine was built from.", default=None)
     recipe: str | None = field("Recipe to check the engine against (default: the run's).", default=None)
-    profile: str | None = field(
-        "Kernel times: saved JSON (name, ms), or gpu or cpu to measure here.", default=None
-    )
-    batch: int | None = field(
-        "With --profile gpu or cpu: batch size (default: the optimum).", default=None, ge=1
-    )
-    length: int | None = field(
-        "With --profile gpu or cpu: tokens (default: the optimum).", default=None, ge=1
-    )
+    profile: str | None = field("Kernel times: saved JSON (name, ms), or gpu or cpu: measured.", default=None)
+    batch: int | None = field("With --profile gpu or cpu: batch size.", default=None, ge=1)
+    length: int | None = field("With --profile gpu or cpu: tokens.", default=None, ge=1)
     all: bool = field("List every kernel; equal kernels are one row otherwise.", default=False)
     bisect: bool = field("Find the first tensor that goes wrong.", default=False)
 
@@ -504,9 +478,7 @@ class FixCommandOptions(TaskOptions):
 
     onnx_file: Path = field("ONNX file of any origin.", json_schema_extra=POSITIONAL)
     out: Path = field("File to write.")
-    compute: Literal["fp16", "keep"] = field(
-        "Precision of what is not INT8, if the file is FP32.", default="fp16"
-    )
+    compute: Literal["fp16", "keep"] = field("Precision of the rest, if the file is FP32.", default="fp16")
     weights: Literal["channel", "factored"] = field(
         "Form of weight scales; factored is faster in TensorRT-RTX.", default="channel"
     )
@@ -515,44 +487,30 @@ class FixCommandOptions(TaskOptions):
     )
     samples: int = field("Rows of the train split, with --model and --task.", default=128, ge=1)
     seed: int = field("Seed of random inputs, or of the drawn samples.", default=0, ge=0)
-    max_error: float = field(
-        "Largest relative error of outputs against the file without Q/DQ.", default=0.1, ge=0
-    )
+    max_error: float = field("Largest relative error against the file without Q/DQ.", default=0.1, ge=0)
     no_engine: bool = field("Do not build engines of both files to compare them.", default=False)
 
 
 class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
     """Measure INT8 against other engines, PyTorch and other quantizers: interleaved, verified, GPU or CPU."""
 
-    model: str | None = field(
-        "Model folder, or a published size with random weights, such as bert-base.", default=None
-    )
+    model: str | None = field("Model folder, or a size with random weights, such as bert-base.", default=None)
     set: dict[str, Any] | None = field(
         "With --model: recipe field by path, like export.gelu=tanh; repeatable. Runs keep their recipe.",
         default=None,
     )
     recipe: str | None = field(f"With --model: name or YAML file (default: {DEFAULT_RECIPE}).", default=None)
-    extra_recipe: list[str] | None = field(
-        "With --model: also measure this recipe; repeatable.", default=None
-    )
+    extra_recipe: list[str] | None = field("With --model: also measure it; repeatable.", default=None)
     batch: list[PositiveInt] | None = field(
         "Batch size; repeatable (default: 1, 8, 32, 128; on a CPU 1, 8).", default=None
     )
     length: list[PositiveInt] | None = field("Tokens per sequence; repeatable (default: 128).", default=None)
-    dataset: str | None = field(
-        "Task whose evaluation split is timed; --length adds fixed shapes.", default=None
-    )
-    dataset_batch: list[PositiveInt] | None = field(
-        "Batch size of --dataset; repeatable (default: 32).", default=None
-    )
+    dataset: str | None = field("Task whose evaluation split is timed; --length adds shapes.", default=None)
+    dataset_batch: list[PositiveInt] | None = field("Batch size of --dataset; repeatable.", default=None)
     data: str | None = field("Data of --dataset (default: the run's).", default=None)
     tokenizer: str | None = field("Tokenizer for --dataset, if --model is a published size.", default=None)
-    streams: list[PositiveInt] | None = field(
-        "Concurrent inferences; repeatable (default: 1 and 2).", default=None
-    )
-    threads: int | None = field(
-        "Threads of a system on a CPU, over all streams (default: its cores).", default=None, ge=1
-    )
+    streams: list[PositiveInt] | None = field("Concurrent inferences; repeatable.", default=None)
+    threads: int | None = field("Threads of a system on a CPU (default: its cores).", default=None, ge=1)
     rounds: int | None = field("Interleaved rounds (default: 12, on a CPU 6).", default=None, ge=1)
     duration: float = field("Seconds of latency per system and shape, over all rounds.", default=1.0, gt=0)
     iterations: int | None = field("Inferences per round, instead of --duration.", default=None, ge=1)
@@ -563,21 +521,13 @@ class BenchOptions(SetOptions, FolderOptions, PoolingOptions):
     cost_per_hour: float | None = field(
         "Price of this machine an hour: also report the cost of a million texts.", default=None, gt=0
     )
-    compile_seconds: float = field(
-        "Limit of each torch.compile in seconds; slower ones are left out.", default=90.0, gt=0
-    )
+    compile_seconds: float = field("Limit of each torch.compile in seconds.", default=90.0, gt=0)
     engine_shapes: Literal["both", "exact", "recipe"] = field(
         "Shapes of engines on a GPU: the recipe's, exactly each shape, or both.", default="both"
     )
     cpu: bool = field("Measure on the CPU, even if there is a GPU.", default=False)
-    keep_engines: bool = field(
-        "Leave the engines in the work folder, for inspect or the next bench.", default=False
-    )
-    build_only: bool = field(
-        "Only export, build and compile, for a bench that follows; on a GPU.", default=False
-    )
-    exclude: list[str] | None = field(
-        "System to leave out, by its name in bench.json; repeatable.", default=None
-    )
+    keep_engines: bool = field("Leave the engines for inspect or the next bench.", default=False)
+    build_only: bool = field("Only export, build and compile, for a later bench; on a GPU.", default=False)
+    exclude: list[str] | None = field("System to leave out, by its name in bench.json.", default=None)
     seed: int = field("Seed of weights, inputs and bootstrap.", default=0, ge=0)
     _save_data = field_validator("data", mode="before")(save_data)

@@ -23,12 +23,8 @@ class Agreement(Strict):
         "`cosine`: mean cosine to the FP32 embedding of the same text; `cosine_p1`: its 1st percentile; "
         "`neighbors`: mean share of the 10 nearest texts by FP32 that stay among the 10 nearest."
     )
-    stderr: dict[str, float] = field(
-        "Standard error of each value, by bootstrap over the texts with fixed neighbors."
-    )
-    cosine_counts: list[int] = field(
-        "Texts by 1 - cosine: under 1e-7, then four bins a decade; the last is 1 and more."
-    )
+    stderr: dict[str, float] = field("Standard error by bootstrap over the texts with fixed neighbors.")
+    cosine_counts: list[int] = field("Texts by 1 - cosine: under 1e-7, four bins a decade, 1 and more.")
     neighbor_counts: list[int] = field("Texts by how many of the 10 nearest neighbors stay: 0, 1, ..., 10.")
 
 
@@ -36,30 +32,16 @@ class Comparison(Strict):
     """A model against FP32 on the same samples (paired)."""
 
     delta: dict[str, float] = field("Model minus FP32 by metric; negative is a loss.")
-    delta_stderr: dict[str, float] = field(
-        "Paired bootstrap standard error of `delta`, much smaller than that of the metric."
-    )
+    delta_stderr: dict[str, float] = field("Paired bootstrap standard error of `delta`.")
     n: int = field("Number of paired samples of the first evaluation split.")
-    disagreements: int | None = field(
-        "Samples with another prediction (class, tags of a sentence, text); null for regression."
-    )
-    mcnemar_p: float | None = field(
-        "p-value of the exact McNemar test on samples that one of the two gets right; null for regression."
-    )
+    disagreements: int | None = field("Samples with another prediction; null for regression.")
+    mcnemar_p: float | None = field("p-value of the exact McNemar test; null for regression.")
     within_noise: bool = field("True if `delta` of the primary metric is at most two of its standard errors.")
     mean_abs_logit_diff: float = field("Mean absolute difference of the logits.")
-    sqnr_db: float | None = field(
-        "10 log10(power of the FP32 logits / power of the difference), in dB; null when the logits are equal."
-    )
-    sqnr_db_stderr: float | None = field(
-        "Standard error of `sqnr_db` over samples, in dB; null with it, or in older files.", default=None
-    )
-    sqnr_output: str | None = field(
-        "Output that `sqnr_db` is of, the worst; null where the model has one.", default=None
-    )
-    agreement: Agreement | None = field(
-        "Embeddings against those of FP32; null for other models.", default=None
-    )
+    sqnr_db: float | None = field("SQNR of the logits, 10 log10 of a power ratio; null if equal.")
+    sqnr_db_stderr: float | None = field("Standard error of `sqnr_db` over samples.", default=None)
+    sqnr_output: str | None = field("Output of `sqnr_db`, the worst of several; else null.", default=None)
+    agreement: Agreement | None = field("Embeddings against FP32's; null for others.", default=None)
 
     @model_validator(mode="before")
     @classmethod
@@ -94,9 +76,7 @@ class ParityRow(Strict):
     )
     int8_values: int = field("INT8 values compared; 0 for an output.")
     differing: int = field("INT8 values that differ.")
-    at_border: int = field(
-        "Differing values that are one step off at a rounding border of the graph's arithmetic.", default=0
-    )
+    at_border: int = field("Differing values one step off at a rounding border of the graph.", default=0)
     max_step: int = field("Largest difference between two INT8 values.")
     output_rel_error: float | None = field(
         "Relative error of the layer's own output (norm of the difference / norm of the reference). Of an "
@@ -106,10 +86,7 @@ class ParityRow(Strict):
         "Largest such error that passes: 0.005, or 0.02 for an output with FP16 compute.",
         default=MAX_OUTPUT_ERROR,
     )
-    limit: float = field(
-        "Largest share of differing INT8 values that passes: 0.005, in older files also more.",
-        default=0.005,
-    )
+    limit: float = field("Largest passing share of differing INT8 values.", default=0.005)
     step_limit: int = field(
         "Largest difference of one INT8 value that passes: 1, or 2 for the softmax output with FP16 compute.",
         default=1,
@@ -169,39 +146,29 @@ class ChangedPrediction(Strict):
     """A sample that a stage answers otherwise than FP32, or whose score it moved."""
 
     sample: int = field("Row of the split from 0, or number of the sample if it has several rows.")
-    text: str | None = field(
-        "Text in one line of at most 600 characters, the first passage of several; null if not found."
-    )
+    text: str | None = field("Text in one line of at most 600 characters; null if not found.")
     label: str | None = field("Label in words; null without labels.")
     fp32: str = field("Prediction of FP32 in words.")
     prediction: str = field("Prediction of the stage in words.")
-    fp32_margin: float | None = field(
-        "Probability of FP32's class minus that of the next one; null without competing classes."
-    )
+    fp32_margin: float | None = field("Probability of FP32's class minus the next one's; or null.")
     margin: float | None = field("Margin of the stage, likewise.")
     change: Change = field(
         "`regressed` (right to wrong), `fixed` (wrong to right), `still_wrong` and `still_right` (another "
         "prediction of the same kind), or `moved` (a score)."
     )
-    distance: float = field(
-        "Squared difference of the sample's logits from FP32's, over the mean power of FP32's."
-    )
+    distance: float = field("Squared difference of the logits from FP32's, over FP32's mean power.")
 
 
 class ChangedPredictions(Strict):
     """Answers of the stage nearest to deployment against FP32's, on the first evaluation split."""
 
-    stage: str = field(
-        "Stage nearest to deployment that was scored: `engine`, `onnxruntime` or `fake_quant`."
-    )
+    stage: str = field("Last stage that was scored: `engine`, `onnxruntime` or `fake_quant`.")
     split: str = field("First evaluation split.")
     prediction_type: str = field("Type of a prediction: `class`, `score`, `tags`, ...")
     n: int = field("Number of samples.")
     count: int = field("Samples with another prediction; for scores another number.")
     counts: dict[Change, int] = field("Samples by `change`.")
-    rows: list[ChangedPrediction] = field(
-        "Regressed samples first, then fixed ones, by falling distance; at most 200."
-    )
+    rows: list[ChangedPrediction] = field("Regressed samples, then fixed ones, the farthest first.")
     file: str = field("CSV in the run directory with all of them, in the same columns.")
 
 
@@ -213,9 +180,7 @@ class ClassRow(Strict):
     fp32: float | None = field("Recall of FP32; null without such labels.")
     recall: float | None = field("Recall of the stage; null without such labels.")
     delta: float | None = field("Recall of the stage minus that of FP32; null without such labels.")
-    delta_stderr: float | None = field(
-        "Paired standard error of `delta` over samples; null without such labels."
-    )
+    delta_stderr: float | None = field("Paired standard error of `delta`; null with it.")
     regressed: int = field("Samples, or words, that only FP32 gets right.")
     fixed: int = field("Samples, or words, that only the stage gets right.")
 
@@ -226,9 +191,7 @@ class Classes(Strict):
     stage: str = field("Stage nearest to deployment that was scored.")
     unit: Literal["samples", "words"] = field("Unit of the counts.")
     rows: list[ClassRow] = field("Classes, by number.")
-    fp32: list[list[int]] = field(
-        "Confusion matrix of FP32, `[label][prediction]`; empty with more than 40 classes."
-    )
+    fp32: list[list[int]] = field("Confusion of FP32, `[label][prediction]`; empty over 40 classes.")
     confusion: list[list[int]] = field("Confusion matrix of the stage, likewise.")
 
 
@@ -237,12 +200,8 @@ class LayerError(Strict):
 
     name: str = field("Module path of a linear layer; `embeddings`, `layer.0`, ..., `head` of a block.")
     what: Literal["linear", "block"] = field("Linear layer, or block.")
-    isolated: float = field(
-        "Relative error if both models get the fake-quant model's input there: the cost of its own INT8."
-    )
-    cumulative: float | None = field(
-        "Relative error from the tokens on, of all INT8 so far; null for linear layers and embeddings."
-    )
+    isolated: float = field("Relative error with the fake-quant model's input: the cost of its own INT8.")
+    cumulative: float | None = field("Relative error of all INT8 so far; null for linears and embeddings.")
 
 
 class LayerErrors(Strict):
@@ -261,12 +220,8 @@ class Ratio(Strict):
     """Ratio of the times of a baseline and a system."""
 
     value: float = field("Time of the baseline / time of the system; below 1: slower.")
-    ci95_low: float | None = field(
-        "Lower end of the 95% confidence interval, by bootstrap over rounds; null with fewer than three."
-    )
-    ci95_high: float | None = field(
-        "Upper end of the 95% confidence interval; null with fewer than three rounds."
-    )
+    ci95_low: float | None = field("Lower end of the 95% interval, by bootstrap over rounds, or null.")
+    ci95_high: float | None = field("Upper end of the 95% interval; null under three rounds.")
     system_ms: float = field("Time of the system in ms: median over rounds of the rounds' medians.")
     baseline_ms: float = field("Time of the baseline in ms, likewise.")
 
@@ -303,9 +258,7 @@ class Speedup(Ratio):
     baseline: str = field("Name of the baseline.")
     config: str = field("Config that both ran, such as `32 x 128`.")
     cpu: Ratio | None = field("Ratio of the CPU times of all threads; null on a GPU.", default=None)
-    other_cores: float | None = field(
-        "Cores that other processes took meanwhile, in the mean; null on a GPU or if not known.", default=None
-    )
+    other_cores: float | None = field("Cores that others took, in the mean; null on a GPU.", default=None)
     quick: bool = field("True in results of a run for the bench that ends it.", default=False)
     conditions: Conditions | None = field("Conditions, in results of a run.", default=None)
 
@@ -341,15 +294,9 @@ class StageResult(Strict):
         "Standard error of each metric over the samples, regardless of tokens or windows per sample.",
         default={},
     )
-    n: int = field(
-        "Number of samples of the first evaluation split, whose metrics have no suffix.", default=0
-    )
-    vs_fp32: Comparison | None = field(
-        "Paired comparison; null for `fp32` itself and for skipped stages.", default=None
-    )
-    detail: str | None = field(
-        "Library, version, provider and precision that ran; null for skipped stages.", default=None
-    )
+    n: int = field("Samples of the first evaluation split, whose metrics have no suffix.", default=0)
+    vs_fp32: Comparison | None = field("Paired comparison; null for `fp32` and if skipped.", default=None)
+    detail: str | None = field("Library, version, provider and precision; null if skipped.", default=None)
 
 
 GateState = Literal["passed", "failed", "not_evaluated", "inconclusive"]
@@ -382,9 +329,7 @@ class GateIssue(Strict):
         "against fake-quant; `recipe`: it could not be tried; `verification`: outputs of the engine."
     )
     state: IssueState = field("State; `within_noise`: it passes with two paired standard errors included.")
-    stage: str | None = field(
-        "Stage: `fp32`, `fake_quant`, `onnxruntime`, `engine`; null where none is concerned.", default=None
-    )
+    stage: str | None = field("`fp32`, `fake_quant`, `onnxruntime`, `engine`, or null.", default=None)
     split: str | None = field("Evaluation split; null where the task has one.", default=None)
     metric: str | None = field("Metric; null where none is concerned.", default=None)
     value: float | None = field(
@@ -395,20 +340,11 @@ class GateIssue(Strict):
     stderr: float | None = field("Standard error of `value`; null without one.", default=None)
     limit: float | None = field("Limit of `value`; null without one.", default=None)
     n: int | None = field("Number of samples; null where none are concerned.", default=None)
-    needed: int | None = field(
-        "Number of samples that would be conclusive; null where more do not help.", default=None
-    )
-    config: str | None = field(
-        "Config of the bench, such as `32 x 128`; null for other codes than `min_speedup`.", default=None
-    )
-    baseline: str | None = field(
-        "Label of the system that INT8 is compared with; null for other codes than `min_speedup`.",
-        default=None,
-    )
+    needed: int | None = field("Samples that would be conclusive; null if none help.", default=None)
+    config: str | None = field("Config of the bench, such as `32 x 128` (`min_speedup`).", default=None)
+    baseline: str | None = field("System that INT8 is compared with (`min_speedup`).", default=None)
     names: list[str] = field("Modules, nodes, finding and node, or the constant prediction.", default=[])
-    reorder: bool = field(
-        "True if labels in another order make FP32 right (`baseline`); `detail` names it.", default=False
-    )
+    reorder: bool = field("True if labels in another order make FP32 right (`detail`).", default=False)
     detail: str = field("Cause and advice in words, for display only.", default="")
 
 
@@ -416,9 +352,7 @@ class Gate(Strict):
     """The recipe's gate."""
 
     passed: bool = field("True if nothing that was evaluated fails; else the exit status is 2.")
-    max_drop: float = field(
-        "Largest loss of the primary metric against FP32 that passes, absolute, without noise."
-    )
+    max_drop: float = field("Largest loss of the primary metric that passes, absolute, without noise.")
     min_speedup: float | None = field(
         "Lowest speed-up over the fastest system without INT8 that passes in each config; null if none.",
         default=None,

@@ -68,12 +68,8 @@ class ComparedPair(Strict):
 
     first: str = field("Name of the run that is the baseline.")
     second: str = field("Name of the run that is compared with it.")
-    not_paired: str | None = field(
-        "Reason why they cannot be paired: another task, other samples; null if they are.", default=None
-    )
-    comparison: Comparison | None = field(
-        "Second run minus the first on the same samples; null if they are not paired.", default=None
-    )
+    not_paired: str | None = field("Why they are not paired: another task, other samples.", default=None)
+    comparison: Comparison | None = field("Second run minus the first; null if not paired.", default=None)
 
 
 class SamplePrediction(Strict):
@@ -91,12 +87,8 @@ class ComparedSample(Strict):
     sample: int = field("Row of the evaluation split; number of the sample if it has several.")
     text: str | None = field("Text of the sample; null if the data were not found.")
     label: str | None = field("Label in words; null for a task without labels.")
-    predictions: dict[str, SamplePrediction] = field(
-        "Predictions by run; those of FP32 as `FP32`, or `FP32 of NAME` if the runs have different models."
-    )
-    distance: float = field(
-        "Squared difference of the logits over the mean power, of the two models that differ most."
-    )
+    predictions: dict[str, SamplePrediction] = field("Predictions by run; FP32's as `FP32`, `FP32 of NAME`.")
+    distance: float = field("Squared logit difference over mean power, of the two farthest models.")
 
 
 class ComparedLayer(Strict):
@@ -106,9 +98,7 @@ class ComparedLayer(Strict):
         "Quantity: amax of a quantizer, output error of a linear layer, output error of a block."
     )
     name: str = field("Name of the quantizer, linear layer or block.")
-    values: dict[str, float | None] = field(
-        "Values by run; null if not known or not a number. Errors are relative (by norm), an amax is not."
-    )
+    values: dict[str, float | None] = field("Values by run; null if not known. Errors are relative.")
 
 
 class RunComparison(Tabular):

@@ -29,10 +29,7 @@ from qdqbench.quantize.utils.schema import Strict, Tabular, field, read, stage_r
 class ModelChange(Strict):
     """Change of the model by the recipe, besides Q/DQ."""
 
-    what: str = field(
-        "Name of the change, such as `training`, `bias correction`, `tanh GELU`, `smoothing`, `INT8 "
-        "attention`, `FP16`."
-    )
+    what: str = field("Name of the change, such as `training`, `tanh GELU` or `smoothing`.")
     count: int = field("Number of changed parts, as the description names them.")
     description: str = field("Change in a sentence.")
 
@@ -60,18 +57,14 @@ class FileRow(Strict):
 
     name: str = field("Path in the run directory.")
     bytes: int = field("Size in bytes.")
-    fp32_ratio: float | None = field(
-        "Size divided by that of the FP32 graph; null for other files than ONNX."
-    )
+    fp32_ratio: float | None = field("Size over that of the FP32 graph; null for other files than ONNX.")
 
 
 class Results(Tabular):
     """Every number of one run, or of its stages up to one; what those do not write has its default."""
 
     schema_version: int = field("Version of this schema.", default=SCHEMA_VERSION)
-    until: str | None = field(
-        "Last stage that was requested, or `evaluate`; null once the run has its report.", default=None
-    )
+    until: str | None = field("Last stage requested, or `evaluate`; null with a report.", default=None)
     created: str = field("Time of the end, ISO 8601, UTC.")
     command: str = field("Command line.")
     recipe: dict[str, Any] = field("Recipe with every default filled in, as in `recipe.yaml`.")
@@ -89,84 +82,40 @@ class Results(Tabular):
     quantized_attention: list[str] = field("Attention layers in INT8.", default=[])
     quantized_residual: list[str] = field("Modules whose residual is in INT8.", default=[])
     high_precision_layers: list[str] = field("Linear layers that stay in FP16 or FP32.", default=[])
-    quantizers: list[QuantizerRow] = field(
-        "Calibrated quantizers; empty for a recipe without INT8.", default=[]
-    )
+    quantizers: list[QuantizerRow] = field("Calibrated quantizers; empty without INT8.", default=[])
     softmax: list[SoftmaxRow] = field("Cost of INT8 by softmax; empty without INT8 attention.", default=[])
-    files: list[FileRow] = field(
-        "Exported ONNX files; before the report all files of the stages.", default=[]
-    )
+    files: list[FileRow] = field("ONNX files; before the report all files of the stages.", default=[])
     findings: list[FindingRow] = field("Findings of `check` on the quantized ONNX file.", default=[])
-    parity: Parity | None = field(
-        "ONNX Runtime against the fake-quant model, layer by layer; null when not measured.", default=None
-    )
+    parity: Parity | None = field("ONNX Runtime against fake-quant by layer, or null.", default=None)
     stages: dict[str, StageResult] = field(
         "Evaluation by stage, in this order: `fp32` (PyTorch), `ptq` (only with training: quantized PyTorch "
         "model before it), `reconstructed` (only with reconstruction and QAT: between them), `fake_quant` "
         "(quantized PyTorch model; after training), `onnxruntime` (quantized ONNX file), `engine`.",
         default={},
     )
-    skipped: dict[str, str] = field(
-        "Reason by stage that has no result, such as no device to run on.", default={}
-    )
+    skipped: dict[str, str] = field("Reason by stage without a result, such as no device.", default={})
     changed_predictions: ChangedPredictions | None = field(
         "Samples with another prediction than FP32 nearest to deployment; null if only FP32 was scored.",
         default=None,
     )
-    classes: Classes | None = field(
-        "Confusion and recall by class; null if predictions are not classes.", default=None
-    )
-    layer_errors: LayerErrors | None = field(
-        "Cost of INT8 by layer; null if nothing is quantized.", default=None
-    )
-    model_changes: list[ModelChange] = field(
-        "Changes of the model besides Q/DQ, from the records of calibration and export.", default=[]
-    )
-    fp16: StageResult | None = field(
-        "FP16 graph in ONNX Runtime; null until `qdqbench report RUN --fp16`.", default=None
-    )
-    vs_fp16: Comparison | None = field(
-        "Stage nearest to deployment minus the FP16 graph, on the same samples; null with `fp16`.",
-        default=None,
-    )
-    reconstruction: ReconstructionRun | None = field(
-        "Reconstruction; null for a recipe without `reconstruction`, or before it.", default=None
-    )
-    training: TrainingRun | None = field(
-        "QAT; null for a recipe without `qat`, or before training.", default=None
-    )
-    qat_vs_ptq: Comparison | None = field(
-        "Fake-quant model after all training minus before it, on the same samples; null without any.",
-        default=None,
-    )
-    engine: EngineResult | None = field(
-        "Engine; null if none was built (`stages.engine.reason` says why).", default=None
-    )
-    gpu_engine: EngineResult | None = field(
-        "Engine for GPUs, built ahead of time in addition to one for this CPU; null if the run has none.",
-        default=None,
-    )
-    lengths: Lengths | None = field(
-        "Lengths of the evaluation data and the profiles derived from them; null without `shapes: auto`.",
-        default=None,
-    )
-    verification: Verification | None = field(
-        "Outputs of the engine against the reference; null if it was not run or not verified.", default=None
-    )
-    speed: list[Speedup] = field(
-        "Speed-ups at every shape that was timed, by each bench of these files; the latest bench first.",
-        default=[],
-    )
-    unquantized_engines: list[EngineSize] = field(
-        "Engines without INT8 of the same backend from the run's bench; empty before it.", default=[]
-    )
+    classes: Classes | None = field("Confusion and recall by class, if there are classes.", default=None)
+    layer_errors: LayerErrors | None = field("Cost of INT8 by layer, if any is quantized.", default=None)
+    model_changes: list[ModelChange] = field("Changes of the model besides Q/DQ.", default=[])
+    fp16: StageResult | None = field("FP16 graph in ONNX Runtime, by `report RUN --fp16`.", default=None)
+    vs_fp16: Comparison | None = field("Last stage minus the FP16 graph; null with `fp16`.", default=None)
+    reconstruction: ReconstructionRun | None = field("Reconstruction, if it ran.", default=None)
+    training: TrainingRun | None = field("QAT; null without `qat`, or before training.", default=None)
+    qat_vs_ptq: Comparison | None = field("Fake-quant model after minus before training.", default=None)
+    engine: EngineResult | None = field("Engine; null if none was built (`skipped`).", default=None)
+    gpu_engine: EngineResult | None = field("Engine for GPUs, ahead of time too; or null.", default=None)
+    lengths: Lengths | None = field("Lengths of the data and profiles; with `shapes: auto`.", default=None)
+    verification: Verification | None = field("Engine against the reference; null if not run.", default=None)
+    speed: list[Speedup] = field("Speed-ups of each bench of these files, the latest first.", default=[])
+    unquantized_engines: list[EngineSize] = field("Engines without INT8 of the same backend.", default=[])
     gate: Gate = field("Verdict of the recipe's gate.")
     timings: dict[str, Timing] = field("Cost by stage, in the order of the run.")
     warnings: list[str] = field("Caveats of the numbers: `--limit`, skipped stages, partial splits.")
-    notes: list[str] = field(
-        "Notes on how the data were read and calibrated: delimiter, split, rows requested and available.",
-        default=[],
-    )
+    notes: list[str] = field("How the data were read and calibrated.", default=[])
     environment: dict[str, Any] = field(
         "Versions of the libraries, hardware, `git`: commit of the checkout, with the suffix `-dirty` if "
         "files were changed; null for an installed package."

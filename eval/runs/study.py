@@ -55,9 +55,7 @@ class Study(Strict):
     schema_version: Literal[2] = field("Version of this schema.", default=2)
     created: str = field("Time of the end, ISO 8601, UTC.")
     command: str = field("Command line.")
-    base: dict[str, Any] = field(
-        "Name, sha256 and `revision` (commit, null for a folder) of the encoder at the start of fine-tuning."
-    )
+    base: dict[str, Any] = field("Name, sha256 and `revision` (commit, null for a folder) of the encoder.")
     task: dict[str, Any] = field("Name, metrics (the primary one first), label names.")
     data: str = field("Fingerprint of the train split.")
     n: int = field("Number of samples that each seed is evaluated on.")

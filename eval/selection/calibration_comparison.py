@@ -56,12 +56,8 @@ class CalibrationRow(Strict):
 
     trial: Trial = field("Recipe with another calibration section.")
     best: bool = field("True for the highest SQNR on the draw.", default=False)
-    below_best_db: float | None = field(
-        "SQNR of the best row minus that of this one, in dB; null if either has none.", default=None
-    )
-    below_best_db_stderr: float | None = field(
-        "Standard error of `below_best_db`, paired by sample; null with it.", default=None
-    )
+    below_best_db: float | None = field("SQNR of the best row minus this one's; or null.", default=None)
+    below_best_db_stderr: float | None = field("Paired standard error of `below_best_db`.", default=None)
     ties: bool = field("True if `below_best_db` is at most two standard errors.", default=False)
 
     @property

@@ -20,29 +20,13 @@ class BlockCheck(Strict):
 
     name: str = field("Block: `embeddings`, `layer.0`, ..., `head`.")
     n: int = field("Positions compared, without padding.")
-    error: float | None = field(
-        "Relative error of the block's output; null if the block produced NaN or infinity."
-    )
-    quantization_error: float = field(
-        "Relative error of the fake-quant block against the FP32 block: the cost of quantization itself."
-    )
-    limit: float = field(
-        "Limit of `error`: root of the sum of squares of 0.01 (0.02 with BF16 compute) and "
-        "`quantization_error`."
-    )
-    position_error: float | None = field(
-        "Relative error at the worst single position; null if it is not a number."
-    )
-    position_limit: float = field(
-        "Limit of `position_error`: 0.05 (0.1 with BF16 compute) or four times that of quantization itself, "
-        "the larger."
-    )
-    systematic_error: float | None = field(
-        "Part of `error` that an offset and a factor per channel explain; null if it is not a number."
-    )
-    systematic_limit: float = field(
-        "Limit of `systematic_error`: 0.01 or three standard errors of what such noise explains, the larger."
-    )
+    error: float | None = field("Relative error of the block's output; null if NaN or infinite.")
+    quantization_error: float = field("Relative error of the fake-quant block against FP32's.")
+    limit: float = field("Limit of `error`: root of 0.01² (BF16: 0.02²) + `quantization_error`².")
+    position_error: float | None = field("Relative error at the worst position; null if NaN.")
+    position_limit: float = field("Limit: 0.05 (BF16: 0.1) or four times quantization's own error.")
+    systematic_error: float | None = field("Part of `error` by an offset and a factor per channel.")
+    systematic_limit: float = field("Limit: 0.01 or three standard errors of what such noise explains.")
     nonfinite: int = field("Number of NaN or infinite values.")
     nonfinite_shapes: list[list[int]] = field("Batch and length of each batch with NaN or infinite values.")
 
@@ -58,13 +42,9 @@ class ShapeCheck(Strict):
 
     batch: int = field("Samples of the batch.")
     length: int = field("Length in tokens, with padding.")
-    what: str = field(
-        "Selection of the samples: `padded`, `equal lengths` (no padding), `shortest`, `longest`."
-    )
+    what: str = field("Samples: `padded`, `equal lengths` (no padding), `shortest`, `longest`.")
     nonfinite: int = field("Samples with a NaN or infinite logit.")
-    max_abs_logit_diff: float | None = field(
-        "Largest absolute logit difference from the reference, over the finite samples; null without one."
-    )
+    max_abs_logit_diff: float | None = field("Largest logit difference from the reference, or null.")
 
 
 class PaddingCheck(Strict):
@@ -72,17 +52,13 @@ class PaddingCheck(Strict):
 
     n: int = field("Samples.")
     nonfinite: int = field("Samples with a NaN or infinite logit in any setting.")
-    mean_abs_logit_diff: float | None = field(
-        "Mean spread of a logit over the settings; null without a finite sample."
-    )
+    mean_abs_logit_diff: float | None = field("Mean spread of a logit over the settings, or null.")
     mean_limit: float = field(
         "Limit of the mean: three times a sum. Its first part is the mean logit difference of fake-quant and "
         "FP32, at least 1% of the logits' root mean square. Its second part is three standard errors of such "
         "a mean over `n` samples. Both are larger the fewer samples tell them."
     )
-    max_abs_logit_diff: float | None = field(
-        "Largest spread of a logit over the settings; null without a finite sample."
-    )
+    max_abs_logit_diff: float | None = field("Largest spread of a logit over the settings, or null.")
     max_limit: float = field(
         "Limit of the largest: twice the largest logit difference of fake-quant and FP32, and more the fewer "
         "samples tell it; at least 10% of the logits' root mean square."
@@ -104,27 +80,19 @@ class PredictionsCheck(Strict):
         "Metric of the reference minus that of the engine; null with `nonfinite` samples, with fewer than "
         "ten, and with labels that have no score."
     )
-    drop_limit: float | None = field(
-        "Limit of `drop`: the gate's `max_drop`, and what chance adds in one of 1,000 checks; null with it."
-    )
+    drop_limit: float | None = field("Limit: `max_drop`, and what chance adds in one of 1,000 checks.")
     disagreements: int | None = field("Samples whose predicted class differs; null for regression.")
     disagreement_limit: float | None = field(
         "Limit of `disagreements` in samples: those that quantization itself changes, `max_drop` of "
         "all, and what chance adds to both in one of 1,000 checks; null with them."
     )
-    mean_abs_logit_diff: float | None = field(
-        "Mean absolute logit difference from the reference; null with `nonfinite` samples."
-    )
-    quantization_mean_abs_logit_diff: float = field(
-        "Mean absolute logit difference of the reference from FP32, over all samples drawn."
-    )
+    mean_abs_logit_diff: float | None = field("Mean absolute logit difference from the reference.")
+    quantization_mean_abs_logit_diff: float = field("Mean logit difference of the reference from FP32.")
     mean_limit: float = field(
         "Limit of `mean_abs_logit_diff`: twice the mean logit difference of fake-quant and FP32, and more "
         "the fewer samples tell it; at least 2% of the logits' root mean square."
     )
-    ks_statistic: float | None = field(
-        "Two-sample Kolmogorov-Smirnov statistic of the logits of the label with the smallest p; else null."
-    )
+    ks_statistic: float | None = field("Kolmogorov-Smirnov statistic of the label with the smallest p.")
     ks_p: float | None = field("p-value of `ks_statistic`; null with it.")
     ks_p_limit: float = field("Smallest p-value that passes: 0.001 divided by the number of labels.")
 
@@ -138,24 +106,14 @@ class PredictionsCheck(Strict):
 class Verification(Strict):
     """Outputs of the engine against those of the model that it was made from."""
 
-    reference: Literal["fake_quant", "fp32"] = field(
-        "Model that the engine is compared with: fake-quant, or FP32 where nothing is quantized."
-    )
+    reference: Literal["fake_quant", "fp32"] = field("Model to compare with; FP32 without INT8.")
     seed: int = field("Seed of the sample draw.")
-    blocks: list[BlockCheck] = field(
-        "Embeddings, encoder layers, and head, each given the reference's own input (teacher forcing)."
-    )
-    blocks_not_checked: str | None = field(
-        "Reason why the graph could not be cut into blocks; null if it was.", default=None
-    )
-    stitched_int8_gemms: int = field(
-        "INT8 GEMMs of the checked blocks; equal to `engine.int8_gemms` if cutting changed nothing."
-    )
+    blocks: list[BlockCheck] = field("Embeddings, layers and head, each given the reference's input.")
+    blocks_not_checked: str | None = field("Why the graph could not be cut; else null.", default=None)
+    stitched_int8_gemms: int = field("INT8 GEMMs of the blocks; the engine's if cutting changed nothing.")
     shapes: list[ShapeCheck] = field("Deployed engine on batches of real samples.")
     padding: PaddingCheck = field("The same samples alone, padded, and inside the largest batch.")
-    predictions: PredictionsCheck = field(
-        "Predictions of the deployed engine on a sample of the evaluation split."
-    )
+    predictions: PredictionsCheck = field("Predictions of the deployed engine on some samples.")
     warnings: list[str] = field("Known hazards of the backend's version, and limits of this verification.")
     failures: list[str] = field("Reasons why the engine is wrong; each is an issue of the gate too.")
     passed: bool = field("True without failures.")

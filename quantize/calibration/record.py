@@ -45,16 +45,10 @@ class QuantizerRow(Strict):
         "residual stream."
     )
     axis: int | None = field("Channel axis; null when one scale serves the whole tensor.")
-    amax: float = field(
-        "Largest magnitude that is representable (the scale is amax / 127); the largest of all channels."
-    )
+    amax: float = field("Largest magnitude that is representable: scale x 127; largest channel.")
     amax_min: float = field("Smallest amax of all channels; equal to `amax` per tensor.")
-    amax_over_rms: float | None = field(
-        "Outlier measure of an activation: amax / root mean square; null when not measured."
-    )
-    calibrated_amax: float | None = field(
-        "Amax from calibration if the recipe overrides it (`calibration.amax`); else null.", default=None
-    )
+    amax_over_rms: float | None = field("Outlier measure of an activation (amax / rms), or null.")
+    calibrated_amax: float | None = field("Calibration's own, if the recipe gives the amax.", default=None)
     amax_spread: float | None = field(
         "Largest magnitudes of four parts of the calibration rows: standard deviation / mean. Null for "
         "weights and the softmax, and for an amax that the recipe gives or training changed.",

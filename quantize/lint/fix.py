@@ -189,16 +189,12 @@ class OutputRow(Strict):
     of other values. Where it has another length, the share of missing values counts if that is more."""
 
     name: str = field("Name of the output.")
-    before_error: float | None = field(
-        "Error of the file to its values without Q/DQ; null: ONNX Runtime refuses it."
-    )
+    before_error: float | None = field("Error of the file to its values without Q/DQ; null: refused.")
     after_error: float = field("Error of what was written, to the same.")
     difference: float | None = field("Error of what was written, to the file.")
     limit: float = field("Limit of `after_error`.")
     largest: float | None = field("Largest absolute difference of what was written from the file.")
-    disagreements: int | None = field(
-        "Samples with another class; null where the output holds no class scores."
-    )
+    disagreements: int | None = field("Samples with another class; null without class scores.")
     other_lengths: int = field("Batches in which what was written has another shape.", default=0)
 
     @property

@@ -48,9 +48,7 @@ class FamilyLayout(Frozen):
     layers: str = field("Path of the layers inside the base model; `*` stands for a number.")
     linears: dict[str, Role] = field("Role of every linear of a layer; `other`: not recognized.")
     outside: dict[str, Role] = field("Roles of linears in no layer, by the ends of their names.")
-    attention: str | None = field(
-        "Module with transformers' AttentionInterface; null: none can be INT8.", default=None
-    )
+    attention: str | None = field("Module with transformers' AttentionInterface, or null.", default=None)
     head_size: str = field("Attribute of the attention.", default="head_dim")
     residuals: dict[str, tuple[Role, ...]] = field(
         "Modules that add a residual, the attention's first, and linears that read the same tensor.",
@@ -59,18 +57,14 @@ class FamilyLayout(Frozen):
     norms: dict[str, Norm] = field("Tensor that each LayerNorm of a layer normalizes.")
     embeddings: str = field("In the base model.")
     embeddings_norm: str = field("In the base model; empty: none.", default="")
-    embeddings_linear: str | None = field(
-        "In the base model, where one stands before the layers.", default=None
-    )
+    embeddings_linear: str | None = field("In the base model, before the layers.", default=None)
     layers_return_tuples: bool = field("Whether a layer returns more than one tensor.", default=False)
     pooler: str | None = field("In the base model.", default=None)
     dropouts: tuple[str, ...] = field("Fields of the configuration.", default=())
     activation: str = field("Field of the configuration: that of the feed-forward.")
     intermediate: str = field("Field of the configuration: width of the feed-forward.")
     inputs: tuple[str, ...] = field("Of the model, in the order of the graph's.", min_length=1)
-    positions_follow_padding: bool = field(
-        "Whether the first token has position `pad_token_id` + 1.", default=False
-    )
+    positions_follow_padding: bool = field("The first token has position `pad_token_id` + 1.", default=False)
 
     def family(self, name: str) -> Family:
         added = tuple(Residual(*each) for each in self.residuals.items())
@@ -120,9 +114,7 @@ class ModelSection(Frozen):
         default="bert",
         json_schema_extra={"examples": [family.name for family in FAMILIES]},
     )
-    layout: FamilyLayout | None = field(
-        "Layout that `qdqbench recipes new` writes; null: a known family.", default=None
-    )
+    layout: FamilyLayout | None = field("Layout by `recipes new`; null: a known family.", default=None)
 
     @model_validator(mode="after")
     def _known(self) -> "ModelSection":
@@ -145,9 +137,7 @@ class ModelSection(Frozen):
 class Precision(Frozen):
     """Compute precision, and what a recipe promises to leave without Q/DQ."""
 
-    compute: Literal["fp16", "fp32"] = field(
-        "Datatype of what is not in INT8; Q/DQ scales stay FP32.", default="fp16"
-    )
+    compute: Literal["fp16", "fp32"] = field("Datatype of what is not INT8; scales are FP32.", default="fp16")
     never_quantize: tuple[Literal["layernorm", "softmax"], ...] = field(
         "Operators that must never be quantized: a constraint, not a setting; recipes that violate it are "
         "rejected. Must include `layernorm`; leave `softmax` out to allow INT8 attention.",
@@ -175,15 +165,11 @@ class Rule(Frozen):
     weights: Literal["int8/per-channel", "int8/per-tensor"] | None = field(
         "INT8 weights with a scale per output channel, or one in all; with `input`.", default=None
     )
-    input: Literal["int8/per-tensor"] | None = field(
-        "INT8 input with one scale; with `weights`.", default=None
-    )
+    input: Literal["int8/per-tensor"] | None = field("INT8 input with one scale; with weights.", default=None)
     precision: Literal["int8", "fp16", "fp32"] | None = field(
         "fp16 or fp32: the matched modules stay out of INT8; int8: an Attention or a Residual.", default=None
     )
-    method: Method | None = field(
-        "`calibration.method` for activations of these modules; null: as there.", default=None
-    )
+    method: Method | None = field("Method for these activations; null: `calibration`'s.", default=None)
     weights_method: WeightMethod | None = field(
         "`calibration.weights_method` of these linears; null: as there.", default=None
     )
@@ -239,13 +225,8 @@ class Calibration(Frozen):
 
     split: str = field("Split that the samples are drawn from.", default="train")
     samples: Positive = field("Samples, drawn without replacement.", default=512)
-    batch_size: Positive = field(
-        "Samples of a batch at most; all of one length, so that none is padded.", default=32
-    )
-    method: Method = field(
-        "Amax of an activation from calibration: max, mse, entropy or percentile/P (50 < P <= 100).",
-        default="max",
-    )
+    batch_size: Positive = field("Samples of a batch at most, all of one length, unpadded.", default=32)
+    method: Method = field("Amax of an activation: max, mse, entropy, percentile/P (over 50).", default="max")
     weights_method: WeightMethod = field("Amax of weights: max, or mse (least squared error).", default="max")
     smoothing: Smooth = field(
         "SmoothQuant with this alpha (0 to 1), gain (that of the LayerNorm before moves into the linear) or "
@@ -263,9 +244,7 @@ class Calibration(Frozen):
         "backends cuda and openvino unless `amax` is given, else false.",
         default="auto",
     )
-    bias_correction: bool = field(
-        "Add mean errors of INT8 linears to their biases where it helps.", default=False
-    )
+    bias_correction: bool = field("Add mean errors of INT8 linears to biases where it helps.", default=False)
     softmax_scale: Literal["auto", "fixed", "min-error", "row-max"] = field(
         "Scale of the INT8 softmax: fixed (1/127), min-error, row-max or auto. min-error: mean-centered V, "
         "and the amax per layer with the least error of the attention output. row-max, for backend cuda: 255 "
@@ -361,9 +340,7 @@ class GateSettings(Frozen):
         "where a metric cannot.",
         default=None,
     )
-    require_int8: bool = field(
-        "Fail where the engine runs a layer in another precision than asked.", default=True
-    )
+    require_int8: bool = field("Fail where a layer runs in another precision than asked.", default=True)
     min_speedup: Annotated[float, Field(gt=0)] | None = field(
         "Least speed-up over the fastest contestant without INT8, a factor, in every cell of the run's "
         "bench; not judged before `bench`. `search` judges it over the twin.",
@@ -382,50 +359,32 @@ class Training(Frozen):
     epochs: Annotated[float, Field(gt=0, le=1000)] = field("Passes over the training rows.", default=4)
     max_steps: Positive | None = field("Steps after which training ends early; null: no limit.", default=None)
     learning_rate: Rate = field("Learning rate of AdamW, after warm-up.", default=5e-5)
-    batch_size: Positive = field(
-        "Samples of one optimizer step, over all GPUs and accumulated parts.", default=32
-    )
-    gradient_accumulation_steps: Positive = field(
-        "Parts that a GPU's share of the batch is split into.", default=1
-    )
+    batch_size: Positive = field("Samples of a step, over all GPUs and accumulated parts.", default=32)
+    gradient_accumulation_steps: Positive = field("Parts of a GPU's share of the batch.", default=1)
     warmup_ratio: Fraction = field("Share of the steps in which the learning rate rises.", default=0.1)
     lr_scheduler_type: Literal["linear", "cosine", "constant"] = field(
         "Learning rate schedule.", default="linear"
     )
     weight_decay: Weight = field("AdamW weight decay (weight matrices only).", default=0.01)
     max_grad_norm: Annotated[float, Field(gt=0)] = field("Norm that gradients are clipped to.", default=1.0)
-    dropout: Fraction | None = field(
-        "Dropout of hidden states and attention; null: the model's own.", default=None
-    )
+    dropout: Fraction | None = field("Dropout of states and attention; null: the model's.", default=None)
     precision: Literal["auto", "bf16", "tf32", "fp32"] = field(
         "Arithmetic: bf16 (autocast), tf32 (where the GPU has it, else fp32), fp32, or auto (bf16 where the "
         "GPU has it). bf16 rounds as coarsely as INT8.",
         default="auto",
     )
-    num_evals: Positive = field(
-        "Evaluations on the held-out rows over the run, each with a checkpoint.", default=10
-    )
-    patience: Positive | None = field(
-        "Evaluations without gain that end the run; null: none do.", default=None
-    )
-    holdout: float = field(
-        "Share of the train split to evaluate on, at most 1,000 rows.", default=0.1, gt=0, le=0.5
-    )
-    seed: Annotated[int, Field(ge=0)] = field(
-        "Seed of the head, held-out rows, order and dropout.", default=0
-    )
+    num_evals: Positive = field("Evaluations on the held-out rows, each with a checkpoint.", default=10)
+    patience: Positive | None = field("Evaluations without gain that end it; null: none.", default=None)
+    holdout: float = field("Share of the train split to evaluate on, to 1,000.", default=0.1, gt=0, le=0.5)
+    seed: Annotated[int, Field(ge=0)] = field("Seed of head, held-out rows, order, dropout.", default=0)
 
 
 class Distill(Frozen):
     """Weights of the parts of the loss, which compare with the FP32 model, and with the labels."""
 
     logits: Weight = field("Weight of the squared error of the answers, relative to their power.", default=1)
-    hidden: Weight = field(
-        "Weight of the squared error of every layer's output, relative to its power.", default=1
-    )
-    labels: Weight = field(
-        "Weight of the cross entropy with the labels; squared error for regression.", default=0
-    )
+    hidden: Weight = field("Weight of layer outputs' squared error, over their power.", default=1)
+    labels: Weight = field("Weight of the cross entropy with the labels, or squared error.", default=0)
 
     @model_validator(mode="after")
     def _some(self) -> "Distill":
@@ -449,9 +408,7 @@ class Qat(Training):
         "GPU has it). bf16 rounds as coarsely as INT8.",
         default="tf32",
     )
-    dropout: Fraction | None = field(
-        "Dropout; null: the model's own. 0 by default: the student is nearly its teacher.", default=0.0
-    )
+    dropout: Fraction | None = field("Dropout; null: the model's own; 0: near its teacher.", default=0.0)
     amax: Literal["frozen", "learned"] = field(
         "frozen: calibrated scales; learned: their ratio is trained (LSQ, arXiv 1902.08153).",
         default="frozen",
@@ -468,11 +425,9 @@ class Reconstruction(Frozen):
         "the evaluation has are left out.",
         default=None,
     )
-    samples: Positive = field(
-        "Samples of the calibration split, drawn without replacement; texts alone are read.", default=4096
-    )
+    samples: Positive = field("Samples of the calibration split; texts alone are read.", default=4096)
     holdout: float = field(
-        "Share of them that evaluates the training and is never learned from.", default=0.125, gt=0, le=0.5
+        "Share that evaluates the training and is never learned.", default=0.125, gt=0, le=0.5
     )
     batch_size: Positive = field("Samples of one step, of similar length.", default=32)
     steps: Positive = field("Steps of Adam for each layer.", default=300)

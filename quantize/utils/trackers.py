@@ -21,19 +21,10 @@ class LogRow(Strict):
 
     step: int = field("Optimizer steps done; 0 is before training.")
     epoch: float = field("Passes over the training rows done.")
-    loss: float | None = field(
-        "Training loss, mean over the samples since the previous row; null in an evaluation.", default=None
-    )
-    learning_rate: float | None = field(
-        "Learning rate of the next step; null in an evaluation.", default=None
-    )
-    gradient_norm: float | None = field(
-        "Norm of the gradient of this step before clipping; null in an evaluation.", default=None
-    )
-    score: float | None = field(
-        "Score of an evaluation on the held-out rows, higher is better; it chooses the weights. Else null.",
-        default=None,
-    )
+    loss: float | None = field("Training loss since the previous row; null in an evaluation.", default=None)
+    learning_rate: float | None = field("Rate of the next step; null in an evaluation.", default=None)
+    gradient_norm: float | None = field("Norm before clipping; null in an evaluation.", default=None)
+    score: float | None = field("Held-out score, higher is better; it chooses the weights.", default=None)
     values: dict[str, float] = field(
         "Figures of an evaluation on the held-out rows: `loss` against the labels, the metrics, and for QAT "
         "the SQNR in dB of answers (`sqnr_db`), hidden states (`hidden_db`) and their mean (`score_db`).",

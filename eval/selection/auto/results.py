@@ -19,9 +19,7 @@ class Criteria(Strict):
     """The gate: what was asked for."""
 
     max_drop: float = field("Largest drop of the primary metric that passes, absolute.")
-    min_speedup: float | None = field(
-        "Lowest speed-up over the engine without INT8 that passes; null if not required.", default=None
-    )
+    min_speedup: float | None = field("Lowest speed-up over no INT8 that passes, or null.", default=None)
 
 
 class NestedFolds(Strict):
@@ -38,9 +36,7 @@ class Proposal(Strict):
 
     base: str = field("Name of the recipe that it changes.")
     samples: int | None = field("Train rows that it was chosen on; null without.", default=None)
-    share: float | None = field(
-        "Share of the base's noise power that is left; null if not measured.", default=None
-    )
+    share: float | None = field("Share of the base's noise power that is left.", default=None)
     method: str = field("Calibration section in words.", default="")
     linears: list[str] = field("Linear layers that are kept out of INT8.", default=[])
     trial: int | None = field("Number of the trial of the search; null without.", default=None)
@@ -61,16 +57,8 @@ class StepRun(Strict):
     source: Source | None = field("Device and baseline of the speed-up; null without one.")
     not_timed: Failure | None = field("Reason why a required speed-up is missing; else null.")
     issues: list[GateIssue] = field("Issues that keep it from passing.")
-    open: list[GateIssue] = field(
-        "Issues of its gate that are inconclusive or not evaluated: the samples are too few, the engine did "
-        "not run.",
-        default=[],
-    )
-    nested: NestedFolds | None = field(
-        "Nested evaluation of a step that passes after others were tried; null if nothing was chosen by "
-        "evaluation data.",
-        default=None,
-    )
+    open: list[GateIssue] = field("Issues of its gate that stay open.", default=[])
+    nested: NestedFolds | None = field("Nested evaluation, if evaluation data chose.", default=None)
 
 
 class AutoStep(Trial):
@@ -134,10 +122,7 @@ class Auto(ChoiceRecord, Tabular):
     folder: str = field("Folder that the paths of the steps are relative to.")
     model: dict[str, Any] = field("Name and SHA-256 of its files.")
     task: dict[str, Any] = field("Name, columns, metrics, label names.")
-    data: dict[str, Any] = field(
-        "Source, `evaluation`: samples by split, `proposals`: train rows that proposals are chosen on, "
-        "`limit`."
-    )
+    data: dict[str, Any] = field("Source, `evaluation`: samples by split, `proposals`: train rows, `limit`.")
     seed: int = field("Seed of bootstrap, search and folds.")
     gate: Criteria = field("Criteria.")
     fp32: dict[str, float] = field("Metrics of FP32.")

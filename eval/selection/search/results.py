@@ -34,10 +34,7 @@ class SearchTrial(PlacedTrial):
     int8_linears: int = field("Linear layers in INT8.", default=0)
     int8_attention: int = field("Attention layers in INT8.", default=0)
     key: str = field("Hash, the same for trials that make the same model; empty without.", default="")
-    duplicate_of: int | None = field(
-        "Number of an earlier trial with the same recipe, whose values it has; null for a new one.",
-        default=None,
-    )
+    duplicate_of: int | None = field("Number of an earlier trial with this recipe; else null.", default=None)
     holds: bool = field("True if it satisfies the gate, also within noise.", default=False)
     on_front: bool = field("True if it is on the Pareto front.", default=False)
 
@@ -64,13 +61,8 @@ class ConfirmedRecipe(PlacedTrial):
     """A recipe on evaluation data, which no trial has seen; its scores are those of fake-quant by split."""
 
     name: str = field("Name of the recipe.")
-    engine: dict[str, Comparison] = field(
-        "Comparisons of the chosen recipe's engine with FP32 by split; empty if none ran.", default={}
-    )
-    dominates: bool = field(
-        "True for a shipped recipe as accurate and as fast as the chosen one, and better in one of both.",
-        default=False,
-    )
+    engine: dict[str, Comparison] = field("The chosen recipe's engine and FP32, by split.", default={})
+    dominates: bool = field("True if shipped, as good as the chosen one, better in one.", default=False)
 
     @property
     def score(self) -> Comparison | None:
@@ -90,15 +82,10 @@ class DropAgreement(Strict):
 class Source(Strict):
     """The second objective of a search, and the device that engines are timed on."""
 
-    mode: Literal["latency", "int8-share"] = field(
-        "Second objective: latency measured here, or the INT8 share of multiply-adds."
-    )
+    mode: Literal["latency", "int8-share"] = field("Second objective: latency, or INT8 share of the work.")
     gpu: str | None = field("Name of the GPU; null without one.", default=None)
     cpu: str | None = field("Name of the CPU if engines run on it; else null.", default=None)
-    baseline_precision: str = field(
-        "Precision of the baseline engine, and of the layers that are not in INT8: `FP16`, `BF16` or `FP32`.",
-        default="FP16",
-    )
+    baseline_precision: str = field("Precision of the baseline: `FP16`, `BF16`, `FP32`.", default="FP16")
     backend: str = field("Backend of the engines.", default="")
     version: str = field("Version of the backend.", default="")
     batch: int = field("Batch size in sequences.")
@@ -114,9 +101,7 @@ class Source(Strict):
 class Ranking(Strict):
     """The order in which units and attentions leave INT8, the worst in INT8 first."""
 
-    units: list[tuple[int, str]] = field(
-        "Units (layer and kind) in the order in which they leave INT8, the most costly first."
-    )
+    units: list[tuple[int, str]] = field("Layer and kind in the order of leaving INT8, the costliest first.")
     attention: list[int] = field("Attention layers by number, the most costly in INT8 first.")
     file: str | None = field("File of the sensitivity; null for one of its own.", default=None)
     samples: int | None = field("Train rows of its own sensitivity; else null.", default=None)
@@ -147,9 +132,7 @@ class Search(ChoiceRecord):
     fp32: dict[str, Scores] = field("Metrics of FP32 by evaluation split.")
     trials: list[SearchTrial] = field("Finished trials.")
     outcome: SearchOutcome = field("Chosen trial, and whether it passes.")
-    confirmed: list[ConfirmedRecipe] = field(
-        "Recipes on evaluation data: the chosen one first, then the given and the shipped ones."
-    )
+    confirmed: list[ConfirmedRecipe] = field("On evaluation data: the chosen, the given, shipped recipes.")
     agreement: DropAgreement | None = field("Both drops of the chosen recipe; null without one.")
 
     @property

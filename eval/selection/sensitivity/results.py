@@ -19,10 +19,7 @@ class Candidate(Strict):
 
     name: str = field("Name as in recipes, without that of the base model; or of the kind.")
     group: Group = field("`linear`, `attention`, `block` or `kind`.")
-    kind: str = field(
-        "`qkv`, `output`, `ffn-in`, `ffn-out`, `attention`, `pooler`, `classifier`, `LayerNorm input`, "
-        "`embeddings`, or `block`."
-    )
+    kind: str = field("Role of a linear, `attention`, `LayerNorm input`, `embeddings` or `block`.")
     layer: int | None = field("Number of the encoder layer; null outside and for kinds.")
     modules: list[str] = field("Full names of the modules that are switched.")
     diagnostic: bool = field("True if no recipe can put it in INT8.", default=False)
@@ -76,10 +73,7 @@ class Sensitivity(DrawRecord):
     rows: list[CandidateRow] = field("Candidates, in the order of the model.")
     curve: list[CurvePoint] = field("Points by rising number of linear layers kept out of INT8.")
     choice: SensitivityChoice = field("Recipe that was written.")
-    timings: dict[str, float] = field(
-        "Times in seconds: `candidates_s` of all measurements, those of interrupted runs included; "
-        "`this_run_s`."
-    )
+    timings: dict[str, float] = field("`candidates_s` of all measurements, and `this_run_s`, in seconds.")
 
     @property
     def chosen(self) -> CurvePoint:

@@ -51,10 +51,7 @@ class CalibrationCost(Strict):
     """Cost of a calibration, and the widest activation that it found."""
 
     seconds: float = field("Time of the passes over the data and of extra steps, in seconds.")
-    amax_over_rms: float | None = field(
-        "Largest outlier measure of an activation (amax / root mean square); null if no activation is "
-        "quantized."
-    )
+    amax_over_rms: float | None = field("Largest outlier measure (amax / rms) of an activation, or null.")
     amax_over_rms_at: str | None = field("Quantizer of that activation; null if there is none.")
     notes: list[str] = field("Changes of the model by calibration.", default=[])
 
@@ -68,19 +65,12 @@ class Trial(Strict):
         "`calibration`: another calibration section; `candidate`: one group of tensors, of `sensitivity`; "
         "`ranking`: by sensitivity; `tpe`: by the sampler of a search."
     )
-    scores: dict[str, Comparison] = field(
-        "Comparisons with FP32 by split; `draw`: train rows that do not calibrate.", default={}
-    )
-    calibration: CalibrationCost | None = field(
-        "Cost of the calibration; null if not calibrated here.", default=None
-    )
+    scores: dict[str, Comparison] = field("Comparisons with FP32 by split; `draw`: train rows.", default={})
+    calibration: CalibrationCost | None = field("Cost of the calibration, if done here.", default=None)
     speedup: Speedup | None = field("Speed-up over an engine without INT8, or null.", default=None)
     failure: Failure | None = field("Reason why it has no scores; null if it has.", default=None)
     seconds: float = field("Time of the trial in seconds.", default=0.0)
-    noise_powers: list[float] = field(
-        "On the draw, by sample: squared difference of the logits over FP32's mean power; in the store only.",
-        default=[],
-    )
+    noise_powers: list[float] = field("Noise power by sample of the draw; in the store only.", default=[])
 
     @property
     def noise_power(self) -> float:

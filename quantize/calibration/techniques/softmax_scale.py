@@ -54,14 +54,10 @@ class SoftmaxRow(Strict):
         "of what comes of it.",
         default=False,
     )
-    centered: bool = field(
-        "Whether values are mean-centered: a row of the attention that loses mass gets their mean instead."
-    )
+    centered: bool = field("Whether values are centered: a row that loses mass gets their mean.")
     zeroed: float = field("Share of the attention that rounds to zero.")
     clipped: float = field("Share of the attention above the amax.")
-    error: float = field(
-        "Relative error of the attention's output: norm of the difference over the norm in FP32."
-    )
+    error: float = field("Relative error of the attention's output, by norm.")
 
 
 def describe_changes(rows: Sequence[SoftmaxRow]) -> Iterator[Change]:
