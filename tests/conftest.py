@@ -6,7 +6,6 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # each worker is one core; before torch is imported
-sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]  # tests import OpenVINO: `load_openvino`
+sys.modules["openvino_telemetry"] = None  # tests import OpenVINO: `load_openvino`
 # The same draws in every run, so that no run fails by luck; `tools/fuzz.py` searches at random.
 settings.register_profile("fixed", max_examples=40, deadline=None, derandomize=True, database=None)
 # Hypothesis draws the same everywhere where CI is set, unless told otherwise.
@@ -31,7 +30,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection():
     """No garbage is looked for while libraries and tests are loaded, and later not among them."""
     gc.disable()
     try:
@@ -42,7 +41,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _nothing_old_is_searched() -> Generator[None, None, None]:
+def _nothing_old_is_searched():
     """Nor later among libraries that a file's tests loaded: code under test collects garbage, too."""
     yield
     gc.collect()
@@ -50,7 +49,7 @@ def _nothing_old_is_searched() -> Generator[None, None, None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_command_line() -> Generator[None, None, None]:
+def _one_command_line():
     """Typer makes all commands anew for each call; they are always the same."""
     import typer.main
     import typer.testing
@@ -63,12 +62,12 @@ def _one_command_line() -> Generator[None, None, None]:
 
 
 @pytest.fixture(scope="session")
-def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+def made_once(tmp_path_factory):
     """A folder by name that one of all workers makes, never to be written to: `make` is given its path."""
     root = tmp_path_factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
 
-    def once(name: str, make: Callable[[Path], object]) -> Path:
+    def once(name, make):
         made = root / "made-once" / name
         made.parent.mkdir(exist_ok=True)
         with FileLock(f"{made}.lock"):
@@ -82,7 +81,7 @@ def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callab
 
 
 @pytest.fixture(scope="session")
-def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_bert(tmp_path_factory):
     """Folder of a tiny BERT; never changed by a test, copy it to break it."""
     from .support.tiny_bert import write_tiny_bert
 
@@ -90,7 +89,7 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def hub_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[object, None, None]:
+def hub_server(monkeypatch, tmp_path):
     """A stand-in for the Hub that huggingface_hub finds, with a token for it."""
     from huggingface_hub import constants
 
@@ -108,7 +107,7 @@ def hub_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Generator[obj
 
 
 @pytest.fixture(scope="session")
-def browser() -> Generator[object, None, None]:
+def browser():
     """Chromium without a window."""
     path = shutil.which("chromium") or shutil.which("google-chrome")
     if path is None:

@@ -1,7 +1,6 @@
 """What a user brings, by name: a tiny model of a kind or type, and data for it."""
 
 import json
-from pathlib import Path
 
 from ..support import families
 from ..support.tiny_embedder import MEAN, write_modules
@@ -11,11 +10,11 @@ COLUMNS = {"csv": "moods", "json": "moods"}  # the task that own data is given a
 PASSAGES, QUERIES = 5, {"train": 40, "validation": 24}
 
 
-def task_of(name: str) -> str:
+def task_of(name):
     return "sst2" if name in families.SIZES else COLUMNS.get(name, name)
 
 
-def bring(name: str, folder: Path) -> tuple[Path, Path]:
+def bring(name, folder):
     """Write `model` and `data`; returns where they are."""
     model, data = folder / "model", folder / "data"
     if name in ("tokens", "qa"):
@@ -47,13 +46,13 @@ def bring(name: str, folder: Path) -> tuple[Path, Path]:
     return model, data
 
 
-def _write_texts(path: Path) -> None:
+def _write_texts(path):
     """240 different texts, and 20 lines that are empty or there before."""
     texts = list(dict.fromkeys(tiny.sentences(300, 5)[0]))[:240]
     path.write_text("\n".join([*texts, *texts[:12], *[""] * 8]) + "\n")
 
 
-def passages(split: str, seed: int) -> dict[str, list]:
+def passages(split, seed):
     """Queries with passages each; the relevant one is the third."""
     count = QUERIES[split]
     queries = tiny.sentences(count, seed + 20)[0]

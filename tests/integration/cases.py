@@ -11,12 +11,12 @@ import yaml
 
 from qdqbench.quantize.recipe.schema import load_recipe
 
-from .tiny import Given, Outcome, call_alone, one_profile
+from .tiny import call_alone, one_profile
 
 RUNS = Path(__file__).parents[1] / "runs"
 
 
-def edited(path: Path, change: Any, name: str = "bert-int8-linears") -> Path:
+def edited(path, change, name="bert-int8-linears"):
     """A shipped recipe with changes, made by a function or given by section, as a file."""
     recipe = load_recipe(name).model_dump(mode="json")
     if callable(change):
@@ -46,7 +46,7 @@ class Case:
     stages: tuple[str, ...] = ("fp32", "fake_quant", "onnxruntime")  # that have answers
     long: bool = False
 
-    def words(self, given: Given, folder: Path) -> list[str]:
+    def words(self, given, folder):
         """The command line but for `--out`."""
         recipe = self.recipe or self.name
         if self.change:
@@ -55,7 +55,7 @@ class Case:
         backend = {"": [], "hopper": ["--backend", "cuda"]}.get(self.backend, ["--backend", self.backend])
         return [self.command, recipe, *given.options, *self.options, *backend]
 
-    def pretend(self, patch: pytest.MonkeyPatch) -> None:
+    def pretend(self, patch):
         """Let devices be there, or skip the case."""
         from ..support import interpreted  # loads torch
 
@@ -64,7 +64,7 @@ class Case:
         else:
             pytest.importorskip(self.backend or "tensorrt_rtx")
 
-    def run(self, given: Given, folder: Path) -> Outcome:
+    def run(self, given, folder):
         """Run it in `folder / "run"`, in this process."""
         with nullcontext() if self.every_profile else one_profile():
             done = call_alone(*self.words(given, folder), "--out", folder / "run")
@@ -73,9 +73,9 @@ class Case:
         return done
 
 
-def read_cases() -> dict[str, Case]:
+def read_cases():
     """Every case by its name."""
-    found: dict[str, Case] = {}
+    found = {}
     for path in sorted(RUNS.glob("*.yaml")):
         cases = yaml.safe_load(path.read_text())
         defaults = cases.pop("defaults", {})

@@ -1,5 +1,4 @@
 import shutil
-from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -8,14 +7,14 @@ import pytest
 import yaml
 
 from .cases import CASES
-from .tiny import Given, Outcome, call, one_profile
+from .tiny import Given, call, one_profile
 
 
 @pytest.fixture(scope="session")
-def given(made_once) -> Callable[[str], Given]:
+def given(made_once):
     """Model and data by the name of a task or type; made when first asked for."""
 
-    def make(name: str = "sst2") -> Given:
+    def make(name="sst2"):
         from .brought import bring, task_of
 
         folder = made_once(f"given-{name}", lambda path: bring(name, path))
@@ -26,16 +25,16 @@ def given(made_once) -> Callable[[str], Given]:
 
 
 @pytest.fixture
-def sst2(given) -> Given:
+def sst2(given):
     return given("sst2")
 
 
 @pytest.fixture
-def recipe(tmp_path) -> Callable[..., Path]:
+def recipe(tmp_path):
     """A file of a shipped recipe, calibrated with 64 samples: there are 256 to share."""
     from qdqbench.quantize.recipe.schema import load_recipe
 
-    def write(name: str = "bert-int8-linears", **calibration: object) -> Path:
+    def write(name="bert-int8-linears", **calibration):
         text = load_recipe(name).model_dump(mode="json", exclude_defaults=True) | {"version": 1}
         path = tmp_path / f"{name}.yaml"
         path.write_text(yaml.safe_dump(text | {"calibration": {"samples": 64, **calibration}}))
@@ -45,13 +44,13 @@ def recipe(tmp_path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def qdqbench(capsys) -> Callable[..., Outcome]:
+def qdqbench(capsys):
     """The command line, in this process."""
     return lambda *arguments: call(capsys, *arguments)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _no_progress_lines() -> Iterator[None]:
+def _no_progress_lines():
     """A slow machine must not add lines to what a test compares; they have tests of their own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qdqbench._progress.EVERY_S", float("inf"))
@@ -59,7 +58,7 @@ def _no_progress_lines() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _quicker_bench() -> Iterator[None]:
+def _quicker_bench():
     """What ends a run takes ten seconds otherwise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qdqbench.eval.bench.quick.DURATION_S", 0.03)
@@ -68,7 +67,7 @@ def _quicker_bench() -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+def pytest_runtest_protocol(item):
     """Without a GPU "auto" builds for one ahead of time; engines for the CPU have tests of their own.
 
     Around each test of this folder, with the fixtures that it makes first: tests of others find it as it is.
@@ -82,7 +81,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.fixture(autouse=True)
-def _trained_once(monkeypatch, made_once) -> None:
+def _trained_once(monkeypatch, made_once):
     """The built-in BERT is trained by the first test that wants it; all get copies."""
     from qdqbench.quantize.tasks import embedded
 
@@ -98,7 +97,7 @@ def _trained_once(monkeypatch, made_once) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _one_profile(request) -> Iterator[None]:
+def _one_profile(request):
     """One profile, but where shipped recipes are what is tested."""
     case = getattr(request.node, "callspec", None) and request.node.callspec.params.get("case")
     all_of_them = getattr(case, "every_profile", "embedded_default" in request.node.name)
@@ -107,11 +106,11 @@ def _one_profile(request) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def whole_run(given, made_once, tmp_path_factory) -> Callable[[str], Path]:
+def whole_run(given, made_once, tmp_path_factory):
     """The folder of a case of tests/runs, never to be written to. Each worker has one, which it may lock."""
 
     @cache
-    def folder_of(name: str) -> Path:
+    def folder_of(name):
         case = CASES[name]
         with pytest.MonkeyPatch.context() as patch:
             case.pretend(patch)
@@ -122,12 +121,12 @@ def whole_run(given, made_once, tmp_path_factory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def finished_run(whole_run) -> Path:
+def finished_run(whole_run):
     """A whole run of the default recipe."""
     return whole_run("bert-int8-linears")
 
 
 @pytest.fixture
-def a_run(finished_run, tmp_path) -> Path:
+def a_run(finished_run, tmp_path):
     """A copy of the finished run, to do anything with."""
     return Path(shutil.copytree(finished_run, tmp_path / "run"))

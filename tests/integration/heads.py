@@ -1,7 +1,5 @@
 """Tiny models with heads over tokens, and generated data that they learn within seconds."""
 
-from pathlib import Path
-
 import numpy as np
 
 from .tiny import FILLERS, HEAD_SIZE, HIDDEN, LAYERS, POSITIONS, WORDS, tokenizer
@@ -10,7 +8,7 @@ TAGS = ("O", "B-GOOD", "I-GOOD", "B-BAD", "I-BAD")
 QUESTIONS = {"what is good": 1, "what is awful": -1}
 
 
-def tagged(rows: int, seed: int) -> dict[str, list]:
+def tagged(rows, seed):
     """Sentences of single words; runs of good words, and of bad ones, are entities (IOB2)."""
     random = np.random.default_rng(seed)
     words = [str(word) for word in (*FILLERS, *FILLERS, *WORDS)]
@@ -18,7 +16,7 @@ def tagged(rows: int, seed: int) -> dict[str, list]:
     return {"tokens": sentences, "ner_tags": [tags_of(sentence) for sentence in sentences]}
 
 
-def tags_of(sentence: list[str]) -> list[str]:
+def tags_of(sentence):
     """The tag of each word."""
     found, before = [], 0
     for word in sentence:
@@ -29,10 +27,10 @@ def tags_of(sentence: list[str]) -> list[str]:
     return found
 
 
-def asked(rows: int, seed: int, longest: int = 40) -> dict[str, list]:
+def asked(rows, seed, longest=40):
     """Contexts of fillers with one good and one bad word; the question says which is the answer."""
     random = np.random.default_rng(seed)
-    table: dict[str, list] = {"id": [], "question": [], "context": [], "answers": []}
+    table = {"id": [], "question": [], "context": [], "answers": []}
     for row in range(rows):
         words = [str(word) for word in random.choice(FILLERS, random.integers(6, longest))]
         places = random.choice(len(words), 2, replace=False)
@@ -48,7 +46,7 @@ def asked(rows: int, seed: int, longest: int = 40) -> dict[str, list]:
     return table
 
 
-def write_table(path: Path, table: dict[str, list]) -> None:
+def write_table(path, table):
     """JSON lines, as one writes own data."""
     import json
 
@@ -57,7 +55,7 @@ def write_table(path: Path, table: dict[str, list]) -> None:
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
-def new_model(kind: str, model_type: str = "bert"):
+def new_model(kind, model_type="bert"):
     """A model of random weights in which a word's value has a direction of its own, as in `tiny`."""
     import torch
     from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForTokenClassification
@@ -88,7 +86,7 @@ def new_model(kind: str, model_type: str = "bert"):
     return model
 
 
-def write_model(folder: Path, kind: str, steps: int = 120) -> Path:
+def write_model(folder, kind, steps=120):
     """Train on generated data for a few seconds, with the kind's own rows and loss."""
     import datasets
     import torch

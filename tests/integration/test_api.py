@@ -21,7 +21,7 @@ BLOCKS = re.findall(BLOCK, TEXT, re.MULTILINE | re.DOTALL)
 
 def execute(blocks, path):
     """Run blocks one after the other, as a reader does; returns what they left."""
-    seen: dict = {}
+    seen = {}
     for number, block in enumerate(blocks):
         exec(compile(block, f"{path}, block {number}", "exec"), seen)
     return seen

@@ -20,7 +20,7 @@ OUT = "auto"
 
 
 @pytest.fixture
-def clipped(tmp_path) -> Path:
+def clipped(tmp_path):
     """A recipe that clips what a model says most with: a far better one is easily found."""
     recipe = load_recipe("bert-int8-linears")
     changed = {"samples": 64, "method": "percentile/60", "smoothing": "none", "bias_correction": False}

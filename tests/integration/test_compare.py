@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-from pathlib import Path
 
 import numpy as np
 import pandas
@@ -12,7 +11,7 @@ from .tiny import refused
 
 
 @pytest.fixture
-def changed_run(a_run) -> tuple[Path, list[int]]:
+def changed_run(a_run):
     """A copy of the finished run in which three answers became the other ones; two of them were right."""
     (a_run / "stages.json").unlink()  # which holds answers to their hashes
     for name in ("onnxruntime", "engine"):
@@ -30,7 +29,7 @@ def changed_run(a_run) -> tuple[Path, list[int]]:
 
 
 @pytest.fixture
-def compared(finished_run, changed_run, tmp_path, qdqbench) -> tuple[Path, list[int]]:
+def compared(finished_run, changed_run, tmp_path, qdqbench):
     folder, flipped = changed_run
     done = qdqbench("compare", finished_run, folder, "--out", tmp_path / "page")
     assert done.code == 0, done.err
@@ -95,7 +94,7 @@ def test_a_bench_of_other_files_is_left_out_and_said(finished_run, a_run, tmp_pa
     settings = {"batches": [1], "lengths": [32], "dataset": None, "streams": [1], "rounds": 1}
     settings |= {"duration_s": 1.0, "iterations": None, "input_sets": 1}
     settings |= {"engine_shapes": "recipe", "seed": 0}
-    empty: dict[str, list] = {name: [] for name in ("systems", "configs", "notes", "warnings", "errors")}
+    empty = {name: [] for name in ("systems", "configs", "notes", "warnings", "errors")}
     bench = {"created": "", "command": "", "complete": True, "device": "cpu", "compute_capability": None}
     bench |= {"target": target | {"files": {"model.int8.onnx": "0" * 64}}, "settings": settings, **empty}
     (a_run / "bench.json").write_text(json.dumps(bench | {"recipe": {}, "environment": {}}))

@@ -14,12 +14,12 @@ from onnxruntime.quantization import quantize_dynamic
 from qdqbench.quantize.deployment.opened import Answering
 
 from ..support.deployed import answers
-from .tiny import Given, environment, fine, results
+from .tiny import environment, fine, results
 
 COLUMNS = ["--text-column", "Review", "--label-column", "Verdict"]
 
 
-def write_reviews(data: Path, target: Path, names: tuple[str, str]) -> list[str]:
+def write_reviews(data, target, names):
     """One file with semicolons, columns of its own and labels that are texts; returns its texts."""
     parts = [pandas.read_parquet(path) for path in sorted((data / "sst2").glob("*.parquet"))]
     rows = pandas.concat(parts)
@@ -29,13 +29,13 @@ def write_reviews(data: Path, target: Path, names: tuple[str, str]) -> list[str]
     return list(rows.Review)
 
 
-def flat(text: str) -> str:
+def flat(text):
     """Without the frames and breaks of a terminal."""
     return " ".join(text.replace("│", " ").split())
 
 
 @pytest.fixture
-def desk(sst2: Given, tmp_path, monkeypatch) -> list[str]:
+def desk(sst2, tmp_path, monkeypatch):
     """A folder with `my-model` and `reviews.csv`; the texts of the latter."""
     monkeypatch.chdir(tmp_path)
     Path("my-model").mkdir()
@@ -56,10 +56,10 @@ program()
 """
 
 
-def compare_without_torch(folders: list[Path], given: list[str]) -> str:
+def compare_without_torch(folders, given):
     """The page of `compare` where the extra `quantize` is not installed, which `run` then asks for."""
 
-    def call(*words: object) -> tuple[int, str, str]:
+    def call(*words):
         command = [sys.executable, "-c", LIGHT, *map(str, words)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
         return done.returncode, done.stdout, done.stderr
@@ -72,7 +72,7 @@ def compare_without_torch(folders: list[Path], given: list[str]) -> str:
     return Path(re.search(r"page: (\S+)", shown)[1]).read_text()
 
 
-def refused(done, *said: str) -> None:
+def refused(done, *said):
     """One sentence that says what to do, and nothing left behind."""
     assert done.code == 1
     assert re.fullmatch(r"qdqbench: [^\n]+\n", done.err)
@@ -106,12 +106,7 @@ def test_no_step_of_the_first_hour_is_a_dead_end(qdqbench, desk, tmp_path):
         done = qdqbench("run", recipe, *given, *COLUMNS, "--backend", "onnxruntime")
         assert done.code in (0, 2), done.err  # 2: so few samples cannot tell
         assert max(map(len, done.out[: done.out.index("report: ")].splitlines())) <= 80
-        for words in (
-            "has semicolons",
-            "is one file:",
-            "numbered bad = 0, good = 1",
-            "Speed:",
-        ):
+        for words in ("has semicolons", "is one file:", "numbered bad = 0, good = 1", "Speed:"):
             assert words in flat(done.out), words
         report = Path(re.search(r"report: (\S+)", done.out)[1])
         assert "my-model" in report.read_text()

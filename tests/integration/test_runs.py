@@ -20,7 +20,7 @@ from qdqbench.eval.verification.blocks import stitch
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.families.known import FAMILIES
 from qdqbench.quantize.pipeline.session import Session, read_config
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
+from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
 
 from ..support.pages import offline, plain
 from .cases import CASES, MARKED, Case, edited
@@ -49,27 +49,27 @@ class Run:
     folder: Path
 
     @cached_property
-    def found(self) -> Results:
+    def found(self):
         return Results.model_validate(results(self.folder))
 
     @cached_property
-    def session(self) -> Session:
+    def session(self):
         return Session(read_config(self.folder), self.folder)
 
     @cached_property
-    def recipe(self) -> Recipe:
+    def recipe(self):
         return load_recipe(str(self.folder / "recipe.yaml"))
 
     @property
-    def classifies(self) -> bool:
+    def classifies(self):
         """Its answers are classes or a score of a sequence."""
         return self.case.brings not in (*OF_TOKENS, *OF_TEXTS)
 
     @property
-    def quantized(self) -> bool:
+    def quantized(self):
         return bool(self.case.int8[0])
 
-    def logits(self, stage: str) -> dict[str, np.ndarray]:
+    def logits(self, stage):
         """Of every split."""
         with np.load(self.folder / "logits" / f"{stage}.npz") as saved:
             return {

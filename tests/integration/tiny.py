@@ -40,7 +40,7 @@ class Given:
     data: Path
 
     @property
-    def options(self) -> list[str]:
+    def options(self):
         return ["--model", str(self.model), "--task", self.task, "--data", str(self.data)]
 
     def config(self, recipe):
@@ -69,7 +69,7 @@ class Outcome:
     err: str
 
 
-def call(capsys, *arguments) -> Outcome:
+def call(capsys, *arguments):
     """Run `qdqbench ARGUMENTS` in this process."""
     capsys.readouterr()
     code = _exit_code(arguments)
@@ -77,25 +77,25 @@ def call(capsys, *arguments) -> Outcome:
     return Outcome(code, out, without_machine(err))
 
 
-def call_alone(*arguments) -> Outcome:
+def call_alone(*arguments):
     """As `call`, for fixtures that are made once."""
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         code = _exit_code(arguments)
     return Outcome(code, out.getvalue(), without_machine(err.getvalue()))
 
 
-def without_machine(err: str) -> str:
+def without_machine(err):
     """Leave out the line of `run` about the machine that runs the test."""
     return re.sub(r"(?m)^what INT8 can bring on .*\n", "", err)
 
 
-def fine(done: Outcome) -> Outcome:
+def fine(done):
     """Of a command that ends well and has nothing to say on stderr."""
     assert (done.code, done.err) == (0, ""), done
     return done
 
 
-def refused(done: Outcome, *told: str, code: int = 1) -> None:
+def refused(done, *told, code=1):
     """One sentence on stderr, which holds every text or regular expression, and nothing on stdout."""
     assert (done.code, done.out) == (code, ""), done
     assert re.fullmatch(r"qdqbench: [^\n]{20,}\n", done.err), done.err
@@ -104,7 +104,7 @@ def refused(done: Outcome, *told: str, code: int = 1) -> None:
         assert text in done.err or re.search(text, done.err), (text, done.err)
 
 
-def _exit_code(arguments) -> int:
+def _exit_code(arguments):
     from qdqbench.cli.app import main
 
     before = sys.argv
@@ -129,25 +129,25 @@ def one_profile():
         yield
 
 
-def results(folder: Path) -> dict:
+def results(folder):
     """`results.json` of a run."""
     return json.loads((folder / "results.json").read_text())
 
 
-def listing(folder: Path) -> list[str]:
+def listing(folder):
     """Every file below a folder, hidden ones too, but for the one that processes lock and the mark."""
     hidden = (".lock", ".qdqbench.json")
     found = (path for path in folder.rglob("*") if path.is_file() and path.name not in hidden)
     return sorted(str(path.relative_to(folder)) for path in found)
 
 
-def files_of(folder: Path) -> dict[str, int]:
+def files_of(folder):
     """The files that a second call has no reason to write, with their times."""
     written = ("results.json", "report.md", "report.html", "recipe.yaml", "run.json", "changed.csv")
     return {n: (folder / n).stat().st_mtime_ns for n in listing(folder) if n not in written}
 
 
-def sentences(rows: int, seed: int) -> tuple[list[str], list[int]]:
+def sentences(rows, seed):
     """Texts of 4 to 24 words and the sums of their words' values (never 0)."""
     random = np.random.default_rng(seed)
     texts, sums = [], []
@@ -163,18 +163,18 @@ def sentences(rows: int, seed: int) -> tuple[list[str], list[int]]:
     return texts, sums
 
 
-def rows(task: str, count: int, seed: int) -> dict[str, list]:
+def rows(task, count, seed):
     """Columns of a GLUE task, learnable by a tiny model within seconds."""
     texts, sums = sentences(count, seed)
     random = np.random.default_rng(seed + 1)
     columns = COLUMNS[task]
-    table: dict[str, list] = {columns[0]: texts}
+    table = {columns[0]: texts}
     if len(columns) == 2:
         table[columns[1]] = sentences(count, seed + 2)[0]
     if task == "multi-label":
         known = [{WORDS.get(word) for word in text.split()} for text in texts]
         return table | {"labels": [[name for name, side in SIDES.items() if side in each] for each in known]}
-    labels: list = [int(total > 0) for total in sums]
+    labels = [int(total > 0) for total in sums]
     if task == "stsb":
         table["label"] = [float(total + 3) + float(random.normal(0, 0.3)) for total in sums]
     elif task == "mnli":
@@ -188,7 +188,7 @@ def rows(task: str, count: int, seed: int) -> dict[str, list]:
     return table
 
 
-def write_split(path: Path, table: dict[str, list]) -> None:
+def write_split(path, table):
     """Write columns as parquet, CSV or JSON lines, by the suffix."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".csv":
@@ -208,7 +208,7 @@ def write_split(path: Path, table: dict[str, list]) -> None:
         pyarrow.parquet.write_table(pyarrow.table(table), path)
 
 
-def write_data(folder: Path, task: str, suffix: str = ".parquet") -> None:
+def write_data(folder, task, suffix=".parquet"):
     """Write the splits of a task into FOLDER/TASK."""
     evaluated = ("validation_matched", "validation_mismatched") if task == "mnli" else ("validation",)
     write_split(folder / task / f"train{suffix}", rows(task, TRAIN_ROWS, 0))
@@ -216,7 +216,7 @@ def write_data(folder: Path, task: str, suffix: str = ".parquet") -> None:
         write_split(folder / task / f"{split}{suffix}", rows(task, EVAL_ROWS, 100 * number))
 
 
-def entries() -> list[str]:
+def entries():
     """The vocabulary."""
     return ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *FILLERS, *WORDS]
 
@@ -230,7 +230,7 @@ def tokenizer():
     )
 
 
-def new_model(num_labels: int):
+def new_model(num_labels):
     """A fresh classifier (or regressor, for one label)."""
     import torch
     from transformers import BertConfig, BertForSequenceClassification
@@ -258,7 +258,7 @@ def new_model(num_labels: int):
     return model
 
 
-def write_model(folder: Path, task: str, steps: int | None = None) -> Path:
+def write_model(folder, task, steps=None):
     """Train a tiny BERT on a task for about a second and save it with its tokenizer."""
     import torch
     from transformers.utils import logging
@@ -295,12 +295,12 @@ def write_model(folder: Path, task: str, steps: int | None = None) -> Path:
     return folder
 
 
-def environment() -> dict[str, str]:
+def environment():
     """Environment of a child process: no colours asked for or forced."""
     kept = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "PY_COLORS")}
     return {**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
 
-def signs_of_life(told: str) -> bool:
+def signs_of_life(told):
     """Whether lines on stderr are those of a busy machine: what INT8 brings here, and times with steps."""
     return all(re.match(r"\d\d:\d\d:\d\d |what INT8 can bring on ", line) for line in told.splitlines())

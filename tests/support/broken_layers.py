@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-import onnx
 from onnx import TensorProto, helper
 
 from .tiny_layer import (
@@ -34,48 +33,48 @@ from .tiny_layer import (
 )
 
 
-def vector_activation(model: onnx.ModelProto) -> None:
+def vector_activation(model):
     store(model, "/layer/query/input.scale", np.full(HIDDEN, 0.02))
     store(model, "/layer/query/input.zero_point", np.zeros(HIDDEN))
     set_axis(model, "/layer/query/input/Q", 2)
     set_axis(model, "/layer/query/input/DQ", 2)
 
 
-def transposed_weight(model: onnx.ModelProto) -> None:
+def transposed_weight(model):
     """Scales along axis 1 of a weight whose output channels are axis 0 before the Transpose."""
     insert(model, QUERY, 1, make("Transpose", "/t", perm=[1, 0]))
 
 
-def rightly_transposed_weight(model: onnx.ModelProto) -> None:
+def rightly_transposed_weight(model):
     transposed_weight(model)
     set_axis(model, WEIGHT, 0)
 
 
-def vector_before_matmul(model: onnx.ModelProto) -> None:
+def vector_before_matmul(model):
     """A Mul by a vector between DQ and MatMul keeps the engine from INT8; after the MatMul it does not."""
     insert(model, QUERY, 1, make("Mul", "/vector", give(model, "vector", np.ones(HIDDEN), np.float16)))
 
 
-def relu_before_output(model: onnx.ModelProto) -> None:
+def relu_before_output(model):
     """No Q directly behind the second matmul of the attention."""
     insert(model, "/layer/output/input/Cast", 0, make("Relu", "/relu"))
 
 
-def other_scale(model: onnx.ModelProto) -> None:
+def other_scale(model):
     node(model, "/layer/query/input/DQ").input[1] = give(model, "other", 0.03, np.float32)
 
 
-def int32_weight(model: onnx.ModelProto) -> None:
+def int32_weight(model):
     store(model, "/layer/query.weight", np.ones((HIDDEN, HIDDEN)), np.int32)
     del node(model, WEIGHT).input[2]
 
 
-def uint8_weight(model: onnx.ModelProto) -> None:
+def uint8_weight(model):
     store(model, "/layer/query.weight", np.ones((HIDDEN, HIDDEN)), np.uint8)
     store(model, "/layer/query.weight_zero_point", 0, np.uint8)
 
 
-def fp8_pair(model: onnx.ModelProto) -> None:
+def fp8_pair(model):
     """Q/DQ of FP8, which is neither INT8 nor refused."""
     pairs = (*pair(model, "/x", np.float32), make("Relu", "/relu"))
     zero = next(t for t in model.graph.initializer if t.name == "/x.z")
@@ -83,16 +82,16 @@ def fp8_pair(model: onnx.ModelProto) -> None:
     insert(model, "/layer/norm0", 0, *pairs)
 
 
-def fp8_and_int8(model: onnx.ModelProto) -> None:
+def fp8_and_int8(model):
     """An FP8 activation times an INT8 weight."""
     zero = next(t for t in model.graph.initializer if t.name == "/layer/query/input.zero_point")
     zero.CopyFrom(helper.make_tensor(zero.name, TensorProto.FLOAT8E4M3FN, [], [0]))
 
 
-def own_attention(width: int, *mask: str, **attributes: object) -> Edit:
+def own_attention(width, *mask, **attributes):
     """ONNX's Attention ahead of the last LayerNorm, with heads of a width."""
 
-    def edit(model: onnx.ModelProto) -> None:
+    def edit(model):
         old_opset(model, 23)
         heads = {"q_num_heads": HIDDEN // width, "kv_num_heads": HIDDEN // width}
         others = ["/layer/norm0.out", "/layer/norm0.out", *mask]
@@ -103,12 +102,12 @@ def own_attention(width: int, *mask: str, **attributes: object) -> Edit:
     return edit
 
 
-def attention_after_qdq(model: onnx.ModelProto) -> None:
+def attention_after_qdq(model):
     own_attention(HIDDEN // 2)(model)
     insert(model, "/own", 0, *pair(model, "/x"))
 
 
-def repeated(model: onnx.ModelProto) -> None:
+def repeated(model):
     """Each number once, which no engine takes as its size depends on the values."""
     insert(model, "/layer/norm0", 0, make("Identity", "/same"))
     unique = helper.make_node("Unique", ["/same.out"], ["/unique.out"], name="/unique")
@@ -116,7 +115,7 @@ def repeated(model: onnx.ModelProto) -> None:
     model.graph.output.append(helper.make_tensor_value_info("/unique.out", TensorProto.FLOAT16, ["n"]))
 
 
-def random_order(model: onnx.ModelProto) -> None:
+def random_order(model):
     """An operator that no engine was built with."""
     give(model, "like", np.zeros((1, LENGTH, HIDDEN)), np.float32)
     noise = helper.make_node("RandomUniformLike", ["like"], ["noise"], name="/noise")
@@ -124,11 +123,11 @@ def random_order(model: onnx.ModelProto) -> None:
     insert(model, NORM, 0, make("Add", "/noisy", "noise"))
 
 
-def declared_as_fp32(model: onnx.ModelProto) -> None:
+def declared_as_fp32(model):
     model.graph.output[0].type.tensor_type.elem_type = TensorProto.FLOAT
 
 
-def quantized_gemm(model: onnx.ModelProto, axis: int = 1) -> None:
+def quantized_gemm(model, axis=1):
     """Per-channel INT8 for the classifier, whose weight [3, 32] is transposed by transB."""
     model.graph.initializer.remove(next(t for t in model.graph.initializer if t.name == "classifier.weight"))
     size = (3, HIDDEN)[axis]
@@ -142,11 +141,11 @@ def quantized_gemm(model: onnx.ModelProto, axis: int = 1) -> None:
     insert(model, "/classifier/Gemm", 1, dq)
 
 
-def residual_like_its_readers(model: onnx.ModelProto) -> None:
+def residual_like_its_readers(model):
     insert(model, "/layer/Add", 1, *pair(model, "/x", np.float32))
 
 
-def fp16_scales(model: onnx.ModelProto) -> None:
+def fp16_scales(model):
     """FP16 scales on the query, and no casts around its Q/DQ."""
     store(model, "/layer/query/input.scale", 0.02, np.float16)
     store(model, "/layer/query.weight_scale", np.full(HIDDEN, 0.01), np.float16)
@@ -154,21 +153,21 @@ def fp16_scales(model: onnx.ModelProto) -> None:
     node(model, "/layer/query/MatMul").input[:] = ["/layer/query/input/DQ.out", "/layer/query/weight/DQ.out"]
 
 
-def float_weight(model: onnx.ModelProto) -> None:
+def float_weight(model):
     store(model, "/layer/query.weight", np.ones((HIDDEN, HIDDEN)), np.float32)
     dq = node(model, "/layer/query/weight/DQ")
     q = make("QuantizeLinear", "/layer/query/weight/Q", *dq.input[1:], axis=1)
     insert(model, dq.name, 0, q)
 
 
-def mask_in_fp32(model: onnx.ModelProto) -> None:
+def mask_in_fp32(model):
     """An FP32 fill that becomes -inf in a Cast behind the Mul."""
     store(model, "fill", -3.4e38, np.float32)
     insert(model, "/mask/Mul", 0, make("Cast", "/mask/Cast", to=TensorProto.FLOAT))
     insert(model, "/layer/self/Add", 1, make("Cast", "/mask/Cast_1", to=TensorProto.FLOAT16))
 
 
-def written_out_norm(model: onnx.ModelProto) -> None:
+def written_out_norm(model):
     insert(model, "/layer/norm0", 0, *pair(model, "/x"))
     norm = node(model, "/layer/norm0")
     mean = helper.make_node("ReduceMean", [norm.input[0]], ["mean"], name="/norm0/ReduceMean")
@@ -177,37 +176,37 @@ def written_out_norm(model: onnx.ModelProto) -> None:
     model.graph.node.insert(at, mean)
 
 
-def softmax_without_attention(model: onnx.ModelProto) -> None:
+def softmax_without_attention(model):
     insert(model, "/layer/norm1", 0, make("Softmax", "/gate"), *pair(model, "/gate"))
     insert(model, "/layer/norm1", 0, make("Relu", "/relu"))
 
 
-def wide_heads(model: onnx.ModelProto) -> None:
+def wide_heads(model):
     for name in ("query", "key", "value"):
         store(model, f"/layer/{name}.shape", [1, LENGTH, 4, HIDDEN // 4])
 
 
-def half_scale(model: onnx.ModelProto) -> None:
+def half_scale(model):
     store(model, "/layer/query/input.scale", 0.02, np.float16)
     node(model, INPUT).input[0] = "/layer/norm0.out"
     node(model, QUERY).input[0] = "/layer/query/input/DQ.out"
     old_opset(model, 18)
 
 
-def fused_by_onnxruntime(name: str, operator: str) -> Edit:
-    def edit(model: onnx.ModelProto) -> None:
+def fused_by_onnxruntime(name, operator):
+    def edit(model):
         node(model, name).op_type, node(model, name).domain = operator, "com.microsoft"
         model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
 
     return edit
 
 
-def plugin(model: onnx.ModelProto) -> None:
+def plugin(model):
     node(model, "/layer/norm1").domain = "trt.plugins"
     model.opset_import.append(helper.make_opsetid("trt.plugins", 1))
 
 
-def product_of_codes(model: onnx.ModelProto) -> None:
+def product_of_codes(model):
     """QLinearMatMul for the query, whose result has the scale of its input."""
     q, product = node(model, INPUT), node(model, QUERY)
     product.op_type = "QLinearMatMul"
@@ -215,7 +214,7 @@ def product_of_codes(model: onnx.ModelProto) -> None:
     insert(model, "/layer/query/Add", 0, make("DequantizeLinear", "/layer/query/out/DQ", *q.input[1:]))
 
 
-def dynamic(model: onnx.ModelProto) -> None:
+def dynamic(model):
     """DynamicQuantizeLinear instead of the query's Q."""
     q, dq = node(model, "/layer/query/input/Q"), node(model, "/layer/query/input/DQ")
     q.op_type = "DynamicQuantizeLinear"
@@ -224,7 +223,7 @@ def dynamic(model: onnx.ModelProto) -> None:
     dq.input[1:] = ["dynamic.scale", "dynamic.zero_point"]
 
 
-def computed_scale(model: onnx.ModelProto) -> None:
+def computed_scale(model):
     top = helper.make_node("ReduceMax", ["/layer/query/input/Cast.out"], ["top"], name="/top", keepdims=0)
     at = next(i for i, n in enumerate(model.graph.node) if n.name == "/layer/query/input/Q")
     model.graph.node.insert(at, top)
@@ -232,7 +231,7 @@ def computed_scale(model: onnx.ModelProto) -> None:
     node(model, "/layer/query/input/DQ").input[1] = "top"
 
 
-def blocked(model: onnx.ModelProto) -> None:
+def blocked(model):
     old_opset(model, 21)
     store(model, "/layer/query.weight_scale", np.full((2, HIDDEN), 0.01))
     store(model, "/layer/query.weight_zero_point", np.zeros((2, HIDDEN)))
@@ -240,19 +239,19 @@ def blocked(model: onnx.ModelProto) -> None:
     dq.attribute.extend([helper.make_attribute("axis", 0), helper.make_attribute("block_size", HIDDEN // 2)])
 
 
-def cast_instead_of_q(model: onnx.ModelProto) -> None:
+def cast_instead_of_q(model):
     q = node(model, "/layer/query/input/Q")
     q.op_type = "Cast"
     del q.input[1:]
     q.attribute.append(helper.make_attribute("to", TensorProto.INT8))
 
 
-def cast_instead_of_dq(model: onnx.ModelProto) -> None:
+def cast_instead_of_dq(model):
     q, _ = pair(model, "/x")
     insert(model, "/layer/norm1", 0, q, make("Cast", "/x/Cast", to=TensorProto.FLOAT16))
 
 
-def subgraph(model: onnx.ModelProto) -> None:
+def subgraph(model):
     value = helper.make_tensor_value_info("branch.out", TensorProto.FLOAT16, None)
     inner = helper.make_node("Identity", ["/layer/norm1.out"], ["branch.out"])
     branch = helper.make_graph([inner], "branch", [], [value])
@@ -273,13 +272,13 @@ class Case:
     # linears in INT8 in an engine of TensorRT-RTX 1.7.1, built ahead of time; None: none was built
     int8: int | None = 4
 
-    def broken(self) -> onnx.ModelProto:
+    def broken(self):
         model = healthy(self.form)
         self.edit(model)
         return model
 
 
-def refused(code: str, node: str, edit: Edit, form: str = "factored") -> Case:
+def refused(code, node, edit, form="factored"):
     return Case(code, node, edit, form, is_refused=True, int8=None)
 
 

@@ -1,29 +1,29 @@
 """Build logs written by hand from the documented formats of trtexec and Polygraphy; no tool printed them."""
 
 
-def spread(name: str, median: float) -> str:
+def spread(name, median):
     return line(f"{name}: min = 0 ms, max = 9 ms, mean = 1 ms, median = {median} ms, percentile(99%) = 9 ms")
 
 
-def line(text: str, severity: str = "I") -> str:
+def line(text, severity="I"):
     return f"[01/02/2026-03:04:05] [{severity}] {text}"
 
 
-def missing_scale(*names: str) -> list[str]:
+def missing_scale(*names):
     said = "expect fall back to non-int8 implementation for any layer consuming or producing given tensor"
     return [line(f"[TRT] Missing scale and zero-point for tensor {name}, {said}", "W") for name in names]
 
 
 def trtexec(
-    *middle: str,
-    options: str = "--onnx=model.onnx --int8 --fp16",
-    version: str = "8601",
-    opt: str = "8x128",
-    load: str = "8x128",
-    compute: float = 1.0,
-    enqueue: float = 0.2,
-    verdict: str = "PASSED",
-) -> str:
+    *middle,
+    options="--onnx=model.onnx --int8 --fp16",
+    version="8601",
+    opt="8x128",
+    load="8x128",
+    compute=1.0,
+    enqueue=0.2,
+    verdict="PASSED",
+):
     """A log of one build and its timing."""
     lines = [
         f"&&&& RUNNING TensorRT.trtexec [TensorRT v{version}] # trtexec {options}",

@@ -1,9 +1,8 @@
 """Results of the commands that choose a recipe; every number is invented."""
 
 import math
-from typing import Any
 
-from qdqbench.eval.metrics.results import Comparison, GateIssue
+from qdqbench.eval.metrics.results import GateIssue
 from qdqbench.eval.selection.auto.results import Auto, AutoChoice, AutoStep, Criteria, NestedFolds, Proposal
 from qdqbench.eval.selection.calibration_comparison import CalibrationComparison, CalibrationRow
 from qdqbench.eval.selection.search.confirm import compare_drops
@@ -37,27 +36,27 @@ GATE = GateSettings(max_drop=0.003)
 LINEARS = load_recipe("bert-int8-linears")
 
 
-def trial_of(number: int, drop: float, noise: float, ms: float, **changes: Any) -> SearchTrial:
+def trial_of(number, drop, noise, ms, **changes):
     error = changes.pop("error", 0.0001)
     return search_trial(number, noise, 2 / ms, drop, error, recipe=LINEARS, **changes)
 
 
-def failed_trial(number: int, text: str = "no") -> SearchTrial:
+def failed_trial(number, text="no"):
     return SearchTrial(number=number, recipe=None, origin="tpe", failure=Failure(code="check", text=text))
 
 
-def confirmed(name: str, drop: float, ms: float, error: float = 0.001, **changes: Any) -> ConfirmedRecipe:
+def confirmed(name, drop, ms, error=0.001, **changes):
     fields = {"name": name, "recipe": LINEARS, "origin": "shipped", "speedup": speedup(2 / ms, ms=ms)}
     fields["scores"] = {"validation": comparison({"accuracy": -drop}, error)}
     return ConfirmedRecipe.model_validate(fields | changes)
 
 
-def chosen_by(trials: list[SearchTrial], gate: GateSettings = GATE) -> SearchOutcome:
+def chosen_by(trials, gate=GATE):
     mark_trials(trials, gate, "sqnr")
     return choose_trial(trials, gate)
 
 
-def sample_search(**changes: Any) -> Search:
+def sample_search(**changes):
     trials = [
         trial_of(0, 0.001, 0.1, 1.5, origin="given"),
         trial_of(1, 0.002, 0.2, 1.2),
@@ -92,18 +91,16 @@ def sample_search(**changes: Any) -> Search:
 NOTHING = {"outcome": SearchOutcome(), "confirmed": [], "agreement": None}
 
 
-def drops(delta: float, error: float) -> dict[str, Comparison]:
+def drops(delta, error):
     return {"validation": comparison({"matthews": delta}, error)}
 
 
-def drop_issue(value: float) -> GateIssue:
+def drop_issue(value):
     where = {"code": "accuracy", "state": "failed", "stage": "engine", "metric": "matthews"}
     return GateIssue(**where, value=value, stderr=0.006, limit=0.005)
 
 
-def step_of(
-    name: str, kind: Any, delta: float, previous: str | None = None, *, nested: Any = None, issues: Any = ()
-) -> AutoStep:
+def step_of(name, kind, delta, previous=None, *, nested=None, issues=()):
     recipe = LINEARS.model_copy(update={"name": name})
     source = Source(mode="latency", cpu="a CPU", backend="openvino", version="1", batch=32, length=128)
     run = step_run(
@@ -131,13 +128,13 @@ def step_of(
     )
 
 
-def skipped_step(name: Any) -> AutoStep:
+def skipped_step(name):
     return AutoStep(
         recipe=None, origin="qat", name=name, kind=name, status="skipped", skipped="budget", estimate_s=71.5
     )
 
 
-def sample_auto(name: str = "a-model", *, passed: bool = True) -> Auto:
+def sample_auto(name="a-model", *, passed=True):
     nested = NestedFolds(folds=5, scores=drops(-0.004, 0.007), others=0.2, unmet=[])
     second = {"nested": nested} if passed else {"issues": [drop_issue(0.02)]}
     spent = {"estimate_s": 20.0, "seconds": 3.0, "failure": Failure(code="check", text=name)}
@@ -173,19 +170,19 @@ def sample_auto(name: str = "a-model", *, passed: bool = True) -> Auto:
 KINDS = {"attention.self.query": "qkv", "attention.output.dense": "output", "output.dense": "ffn-out"}
 
 
-def compared(amount: float, drop: float = 0.001) -> Comparison:
+def compared(amount, drop=0.001):
     return comparison({"accuracy": -drop}, 0.002, **sqnr(amount))
 
 
-def candidate(name: str, group: Any, kind: str, layer: int | None, *values: float) -> CandidateRow:
+def candidate(name, group, kind, layer, *values):
     """Return a row with one noise power, of only this, or two, of all but this too."""
     only, *rest = values
-    fields: dict[str, Any] = {"modules": [f"bert.{name}"], "diagnostic": kind == "embeddings"}
+    fields = {"modules": [f"bert.{name}"], "diagnostic": kind == "embeddings"}
     fields |= {"only": compared(only), "all_but": compared(rest[0], 0.05) if rest else None}
     return CandidateRow(name=name, group=group, kind=kind, layer=layer, **fields)
 
 
-def sample_sensitivity(name: str = "a-model") -> Sensitivity:
+def sample_sensitivity(name="a-model"):
     rows = [
         candidate(f"encoder.layer.{n}.{part}", "linear", kind, n, 0.001 * (n + place), 0.01 + place / 100)
         for n in range(3)
@@ -212,15 +209,8 @@ def sample_sensitivity(name: str = "a-model") -> Sensitivity:
 
 
 def calibration_row(
-    method: str,
-    value: float,
-    *,
-    best: bool = False,
-    given: bool = False,
-    failed: bool = False,
-    smoothing: float | str = "none",
-    splits: tuple[str, ...] = ("validation",),
-) -> CalibrationRow:
+    method, value, *, best=False, given=False, failed=False, smoothing="none", splits=("validation",)
+):
     section = LINEARS.calibration.model_copy(update={"method": method, "smoothing": smoothing})
     recipe = LINEARS.model_copy(update={"calibration": section})
     trial = Trial(recipe=recipe, origin="given" if given else "calibration")
@@ -242,9 +232,7 @@ def calibration_row(
     )
 
 
-def sample_calibrations(
-    *, name: str = "tiny", splits: tuple[str, ...] = ("validation",)
-) -> CalibrationComparison:
+def sample_calibrations(*, name="tiny", splits=("validation",)):
     data = {"split": "train", "samples": 256, "calibration": 512, "rows": 3668}
     return CalibrationComparison(
         **draw_record(name, task={"name": "mrpc"}, data=data, metric="f1"),

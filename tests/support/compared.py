@@ -12,7 +12,7 @@ from qdqbench.eval.runs.comparison import (
 from .records import comparison, speedup
 
 
-def sample_comparison() -> RunComparison:
+def sample_comparison():
     """Two runs of one model on the same samples, three of them answered otherwise."""
     names = ("int8-linears", "int8-attention")
     runs = [

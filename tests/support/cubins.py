@@ -5,7 +5,7 @@ import struct
 _REGISTERS, _FRAME = 0x2F, 0x11  # attributes of .nv.info: pairs of a symbol and a number
 
 
-def read_resources(cubin: bytes) -> dict[str, tuple[int, int]]:
+def read_resources(cubin):
     """Return the registers of each kernel, and the bytes of its stack, which hold spilled registers."""
     (sections,), (size, count, names) = (
         struct.unpack_from("<Q", cubin, 40),
@@ -13,11 +13,11 @@ def read_resources(cubin: bytes) -> dict[str, tuple[int, int]]:
     )
     headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, sections + size * number) for number in range(count)]
 
-    def text(table: tuple[int, ...], at: int) -> str:
+    def text(table, at):
         start = table[4] + at
         return cubin[start : cubin.index(b"\0", start)].decode()
 
-    found: dict[int, dict[int, int]] = {}
+    found = {}
     by_name = {text(headers[names], header[0]): header for header in headers}
     start, length = by_name[".nv.info"][4:6]
     at = start

@@ -4,19 +4,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 FORBIDDEN = ("qdqbench", "torch", "transformers", "onnx", "datasets")
 
 
-def run_script(
-    script: Path,
-    blocked: Path,
-    *texts: str,
-    lines: list[str] | None = None,
-    forbidden: tuple[str, ...] = FORBIDDEN,
-) -> Any:
+def run_script(script, blocked, *texts, lines=None, forbidden=FORBIDDEN):
     """The finished process; texts on its command line, or lines of its standard input.
 
     Args:
@@ -36,7 +28,7 @@ def run_script(
     )
 
 
-def answers(script: Path, blocked: Path, *texts: str, lines: list[str] | None = None) -> list[dict]:
+def answers(script, blocked, *texts, lines=None):
     """What a script says; it must end well and say nothing else."""
     done = run_script(script, blocked, *texts, lines=lines)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr

@@ -1,7 +1,6 @@
 """ONNX models that are still messages, with a few fields that no exporter writes."""
 
 import contextlib
-import random
 
 import numpy as np
 import onnx
@@ -15,7 +14,7 @@ OPERATORS = (
 VALUES = (0.0, -1.0, float("nan"), float("inf"), 1e-45, 1e38, -3.4e38)
 
 
-def disfigure(model: onnx.ModelProto, rng: random.Random) -> None:  # noqa: PLR0912  one line a change
+def disfigure(model, rng):  # noqa: PLR0912  one line a change
     """Change one to three things, in place."""
     graph = model.graph
     for _ in range(rng.randint(1, 3)):

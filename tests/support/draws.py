@@ -3,16 +3,12 @@
 Of 288 draws for six tiny models 9 had such a code; a fault is in all draws.
 """
 
-from collections.abc import Callable
-
 import numpy as np
-
-from qdqbench.quantize.utils.arrays import Array
 
 DRAWS, FLIPPED = 3, 0.3  # of the largest answer, where a code differs
 
 
-def require_alike(compute: Callable[[int], tuple[Array, Array]], tolerance: float) -> None:
+def require_alike(compute, tolerance):
     """Compare answers with what is expected, for `DRAWS` seeds; errors are of the largest answer."""
     pairs = [compute(seed) for seed in range(DRAWS)]
     errors = np.array([np.abs(got - expected).max() / np.abs(expected).max() for got, expected in pairs])

@@ -3,10 +3,6 @@
 A new family adds its model types to `SIZES`: what its configuration calls otherwise than BERT's.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 from qdqbench.quantize.utils.system.quiet import quiet
 
 from .tiny_bert import VOCABULARY, widen
@@ -15,7 +11,7 @@ LAYERS, HIDDEN, HEADS, INTERMEDIATE, POSITIONS = 2, 32, 2, 64, 128
 _NARROW = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
 _NARROW |= {"intermediate_size": INTERMEDIATE, "max_position_embeddings": POSITIONS}
 _BEHIND_PADDING = _NARROW | {"max_position_embeddings": POSITIONS + 2}  # as the padding index is 1
-SIZES: dict[str, dict[str, Any]] = {
+SIZES = {
     "bert": _NARROW,
     "roberta": _BEHIND_PADDING,
     "xlm-roberta": _BEHIND_PADDING,
@@ -38,9 +34,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def new_model(
-    model_type: str, *, labels: int = 2, entries: int = len(VOCABULARY), seed: int = 0, **changes: Any
-) -> Any:
+def new_model(model_type, *, labels=2, entries: int = len(VOCABULARY), seed=0, **changes):
     """A classifier with wide random weights; `changes` are fields of its configuration."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -49,7 +43,7 @@ def new_model(
     return widen(AutoModelForSequenceClassification.from_config(config).eval(), seed)
 
 
-def new_tokenizer(pad_id: int, vocabulary: Sequence[str] = VOCABULARY) -> Any:
+def new_tokenizer(pad_id, vocabulary=VOCABULARY):
     """WordPiece over a vocabulary that starts with [PAD], which gets the id that a model has it at."""
     from transformers import BertTokenizer
 
@@ -58,7 +52,7 @@ def new_tokenizer(pad_id: int, vocabulary: Sequence[str] = VOCABULARY) -> Any:
     return BertTokenizer(vocab={word: i for i, word in enumerate(entries)}, model_max_length=POSITIONS)
 
 
-def write_model(folder: Path, model_type: str, vocabulary: Sequence[str] = VOCABULARY, **given: Any) -> Path:
+def write_model(folder, model_type, vocabulary=VOCABULARY, **given):
     """Save a new model and its tokenizer."""
     model = new_model(model_type, entries=len(vocabulary), **given)
     with quiet("transformers"):

@@ -1,6 +1,5 @@
 """Reports of `check`, `diagnose`, `fix`, `inspect` and `doctor` on made-up files."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from qdqbench.quantize.lint.reports import (
     fix_report,
     inspect_report,
 )
-from qdqbench.quantize.report.document import Report
 from qdqbench.quantize.utils.system.cpu import Cpu
 from qdqbench.quantize.utils.system.gpu import Gpu
 
@@ -29,14 +27,14 @@ from .tiny_layer import healthy, store, unquantized
 PATH = Path("model.onnx")
 
 
-def checked(every: bool) -> Report:
+def checked(every):
     model = healthy("fp16")
     unquantized("/layer/query/input")(model)
     store(model, "/layer/key/input.zero_point", 3)
     return check_report(check_model(model), PATH, every)
 
 
-def diagnosed() -> Report:
+def diagnosed():
     findings = [
         find("log-no-kernel", nodes=["{ForeignNode[a]}"], n=1, names="{ForeignNode[a]}", shown=["build.log"]),
         find("half-quantized", nodes=["/layer.0/a/MatMul"], gemms=1, all=7, share=(0.25, "profiled time")),
@@ -48,7 +46,7 @@ def diagnosed() -> Report:
     )
 
 
-def fixed() -> Report:
+def fixed():
     after = EngineRow(engine="tensorrt_rtx 1.7", gemms=7, int8_gemms=6, attentions=1, kernels=9)
     numbers = {"before_error": 0.0338, "after_error": 0.0153, "difference": 0.0307, "limit": 0.1}
     logits = OutputRow(name="logits", largest=0.3825, disagreements=0, **numbers)
@@ -70,14 +68,14 @@ def fixed() -> Report:
     )
 
 
-def inspected(every: bool) -> Report:
+def inspected(every):
     rows = bert(merged=False, output="Float")
     found = inspect_layers(rows, times={row.name: 0.5 for row in rows[1:]} | {"lost": 1.0})
     found.target = "table.json"
     return inspect_report(found, None, every, "batch 8, 128 tokens")
 
 
-def machine() -> Report:
+def machine():
     states = {
         "openvino": BackendState(runs=True, builds=True),
         "tensorrt": BackendState(runs=False, builds=False, why="it is not installed: pip install it"),
@@ -108,12 +106,12 @@ def machine() -> Report:
     )
 
 
-def dated(make: Callable[[], Report]) -> Report:
+def dated(make):
     report = make()
     return replace(report, page=replace(report.page, created="2026-07-01T12:00:00+00:00"))
 
 
-LINTED: dict[str, Callable[[], Report]] = {
+LINTED = {
     name: partial(dated, make)
     for name, make in {
         "check": partial(checked, every=False),

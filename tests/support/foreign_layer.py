@@ -1,8 +1,5 @@
 """The tiny layer in FP32 without Q/DQ, and what ONNX Runtime's quantizers make of it."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import onnx
 
@@ -11,14 +8,14 @@ from qdqbench.quantize.lint.rebuild import remove_qdq
 from .tiny_layer import HIDDEN, LENGTH, healthy
 
 
-def float_layer(form: str = "fp32") -> onnx.ModelProto:
+def float_layer(form="fp32"):
     """As an exporter writes it; samples are [1, LENGTH, HIDDEN] with a mask that is 0 or 1."""
     model = healthy(form, int8_attention=False)
     remove_qdq(model)
     return model
 
 
-def samples(count: int = 4) -> list[dict[str, np.ndarray]]:
+def samples(count=4):
     rng = np.random.default_rng(1)
     mask = np.zeros((1, 1, 1, LENGTH), np.float32)
     shape = (1, LENGTH, HIDDEN)
@@ -28,14 +25,14 @@ def samples(count: int = 4) -> list[dict[str, np.ndarray]]:
 class Reader:
     """A CalibrationDataReader of onnxruntime."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.left = samples()
 
-    def get_next(self) -> dict[str, np.ndarray] | None:
+    def get_next(self):
         return self.left.pop() if self.left else None
 
 
-def write_static(folder: Path, name: str, **options: Any) -> Path:
+def write_static(folder, name, **options):
     """`quantize_static` on the layer."""
     from onnxruntime.quantization import quantize_static
 
@@ -44,7 +41,7 @@ def write_static(folder: Path, name: str, **options: Any) -> Path:
     return folder / name
 
 
-def write_dynamic(folder: Path, name: str, form: str = "fp32") -> Path:
+def write_dynamic(folder, name, form="fp32"):
     """`quantize_dynamic` on the layer."""
     from onnxruntime.quantization import quantize_dynamic
 

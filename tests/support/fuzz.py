@@ -3,7 +3,6 @@
 import json
 import random
 import struct
-from collections.abc import Callable, Iterator
 
 from .build_logs import POLYGRAPHY, missing_scale, trtexec
 from .foreign_layer import float_layer
@@ -37,21 +36,21 @@ NUMBERS = [
 NESTED = [b"[" * 3000, b'{"a":' * 3000, b"[" * 300 + b"]" * 300, b'[{"name":[' * 500]
 
 
-def profile() -> bytes:
+def profile():
     rows = [{"name": row.name, "timeMs": 1.0, "averageMs": 0.1, "percentage": 1.0} for row in bert()]
     return json.dumps([{"count": 9}, *rows]).encode()
 
 
-def cache() -> bytes:
+def cache():
     lines = [f"/layer.{n}/MatMul: {struct.pack('>f', 0.1 + n).hex()}" for n in range(30)]
     return "\n".join(["TRT-8601-EntropyCalibration2", *lines, ""]).encode()
 
 
-def engine() -> bytes:
+def engine():
     return b"ptrt" + bytes(20) + bytes([10, 0, 0, 6]) + bytes(200)
 
 
-BASES: dict[str, Callable[[], list[bytes]]] = {
+BASES = {
     "onnx": lambda: [healthy("fp16").SerializeToString(), float_layer().SerializeToString()],
     "log": lambda: [trtexec(*missing_scale("a", "b")).encode(), POLYGRAPHY.encode()],
     "table": lambda: [inspector_json(bert(layers=1), schema).encode() for schema in (10, 11)],
@@ -61,7 +60,7 @@ BASES: dict[str, Callable[[], list[bytes]]] = {
 }
 
 
-def broken(samples: list[bytes], count: int, seed: int = 0) -> Iterator[bytes]:
+def broken(samples, count, seed=0):
     """`count` variants of good files: cut off, flipped bits, parts moved, hostile numbers, names, depth."""
     chance = random.Random(seed)
     ways = [_cut, _flipped, _spliced, _number, _name, _nested, _noise, _doubled]
@@ -72,28 +71,28 @@ def broken(samples: list[bytes], count: int, seed: int = 0) -> Iterator[bytes]:
         yield data
 
 
-def _place(data: bytes, chance: random.Random) -> int:
+def _place(data, chance):
     return chance.randrange(len(data) + 1)
 
 
-def _cut(data: bytes, chance: random.Random) -> bytes:
+def _cut(data, chance):
     return data[: _place(data, chance)]
 
 
-def _flipped(data: bytes, chance: random.Random) -> bytes:
+def _flipped(data, chance):
     flipped = bytearray(data)
     for _ in range(chance.randint(1, 8) if data else 0):
         flipped[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
     return bytes(flipped)
 
 
-def _spliced(data: bytes, chance: random.Random) -> bytes:
+def _spliced(data, chance):
     low, high = sorted((_place(data, chance), _place(data, chance)))
     where = _place(data, chance)
     return data[:where] + data[low : min(high, low + 4000)] + data[where:]
 
 
-def _number(data: bytes, chance: random.Random) -> bytes:
+def _number(data, chance):
     """A number of the file becomes another one, or something that looks like one."""
     digits = [place for place, byte in enumerate(data) if 48 <= byte <= 57]
     if not digits:
@@ -102,20 +101,20 @@ def _number(data: bytes, chance: random.Random) -> bytes:
     return data[:where] + chance.choice(NUMBERS) + data[where + 1 :]
 
 
-def _name(data: bytes, chance: random.Random) -> bytes:
+def _name(data, chance):
     where = _place(data, chance)
     return data[:where] + chance.choice(HOSTILE) + data[where:]
 
 
-def _nested(data: bytes, chance: random.Random) -> bytes:
+def _nested(data, chance):
     where = _place(data, chance)
     return data[:where] + chance.choice(NESTED) + data[where:]
 
 
-def _noise(data: bytes, chance: random.Random) -> bytes:
+def _noise(data, chance):
     where = _place(data, chance)
     return data[:where] + chance.randbytes(chance.randint(1, 64)) + data[where:]
 
 
-def _doubled(data: bytes, chance: random.Random) -> bytes:
+def _doubled(data, chance):
     return data + data if len(data) < 1 << 20 else data

@@ -1,25 +1,17 @@
 """Small ONNX models of opset 20."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
-import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 Shape = Sequence[int | str] | None
 
 
-def model_of(
-    nodes: Sequence[onnx.NodeProto],
-    inputs: Mapping[str, Shape],
-    outputs: Mapping[str, Shape],
-    constants: Mapping[str, Any] | None = None,
-    **kinds: int,
-) -> onnx.ModelProto:
+def model_of(nodes, inputs, outputs, constants=None, **kinds):
     """A model of these shapes by name, FLOAT unless `kinds` has another type, and constants by name."""
 
-    def values(shapes: Mapping[str, Shape]) -> list[onnx.ValueInfoProto]:
+    def values(shapes):
         typed = ((name, kinds.get(name, TensorProto.FLOAT), shape) for name, shape in shapes.items())
         return [helper.make_tensor_value_info(*value) for value in typed]
 

@@ -3,12 +3,10 @@
 import base64
 import hashlib
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from typing import Any
 
 TOKEN = "hf_" + "s3cret" * 6
 
@@ -21,11 +19,11 @@ class Hub:
     objects: dict[str, bytes] = field(default_factory=dict)  # of LFS, by their hash
     asked: list[str] = field(default_factory=list)
 
-    def answer(self, path: str, body: bytes) -> Any:
+    def answer(self, path, body):
         """JSON for a request; None: there is no such path."""
         pull = f"{self.url}/me/int8/discussions/1" if "create_pr=1" in path else None
         path = path.partition("?")[0]
-        answer: Any = None
+        answer = None
         if path == "/api/repos/create":
             self.private = self.private or json.loads(body).get("visibility") == "private"
             answer = {"url": f"{self.url}/me/int8"}
@@ -59,12 +57,12 @@ class Hub:
 
 
 @contextmanager
-def served_hub() -> Iterator[Hub]:
+def served_hub():
     """A Hub that takes requests with `TOKEN`; `url` is its endpoint."""
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):
-        def _respond(self) -> None:
+        def _respond(self):
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             hub.asked.append(f"{self.command} {self.path}")
             known = self.path.startswith("/lfs/") or self.headers["Authorization"] == f"Bearer {TOKEN}"
@@ -78,7 +76,7 @@ def served_hub() -> Iterator[Hub]:
 
         do_GET = do_POST = do_PUT = do_HEAD = _respond
 
-        def log_message(self, *arguments: Any) -> None:
+        def log_message(self, *arguments):
             """Say nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:

@@ -9,7 +9,6 @@ cards say. Only sizes and the vocabulary are smaller.
 """
 
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from qdqbench.quantize.utils.system.quiet import quiet
@@ -68,7 +67,7 @@ KNOWN = {
 }
 
 
-def write_known(folder: Path, name: str) -> Path:
+def write_known(folder, name):
     """The folder of a model as it is published, with weights as its class saves them."""
     import torch
     import transformers

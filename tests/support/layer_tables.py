@@ -11,8 +11,8 @@ QUANTIZE = "CastMulMinMaxRounCast"
 class Table:
     """Rows in the order of the network; names end in the copy (one a profile) and the place."""
 
-    def __init__(self, copy: int = 0) -> None:
-        self.rows: list[LayerRow] = []
+    def __init__(self, copy=0):
+        self.rows = []
         self.copy = copy
 
     def add(self, name, kind, onnx, inputs, outputs, *, constants=()):

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qdqbench.quantize.calibration.fakequant import quantizers
@@ -11,10 +10,10 @@ from qdqbench.quantize.training.loop import WEIGHTS
 from qdqbench.quantize.training.student import STATE
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    pass
 
 
-def load_modelopt(folder: Path) -> "PreTrainedModel":
+def load_modelopt(folder):
     """The model of `save_modelopt`, in FP32 and eval mode."""
     from modelopt.torch.opt.conversion import (
         ModeloptStateManager,

@@ -7,7 +7,6 @@ from io import StringIO
 
 from rich.console import Console
 
-from qdqbench.quantize.report.document import Report
 from qdqbench.quantize.report.render import render_screen
 
 HOSTILE = "<script>alert(1)</script> | `x` ](javascript:1) $\\frac{ {{7*7}} \x1b[31m \u202e [red]"
@@ -18,17 +17,17 @@ class Page(HTMLParser):
 
     VOID = frozenset({"meta", "br"})
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text):
         super().__init__()
-        self.tags: list[str] = []
-        self.open: list[str] = []
-        self.addresses: list[str] = []
-        self.ids: list[str] = []
+        self.tags = []
+        self.open = []
+        self.addresses = []
+        self.ids = []
         self.text = ""
         self.feed(text)
         self.close()
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         if tag not in self.VOID:
             self.open.append(tag)
@@ -39,20 +38,20 @@ class Page(HTMLParser):
             if name == "id":
                 self.ids.append(value or "")
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_startendtag(self, tag, attrs):
         self.handle_starttag(tag, attrs)
         if tag not in self.VOID:
             self.handle_endtag(tag)
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if "style" not in self.open:
             self.text += data
 
 
-def offline(html: str) -> Page:
+def offline(html):
     """A page that asks for nothing, and runs nothing but what sorts its tables."""
     page = Page(html)
     assert not page.open
@@ -67,18 +66,18 @@ def offline(html: str) -> Page:
     return page
 
 
-def plain(markdown: str) -> list[str]:
+def plain(markdown):
     """Tables of a Markdown file in which all of others stays text, each with as many cells in every line."""
     outside_fences = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", markdown)
     assert "<script" not in re.sub(r"`[^`\n]*`", "code", outside_fences)
     assert not {"\x1b", "\u202e"} & set(markdown)
-    tables: list[str] = re.findall(r"(?m)(?:^\|.*\n)+", markdown)
+    tables = re.findall(r"(?m)(?:^\|.*\n)+", markdown)
     for table in tables:
         assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1, table[:300]
     return tables
 
 
-def on_terminal(report: Report, width: int = 80) -> str:
+def on_terminal(report, width=80):
     """What a terminal shows of a report, without its colors."""
     stream = StringIO()
     Console(file=stream, width=width, force_terminal=True, color_system=None).print(render_screen(report))

@@ -1,10 +1,9 @@
 """The text of a page: of a Markdown file, or of the Markdown cells of a notebook."""
 
 import json
-from pathlib import Path
 
 
-def read_prose(path: Path) -> str:
+def read_prose(path):
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".ipynb":
         return text

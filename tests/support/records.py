@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from qdqbench.eval.metrics.results import Comparison, Speedup
 from qdqbench.eval.selection.auto.results import StepRun
@@ -11,7 +10,7 @@ from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.recipe.schema import load_recipe
 
 
-def comparison(delta: Mapping[str, float], error: float | Mapping[str, float], **changes: Any) -> Comparison:
+def comparison(delta, error, **changes):
     """A stage minus FP32 by metric, the primary first, and the standard error of each."""
     errors = error if isinstance(error, Mapping) else dict.fromkeys(delta, error)
     first = next(iter(delta))
@@ -29,7 +28,7 @@ def comparison(delta: Mapping[str, float], error: float | Mapping[str, float], *
     return Comparison.model_validate(fields | changes)
 
 
-def draw_record(name: str, **changes: Any) -> dict[str, Any]:
+def draw_record(name, **changes):
     """What results on a draw of train rows share, with this name of a model in every text."""
     return {
         "created": "2026-01-01T00:00:00+00:00",
@@ -47,7 +46,7 @@ def draw_record(name: str, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def step_run(**changes: Any) -> StepRun:
+def step_run(**changes):
     """What a run of `auto` leaves of a recipe that is the first and holds."""
     fields = {
         "folder": "run",
@@ -64,9 +63,9 @@ def step_run(**changes: Any) -> StepRun:
     return StepRun.model_validate(fields | changes)
 
 
-def engine_result(gemms: int, **changes: Any) -> EngineResult:
+def engine_result(gemms, **changes):
     """An engine built ahead of time that runs all of its INT8 products in INT8."""
-    fields: dict[str, Any] = {
+    fields = {
         "backend": "tensorrt_rtx",
         "version": "1.7.1.116",
         "compute_capability": ["8.9"],
@@ -90,15 +89,8 @@ def engine_result(gemms: int, **changes: Any) -> EngineResult:
 
 
 def speedup(
-    value: float,
-    low: float | None = None,
-    high: float | None = None,
-    *,
-    system: str = "INT8 engine",
-    baseline: str = "FP16 engine",
-    config: str = "32 x 128",
-    ms: float = 1.0,
-) -> Speedup:
+    value, low=None, high=None, *, system="INT8 engine", baseline="FP16 engine", config="32 x 128", ms=1.0
+):
     """A speed-up of a system that takes so many milliseconds."""
     return Speedup(
         system=system,
@@ -112,14 +104,12 @@ def speedup(
     )
 
 
-def sqnr(noise: float) -> dict[str, float | None]:
+def sqnr(noise):
     """Fields of a comparison with this noise power, whose error is 10 %."""
     return {"sqnr_db": -10 * math.log10(noise), "sqnr_db_stderr": 0.4} if noise else {"sqnr_db": None}
 
 
-def search_trial(
-    number: int, noise: float, speed: float, drop: float = 0.0, error: float = 0.0001, **changes: Any
-) -> SearchTrial:
+def search_trial(number, noise, speed, drop=0.0, error=0.0001, **changes):
     """A trial of a search whose baseline takes 2 ms."""
     score = comparison({"accuracy": -drop}, error, n=1000, **sqnr(noise))
     fields = {

@@ -1,7 +1,6 @@
 """A report of every kind, of made-up results: what pages, terminals and golden files are tested on."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from qdqbench.eval.bench.report import bench_report
@@ -10,17 +9,14 @@ from qdqbench.eval.metrics.results import Gate, GateIssue
 from qdqbench.eval.runs.comparison import comparison_report
 from qdqbench.eval.runs.report.report import run_report, stages_report
 from qdqbench.eval.runs.report.training import finetuning_report
-from qdqbench.eval.runs.results import Results
 from qdqbench.eval.runs.study import Study, study_report
 from qdqbench.eval.selection.auto.report import auto_report
 from qdqbench.eval.selection.calibration_comparison import calibration_report
 from qdqbench.eval.selection.search.report import search_report
-from qdqbench.eval.selection.search.results import Search, Source
+from qdqbench.eval.selection.search.results import Source
 from qdqbench.eval.selection.sensitivity.report import sensitivity_report
-from qdqbench.eval.verification.results import Verification
 from qdqbench.quantize.calibration.techniques.softmax_scale import SoftmaxRow
 from qdqbench.quantize.pipeline.pipeline import Timing
-from qdqbench.quantize.report.document import Report
 
 from .benches import bench_that_is, many_shapes, sample_bench
 from .choices import NOTHING, sample_auto, sample_calibrations, sample_search, sample_sensitivity
@@ -48,14 +44,14 @@ MNLI = ("validation_matched", "validation_mismatched")
 STOPPED = run_of(1, stopped="no gain in 3 evaluations", steps=276, processes=2, samples_per_s=1402.5)
 
 
-def measured_study() -> Study:
+def measured_study():
     """A study whose rows are not kept."""
     fields = json.loads(Path(__file__).with_name("study.json").read_text(encoding="utf-8"))
     del fields["kind"]
     return Study(**fields, data="glue", seeds=[0, 1, 2], rows=[])
 
 
-def timed_run() -> Results:
+def timed_run():
     """A run of two layers with all that a report can show, and a bench behind its speed."""
     speed = [speedup(1.4, 1.3, 1.5), speedup(1.31, 0.9, 1.6, config="1 x 128")]
     half = measured({"accuracy": 0.8945}, -0.0023)
@@ -78,7 +74,7 @@ def timed_run() -> Results:
     )
 
 
-def unclear_run() -> Results:
+def unclear_run():
     """A run whose samples and quick bench cannot tell."""
     numbers = {"value": 0.0115, "stderr": 0.0113, "limit": 0.01, "n": 872, "needed": 9000}
     drop = GateIssue(code="accuracy", state="within_noise", stage="engine", metric="accuracy", **numbers)
@@ -89,7 +85,7 @@ def unclear_run() -> Results:
     return sample(2, gate=gate, speed=[quick], notes=notes, warnings=[], verification=uncut)
 
 
-def wrong_engine() -> Verification:
+def wrong_engine():
     """An engine with NaN in a block and in its answers."""
     right = verification().model_dump()
     lost = {"error": None, "position_error": None, "systematic_error": None, "nonfinite": 3}
@@ -99,7 +95,7 @@ def wrong_engine() -> Verification:
     return verification(blocks=blocks, predictions=answers, passed=False)
 
 
-def share_search() -> Search:
+def share_search():
     """A search without latencies, on two splits, of another precision."""
     source = Source(mode="int8-share", batch=32, length=128, baseline_precision="BF16")
     found = sample_search(source=source)
@@ -111,7 +107,7 @@ def share_search() -> Search:
     return found
 
 
-def stages() -> Report:
+def stages():
     """What the stage commands print, of a run with QAT whose engine was not run."""
     names = (
         "baseline",
@@ -138,7 +134,7 @@ def stages() -> Report:
     return stages_report(results, Path("runs/a"))
 
 
-REPORTS: dict[str, Callable[[], Report]] = {
+REPORTS = {
     "run": lambda: run_report(timed_run(), sample_bench(), Path("runs/a")),
     "run-alone": lambda: run_report(sample()),
     "run-qat": lambda: run_report(qat_run(layers=2)),

@@ -1,15 +1,12 @@
 """A run of MiniLM on SST-2 and what can become of it; every number is invented."""
 
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from qdqbench.eval.metrics.results import (
     ChangedPrediction,
     ChangedPredictions,
     Classes,
     ClassRow,
-    Comparison,
     Gate,
     GateIssue,
     LayerError,
@@ -23,7 +20,7 @@ from qdqbench.eval.runs.report.report import write_reports
 from qdqbench.eval.runs.results import FileRow, ModelChange, Results
 from qdqbench.eval.verification.results import Verification
 from qdqbench.quantize.calibration.record import QuantizerRow
-from qdqbench.quantize.engine.results import EngineResult, LayerRow
+from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.lint.findings import FindingRow
 from qdqbench.quantize.pipeline.pipeline import Timing
 from qdqbench.quantize.recipe.sections import GateSettings
@@ -45,11 +42,11 @@ LINEARS = (
 GARBLED = f"{HOSTILE} \ud800"  # cannot be encoded
 
 
-def kernels(layer: int, prefix: str) -> list[LayerRow]:
+def kernels(layer, prefix):
     """Kernels of one layer as TensorRT-RTX writes them: each GEMM, then a kernel that scales its result."""
     base = f"/{prefix.replace('.', '/')}/layer.{layer}"
 
-    def row(name: str, kind: str, nodes: list[str], inputs: str, outputs: str) -> LayerRow:
+    def row(name, kind, nodes, inputs, outputs):
         return LayerRow(
             name=name,
             kind=kind,
@@ -70,32 +67,30 @@ def kernels(layer: int, prefix: str) -> list[LayerRow]:
     return rows
 
 
-def engine(layers: int, prefix: str) -> EngineResult:
+def engine(layers, prefix):
     table = [row for layer in range(layers) for row in kernels(layer, prefix)]
-    half: dict[str, Any] = {name: ["Half"] for name in ("inputs", "constants", "outputs")}
+    half = {name: ["Half"] for name in ("inputs", "constants", "outputs")}
     for node in ("/bert/pooler/dense/Gemm", "/classifier/Gemm"):
         table.append(LayerRow(name="__myl_FcAddTanh_myl0_6", kind="runtime_fusion", onnx=[node], **half))
     return engine_result(6 * layers, attention_fused=layers, layers=table)
 
 
-def built(**changes: Any) -> EngineResult:
+def built(**changes):
     return engine(6, "bert.encoder").model_copy(update=changes)
 
 
-def finding(**changes: Any) -> FindingRow:
+def finding(**changes):
     fields = {"severity": "warning", "effect": "note", "code": "fp16-near-limit", "node": "/bert/Add"}
     fields |= {"why": "a constant uses more than half of the FP16 range", "fix": "keep the node in FP32"}
     return FindingRow.model_validate(fields | changes)
 
 
-def parity_row(
-    name: str, values: int, differing: int, step: int = 1, error: float | None = None
-) -> ParityRow:
+def parity_row(name, values, differing, step=1, error=None):
     counts = {"int8_values": values, "differing": differing, "max_step": step}
     return ParityRow(name=name, output_rel_error=error, **counts)
 
 
-def parity_of(rows: list[ParityRow]) -> Parity:
+def parity_of(rows):
     return Parity(
         n=64,
         padded=True,
@@ -107,7 +102,7 @@ def parity_of(rows: list[ParityRow]) -> Parity:
     )
 
 
-def measured(metrics: dict[str, float], delta: float | None, within_noise: bool = True) -> StageResult:
+def measured(metrics, delta, within_noise=True):
     """A scored stage; `delta` is its distance from FP32."""
     versus = delta is not None and comparison(
         dict.fromkeys(metrics, delta), 0.0021, within_noise=within_noise
@@ -119,7 +114,7 @@ def measured(metrics: dict[str, float], delta: float | None, within_noise: bool 
     )
 
 
-def sample(layers: int = 6, prefix: str = "bert.encoder", **changes: Any) -> Results:
+def sample(layers=6, prefix="bert.encoder", **changes):
     """A run of MiniLM on SST-2 without a GPU, with every section filled."""
     modules = [f"{prefix}.layer.{layer}.{name}" for layer in range(layers) for name in LINEARS]
     quantizers = []
@@ -144,7 +139,7 @@ def sample(layers: int = 6, prefix: str = "bert.encoder", **changes: Any) -> Res
         for index, module in enumerate(modules)
     ]
     skipped = "no GPU on this machine; copy the engine to one and run qdqbench evaluate there"
-    fields: dict[str, Any] = {
+    fields = {
         "created": "2026-07-01T12:00:00Z",
         "command": "qdqbench run bert-int8-linears --model minilm-l6-sst2 --task sst2 --data glue --out run",
         "recipe": {
@@ -196,14 +191,14 @@ def sample(layers: int = 6, prefix: str = "bert.encoder", **changes: Any) -> Res
     return Results.model_validate(fields | changes)
 
 
-def mnli() -> Results:
+def mnli():
     base = {"accuracy": 0.8421, "accuracy_mm": 0.8466}
     int8 = {"accuracy": 0.8387, "accuracy_mm": 0.8441}
     stages = {"fp32": measured(base, None), "onnxruntime": measured(int8, -0.0034, within_noise=False)}
     return sample(task={"name": "mnli"}, stages=stages)
 
 
-def regression() -> Results:
+def regression():
     stages = {
         "fp32": measured({"pearson": 0.8662, "spearman": 0.8639}, None),
         "onnxruntime": measured({"pearson": 0.8588, "spearman": 0.8579}, -0.0074, within_noise=False),
@@ -214,7 +209,7 @@ def regression() -> Results:
     return sample(task={"name": "stsb"}, stages=stages)
 
 
-def failed() -> Results:
+def failed():
     wrong = built()
     node = "/bert/encoder/layer.2/intermediate/dense/MatMul"
     for row in wrong.layers:
@@ -228,12 +223,12 @@ def failed() -> Results:
     return sample(stages=stages, engine=wrong, gate=Gate(passed=False, max_drop=0.01, issues=[drop, lost]))
 
 
-def without_engine() -> Results:
+def without_engine():
     skipped = StageResult(status="skipped", reason="tensorrt_rtx is not installed")
     return sample(stages=sample().stages | {"engine": skipped}, engine=None)
 
 
-def bare() -> Results:
+def bare():
     """Nothing but FP32: the rest did not run."""
     skipped = {name: StageResult(status="skipped", reason="--only fp32") for name in ("fake_quant", "engine")}
     return sample(
@@ -251,15 +246,15 @@ def bare() -> Results:
     )
 
 
-def unscored() -> Results:
+def unscored():
     return sample(stages=dict.fromkeys(("fp32", "engine"), StageResult(status="skipped", reason="no labels")))
 
 
-def long_names() -> Results:
+def long_names():
     return sample(24, "a_wrapper_with_a_very_long_name.and_another_module_inside_it.xlm_roberta.encoder")
 
 
-def poisoned(value: Any, key: str = "") -> Any:
+def poisoned(value, key=""):
     """Every string of a JSON value is an attack."""
     if isinstance(value, str):
         return value if key in {"status", "kind", "severity"} else GARBLED
@@ -268,7 +263,7 @@ def poisoned(value: Any, key: str = "") -> Any:
     return [poisoned(item, key) for item in value] if isinstance(value, list) else value
 
 
-def hostile() -> Results:
+def hostile():
     """Every string of the file is an attack."""
 
     fields = poisoned(sample().model_dump())
@@ -287,13 +282,13 @@ def hostile() -> Results:
 OUTPUT = "bert.encoder.layer.{}.output.dense"
 
 
-def answer(number: int, change: str = "regressed", **fields: Any) -> ChangedPrediction:
+def answer(number, change="regressed", **fields):
     words = {"text": f"text {number}", "label": "good", "fp32": "good", "prediction": "bad"}
     known = {"fp32_margin": 0.25, "margin": 0.125, "change": change, "distance": 0.5}
     return ChangedPrediction(sample=number, **(words | known | fields))
 
 
-def changed(rows: list[Any], count: int | None = None, **counts: int) -> ChangedPredictions:
+def changed(rows, count=None, **counts):
     return ChangedPredictions(
         stage="onnxruntime",
         split="validation",
@@ -306,7 +301,7 @@ def changed(rows: list[Any], count: int | None = None, **counts: int) -> Changed
     )
 
 
-def confusion(names: tuple[str, ...] = ("bad", "good")) -> Classes:
+def confusion(names=("bad", "good")):
     rows = [
         ClassRow(name=name, n=10, fp32=0.9, recall=0.8, delta=-0.1, delta_stderr=0.05, regressed=1, fixed=0)
         for name in names
@@ -316,7 +311,7 @@ def confusion(names: tuple[str, ...] = ("bad", "good")) -> Classes:
     return Classes(stage="onnxruntime", unit="samples", rows=rows, fp32=base, confusion=made)
 
 
-def layer_errors() -> LayerErrors:
+def layer_errors():
     linears = [(OUTPUT.format(n), "linear", 0.01 * (n + 1), None) for n in range(4)]
     blocks = [(f"layer.{n}", "block", 0.02, 0.02 * (n + 1)) for n in range(4)]
     names = ("name", "what", "isolated", "cumulative")
@@ -324,7 +319,7 @@ def layer_errors() -> LayerErrors:
     return LayerErrors(n=16, rows=rows)
 
 
-def effects(text: str = "text", **fields: Any) -> Results:
+def effects(text="text", **fields):
     rows = [answer(3, text=text, fp32=text), answer(5, "fixed", text=None)]
     given = {
         "changed_predictions": changed(rows, **{"regressed": 1, "fixed": 1}),
@@ -335,19 +330,19 @@ def effects(text: str = "text", **fields: Any) -> Results:
     return sample(**(given | fields))
 
 
-def run_gate(task: str, max_drop: float, min_sqnr_db: float | None = None, **stages: Comparison) -> Gate:
+def run_gate(task, max_drop, min_sqnr_db=None, **stages):
     """The gate of a run whose stages have these differences from FP32, and nothing else to fail by."""
     asked = GateSettings(max_drop=max_drop, min_sqnr_db=min_sqnr_db, require_int8=False)
     recipe = SimpleNamespace(gate=asked, quantizes=True)
-    session: Any = SimpleNamespace(config=SimpleNamespace(task=GLUE[task]), recipe=recipe)
-    nothing: dict[str, Any] = dict.fromkeys(("parity", "verification", "engine"))
+    session = SimpleNamespace(config=SimpleNamespace(task=GLUE[task]), recipe=recipe)
+    nothing = dict.fromkeys(("parity", "verification", "engine"))
     rows = {"fp32": StageResult(status="done")}
     rows |= {name: StageResult(status="done", vs_fp32=versus) for name, versus in stages.items()}
-    results: Any = SimpleNamespace(**nothing, findings=[], speed=[], stages=rows)
+    results = SimpleNamespace(**nothing, findings=[], speed=[], stages=rows)
     return judge_gate(session, results)
 
 
-def verification(**changes: Any) -> Verification:
+def verification(**changes):
     """An engine of two layers that follows its fake-quant model."""
     limits = {"quantization_error": 0.031, "limit": 0.031, "position_error": 0.09, "position_limit": 0.12}
     limits |= {"systematic_error": 0.001, "systematic_limit": 0.01, "nonfinite": 0, "nonfinite_shapes": []}
@@ -385,7 +380,7 @@ def verification(**changes: Any) -> Verification:
     return Verification.model_validate(fields | changes)
 
 
-def written(results: Results, folder: Path) -> tuple[str, str]:
+def written(results, folder):
     """Markdown and HTML of a run."""
     write_reports(results, folder)
     markdown, page = ((folder / f"report.{kind}").read_text(encoding="utf-8") for kind in ("md", "html"))

@@ -1,12 +1,10 @@
 """A search without a model: points are numbers, and a fake measurement tells what comes of each."""
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.eval.selection.search.results import Ranking, SearchTrial
-from qdqbench.eval.selection.search.study import SearchStudy, Start
+from qdqbench.eval.selection.search.study import SearchStudy
 from qdqbench.quantize.recipe.sections import GateSettings
 
 from . import records
@@ -17,18 +15,16 @@ LARGEST = 50
 Outcome = Callable[[SearchTrial], SearchTrial | None]
 
 
-def suggest(point: Any) -> dict[str, Any]:
+def suggest(point):
     return {"keep": point.suggest_int("keep", 0, LARGEST)}
 
 
-def rank() -> tuple[Ranking, list[Start]]:
+def rank():
     first = [({"keep": GIVEN}, {"origin": "given"}), ({"keep": GIVEN}, {"origin": "ranking"})]
     return Ranking(units=[(0, "qkv")], attention=[], samples=8), first
 
 
-def open_search(
-    folder: Path, *, settings: Any = SETTINGS, name: str = "x", seed: int = 0, **options: Any
-) -> SearchStudy:
+def open_search(folder, *, settings=SETTINGS, name="x", seed=0, **options):
     path, chosen = folder / "trials.jsonl", SearchOptions(**{"trials": 4} | options)
     return SearchStudy(
         chosen, name, path, settings, gate=GateSettings(), suggest=suggest, rank=rank, seed=seed
@@ -38,11 +34,11 @@ def open_search(
 class Measurement:
     """Noise power and speed of a point by its number; where an outcome is planned, that comes of it."""
 
-    def __init__(self, plan: dict[int, Outcome] | Outcome | None = None) -> None:
+    def __init__(self, plan=None):
         self.plan = plan or {}
         self.tried = list[int]()
 
-    def __call__(self, trial: SearchTrial, finished: Sequence[SearchTrial]) -> SearchTrial:
+    def __call__(self, trial, finished):
         self.tried.append(trial.number)
         keep = trial.params["keep"]
         about = {"origin": trial.origin, "shipped": trial.shipped, "params": trial.params}
@@ -51,8 +47,8 @@ class Measurement:
         return (outcome(measured) if outcome else None) or measured
 
 
-def raising(error: BaseException | type[BaseException]) -> Outcome:
-    def outcome(_: SearchTrial) -> SearchTrial | None:
+def raising(error):
+    def outcome(_):
         raise error
 
     return outcome

@@ -6,7 +6,7 @@ from qdqbench.quantize.standalone.server.settings import Settings
 from .fake_served import fake_served
 
 
-def main() -> None:
+def main():
     print("starting", flush=True)
     serve(fake_served(loads=600.0), Settings(port=0, fronts=2, engines=2), lambda *_: None)
 

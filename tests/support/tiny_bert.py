@@ -1,9 +1,7 @@
 """A tiny random BERT classifier with its tokenizer on disk, batches for it, and its path to ONNX."""
 
 import functools
-from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +37,7 @@ INT8 = {"weights": "int8/per-channel", "input": "int8/per-tensor"}
 Batch = dict[str, npt.NDArray[np.int64]]
 
 
-def fake_modules(layers: int, head_size: int) -> dict[str, ModuleInfo]:
+def fake_modules(layers, head_size):
     """What `module_table` gives for a BERT classifier."""
     found = {"": ModuleInfo("other"), "bert.embeddings.word_embeddings": ModuleInfo("Embedding")}
     for layer in range(layers):
@@ -61,7 +59,7 @@ class Quantized(NamedTuple):
     record: calibration.CalibrationRecord
 
 
-def new_bert(*, heads: int = HEADS, labels: int = 3) -> Any:
+def new_bert(*, heads=HEADS, labels=3):
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
@@ -76,7 +74,7 @@ def new_bert(*, heads: int = HEADS, labels: int = 3) -> Any:
     return widen(BertForSequenceClassification(config))
 
 
-def widen(model: Any, seed: int = 0) -> Any:
+def widen(model, seed=0):
     """The model with random weights wide enough that every layer matters to the logits, biases included."""
     import torch
 
@@ -89,7 +87,7 @@ def widen(model: Any, seed: int = 0) -> Any:
     return model
 
 
-def write_tiny_bert(folder: Path, model: Any = None) -> Path:
+def write_tiny_bert(folder, model=None):
     """Save a model (by default a new one) and the tokenizer."""
     from transformers import BertTokenizer
 
@@ -100,7 +98,7 @@ def write_tiny_bert(folder: Path, model: Any = None) -> Path:
     return folder
 
 
-def padded_batch(lengths: tuple[int, ...] = (9, 4, 16), seed: int = 0) -> Batch:
+def padded_batch(lengths=(9, 4, 16), seed=0):
     """Random tokens [B, longest]; padding is at the end and of id 0."""
     rng = np.random.default_rng(seed)
     mask = (np.arange(max(lengths)) < np.array(lengths)[:, None]).astype(np.int64)
@@ -109,45 +107,45 @@ def padded_batch(lengths: tuple[int, ...] = (9, 4, 16), seed: int = 0) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "token_type_ids": types}
 
 
-def calibration_batches() -> list[Batch]:
+def calibration_batches():
     """Batches of equal length, as calibration gets them."""
     return [padded_batch((length,) * 8, seed=length) for length in (5, 12, 16)]
 
 
-def recipe_with(name: str = "bert-int8-linears", **changes: Any) -> Recipe:
+def recipe_with(name="bert-int8-linears", **changes):
     """A shipped recipe with max calibration and nothing more, and with some top-level keys replaced."""
-    plain: dict[str, Any] = {"calibration": {}}
+    plain = {"calibration": {}}
     return Recipe.model_validate(load_recipe(name).model_dump(mode="json") | plain | changes)
 
 
-def one_scale(*parts: str) -> list[dict[str, Any]]:
+def one_scale(*parts):
     """Rules that give linears of the attention, such as "query", one weight scale."""
     one = {"type": "Linear", "weights": "int8/per-tensor", "input": "int8/per-tensor"}
     return [{"match": f"*.self.{part}"} | one for part in parts]
 
 
-def plan_of(recipe: Recipe, model: Any) -> Plan:
+def plan_of(recipe, model):
     return resolve(recipe, module_table(model), model.base_model_prefix)
 
 
-def calibrate_model(model: Any, recipe: Recipe, batches: list[Batch] | None = None) -> Quantized:
+def calibrate_model(model, recipe, batches=None):
     """A model that becomes a fake-quant one, in place."""
     plan = plan_of(recipe, model)
     record = ptq.calibrate(model, plan, batches or calibration_batches(), recipe.calibration)
     return Quantized(model, plan, record)
 
 
-def calibrate(folder: Path, recipe: Recipe) -> Quantized:
+def calibrate(folder, recipe):
     """A fresh fake-quant model."""
     return calibrate_model(load_model(str(folder)), recipe)
 
 
 @contextmanager
-def watched(model: Any, names: Iterable[str], *, inputs: bool = False) -> Iterator[dict[str, list[Any]]]:
+def watched(model, names, *, inputs=False):
     """Outputs, or first inputs, of modules for each of their calls in the block, by name."""
-    found: dict[str, list[Any]] = {name: [] for name in names}
+    found = {name: [] for name in names}
 
-    def keep(name: str, _: Any, given: Any, made: Any = None) -> None:
+    def keep(name, _, given, made=None):
         value = given if inputs else made
         found[name].append(value[0] if isinstance(value, tuple) else value)
 
@@ -159,66 +157,64 @@ def watched(model: Any, names: Iterable[str], *, inputs: bool = False) -> Iterat
         yield found
 
 
-def assert_same_state(one: Any, other: Any) -> None:
+def assert_same_state(one, other):
     ours, theirs = one.state_dict(), other.state_dict()
     assert list(ours) == list(theirs)
     assert [name for name in ours if not ours[name].equal(theirs[name])] == []
 
 
 @functools.cache
-def quantized(folder: Path, name: str = "bert-int8-linears") -> Quantized:
+def quantized(folder, name="bert-int8-linears"):
     """The fake-quant model of `recipe_with(name)`, made once."""
     return calibrate(folder, recipe_with(name))
 
 
 @functools.cache
-def _traced(folder: Path, name: str) -> onnx.ModelProto:
+def _traced(folder, name):
     return export.trace(quantized(folder, name).model, 20)
 
 
-def traced(folder: Path, name: str = "bert-int8-linears") -> onnx.ModelProto:
+def traced(folder, name="bert-int8-linears"):
     """FP32 graph with Q/DQ as the exporter gives it; a copy, to be changed at will."""
     return copied(_traced(folder, name))
 
 
 @functools.cache
-def _exported(folder: Path, name: str, compute: str, weights: str) -> onnx.ModelProto:
-    settings = export.ExportSettings(20, compute, weights)  # type: ignore[arg-type]
+def _exported(folder, name, compute, weights):
+    settings = export.ExportSettings(20, compute, weights)
     return export.finish_graph(_traced(folder, name), quantized(folder, name).plan, settings)
 
 
-def exported(
-    folder: Path, name: str = "bert-int8-linears", compute: str = "fp16", weights: str = "channel"
-) -> onnx.ModelProto:
+def exported(folder, name="bert-int8-linears", compute="fp16", weights="channel"):
     """The finished graph of a shipped recipe; a copy, to be changed at will."""
     return copied(_exported(folder, name, compute, weights))
 
 
-def exported_of(model: Any, plan: Plan, weights: str, compute: str = "fp32") -> onnx.ModelProto:
+def exported_of(model, plan, weights, compute="fp32"):
     """The finished graph of a fake-quant model."""
-    settings = export.ExportSettings(20, compute, weights)  # type: ignore[arg-type]
+    settings = export.ExportSettings(20, compute, weights)
     return export.finish_graph(export.trace(model, 20), plan, settings)
 
 
-def twin(folder: Path, compute: str = "fp16", weights: str = "factored") -> onnx.ModelProto:
+def twin(folder, compute="fp16", weights="factored"):
     """The finished graph of the model without quantizers."""
     model = load_model(str(folder))
     return exported_of(model, plan_of(recipe_with(), model), weights, compute)
 
 
-def copied(model: onnx.ModelProto) -> onnx.ModelProto:
+def copied(model):
     twin = onnx.ModelProto()
     twin.CopyFrom(model)
     return twin
 
 
-def tensor(model: onnx.ModelProto, name: str) -> npt.NDArray[Any]:
+def tensor(model, name):
     """An initializer as a writable array."""
     stored = next(t for t in model.graph.initializer if t.name == name)
-    found: npt.NDArray[Any] = numpy_helper.to_array(stored)
+    found = numpy_helper.to_array(stored)
     return found.copy()
 
 
-def run_onnx(model: onnx.ModelProto, feeds: dict[str, Any]) -> npt.NDArray[Any]:
+def run_onnx(model, feeds):
     """First output on ONNX Runtime without optimizations, as the product runs it."""
     return np.asarray(session_of(model.SerializeToString(), "the test's graph").run(None, feeds)[0])

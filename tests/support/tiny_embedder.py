@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,16 +13,7 @@ KINDS = "sentence_transformers.models"
 Floats = npt.NDArray[np.float64]
 
 
-def write_sentence_folder(
-    folder: Path,
-    mode: str = MEAN,
-    *,
-    normalize: bool = True,
-    dense: dict[str, Any] | None = None,
-    inside: str = "",
-    modules: tuple[str, ...] = (),
-    **pooling: Any,
-) -> Path:
+def write_sentence_folder(folder, mode=MEAN, *, normalize=True, dense=None, inside="", modules=(), **pooling):
     """What sentence-transformers saves.
 
     Args:
@@ -63,16 +52,7 @@ def write_sentence_folder(
     return folder
 
 
-def write_modules(
-    folder: Path,
-    mode: str,
-    *,
-    normalize: bool = True,
-    dense: bool = False,
-    inside: str = "",
-    modules: tuple[str, ...] = (),
-    **pooling: Any,
-) -> None:
+def write_modules(folder, mode, *, normalize=True, dense=False, inside="", modules=(), **pooling):
     """What makes an encoder's folder one of sentence-transformers; arguments as `write_sentence_folder`."""
     kinds = ["Transformer", "Pooling", *(["Dense"] if dense else []), *(["Normalize"] if normalize else [])]
     paths = [inside, *(f"{number}_{kind}" for number, kind in enumerate([*kinds[1:], *modules], start=1))]
@@ -87,7 +67,7 @@ def write_modules(
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
 
 
-def plain_encoder(folder: Path) -> Path:
+def plain_encoder(folder):
     """A copy without what sentence-transformers adds."""
     for name in ("modules.json", "1_Pooling", "2_Normalize", "2_Dense"):
         path = folder / name
@@ -95,7 +75,7 @@ def plain_encoder(folder: Path) -> Path:
     return folder
 
 
-def hidden_states(folder: Path, batch: dict[str, Any]) -> Floats:
+def hidden_states(folder, batch):
     """Last hidden state of the encoder by transformers itself, [B, L, H]."""
     import torch
     from transformers import AutoModel
@@ -106,7 +86,7 @@ def hidden_states(folder: Path, batch: dict[str, Any]) -> Floats:
     return np.asarray(found.last_hidden_state.numpy(), dtype=np.float64)
 
 
-def expected(hidden: Floats, mask: npt.NDArray[np.int64], mode: str, *, normalize: bool = True) -> Floats:
+def expected(hidden, mask, mode, *, normalize=True):
     """Embeddings as sentence-transformers defines them, [B, H]."""
     rows = []
     for states, kept in zip(hidden, mask.astype(bool), strict=True):

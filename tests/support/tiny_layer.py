@@ -20,26 +20,26 @@ Edit = Callable[[onnx.ModelProto], object]
 class Net:
     """A graph under construction, in the shape that the exporter of qdqbench writes."""
 
-    def __init__(self, form: str) -> None:
+    def __init__(self, form):
         self.form = form
         self.dtype = np.float32 if form == "fp32" else np.float16
         self.type = helper.np_dtype_to_tensor_dtype(np.dtype(self.dtype))
-        self.nodes: list[onnx.NodeProto] = []
-        self.constants: list[onnx.TensorProto] = []
+        self.nodes = []
+        self.constants = []
         self.rng = np.random.default_rng(0)
 
-    def add(self, operator: str, *inputs: str, name: str, **attributes: object) -> str:
+    def add(self, operator, *inputs, name, **attributes):
         self.nodes.append(helper.make_node(operator, inputs, [f"{name}.out"], name=name, **attributes))
         return f"{name}.out"
 
-    def constant(self, name: str, value: object, dtype: object = None) -> str:
+    def constant(self, name, value, dtype=None):
         self.constants.append(numpy_helper.from_array(np.asarray(value, dtype or self.dtype), name))
         return name
 
-    def cast(self, x: str, to: int, name: str) -> str:
+    def cast(self, x, to, name):
         return x if self.form == "fp32" else self.add("Cast", x, name=name, to=to)
 
-    def quantize(self, x: str, name: str, scale: float = 0.02) -> str:
+    def quantize(self, x, name, scale=0.02):
         scale_name = self.constant(f"{name}.scale", scale, np.float32)
         zero_point = self.constant(f"{name}.zero_point", 0, np.int8)
         x = self.cast(x, TensorProto.FLOAT, f"{name}/Cast")
@@ -47,7 +47,7 @@ class Net:
         x = self.add("DequantizeLinear", x, scale_name, zero_point, name=f"{name}/DQ")
         return self.cast(x, self.type, f"{name}/Cast_1")
 
-    def linear(self, x: str, name: str) -> str:
+    def linear(self, x, name):
         x = self.quantize(x, f"{name}/input")
         codes = self.rng.integers(-127, 128, (HIDDEN, HIDDEN))
         factors = self.rng.uniform(0.5, 1, HIDDEN)
@@ -65,22 +65,22 @@ class Net:
         bias = self.constant(f"{name}.bias", np.zeros(HIDDEN))
         return self.add("Add", x, bias, name=f"{name}/Add")
 
-    def norm(self, x: str, name: str) -> str:
+    def norm(self, x, name):
         scale = self.constant(f"{name}.scale", np.ones(HIDDEN))
         bias = self.constant(f"{name}.bias", np.zeros(HIDDEN))
         return self.add("LayerNormalization", x, scale, bias, name=name, axis=-1)
 
-    def heads(self, x: str, name: str) -> str:
+    def heads(self, x, name):
         shape = self.constant(f"{name}.shape", [1, LENGTH, HEADS, HIDDEN // HEADS], np.int64)
         x = self.add("Reshape", x, shape, name=f"{name}/Reshape")
         return self.add("Transpose", x, name=f"{name}/Transpose", perm=[0, 2, 1, 3])
 
 
-def healthy(form: str = "factored", *, int8_attention: bool = True) -> onnx.ModelProto:
+def healthy(form="factored", *, int8_attention=True):
     """LayerNorm, attention with four INT8 linears, residual, LayerNorm and a float classifier."""
     net = Net(form)
 
-    def quantize(x: str, name: str, scale: float = 0.02) -> str:
+    def quantize(x, name, scale=0.02):
         return net.quantize(x, name, scale) if int8_attention else x
 
     start = net.norm("x", "/layer/norm0")
@@ -114,24 +114,24 @@ def healthy(form: str = "factored", *, int8_attention: bool = True) -> onnx.Mode
 # Small edits of a model, from which the broken ones are made.
 
 
-def node(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
+def node(model, name):
     return next(n for n in model.graph.node if n.name == name)
 
 
-def store(model: onnx.ModelProto, name: str, value: object, dtype: object = None) -> None:
+def store(model, name, value, dtype=None):
     """Replace an initializer, in its own type by default."""
     tensor = next(t for t in model.graph.initializer if t.name == name)
     own = numpy_helper.to_array(tensor).dtype
     tensor.CopyFrom(numpy_helper.from_array(np.asarray(value, dtype or own), name))
 
 
-def give(model: onnx.ModelProto, name: str, value: object, dtype: object) -> str:
+def give(model, name, value, dtype):
     """Add an initializer."""
     model.graph.initializer.append(numpy_helper.from_array(np.asarray(value, dtype), name))
     return name
 
 
-def insert(model: onnx.ModelProto, reader: str, position: int, *chain: onnx.NodeProto) -> None:
+def insert(model, reader, position, *chain):
     """Put a chain of nodes before one input of a node; the first input of each is the one before."""
     target = node(model, reader)
     current = target.input[position]
@@ -145,19 +145,17 @@ def insert(model: onnx.ModelProto, reader: str, position: int, *chain: onnx.Node
     model.graph.node.extend([*chain, *rest])
 
 
-def make(operator: str, name: str, *others: str, **attributes: object) -> onnx.NodeProto:
+def make(operator, name, *others, **attributes):
     return helper.make_node(operator, ["", *others], [f"{name}.out"], name=name, **attributes)
 
 
-def pair(
-    model: onnx.ModelProto, name: str, dtype: object = np.float16
-) -> tuple[onnx.NodeProto, onnx.NodeProto]:
+def pair(model, name, dtype=np.float16):
     """A Q and a DQ whose scale has the type of the tensor they quantize."""
     others = (give(model, f"{name}.s", 0.02, dtype), give(model, f"{name}.z", 0, np.int8))
     return make("QuantizeLinear", f"{name}/Q", *others), make("DequantizeLinear", f"{name}/DQ", *others)
 
 
-def skip_qdq(model: onnx.ModelProto, name: str) -> None:
+def skip_qdq(model, name):
     """Let the readers of a Q/DQ pair (with its casts, if any) read the tensor before it."""
     first = next(n for n in model.graph.node if n.name.startswith(f"{name}/"))
     ends = {f"{name}/Cast_1.out", f"{name}/DQ.out"}
@@ -167,39 +165,39 @@ def skip_qdq(model: onnx.ModelProto, name: str) -> None:
                 item.input[position] = first.input[0]
 
 
-def set_axis(model: onnx.ModelProto, name: str, axis: int) -> None:
+def set_axis(model, name, axis):
     target = node(model, name)
     del target.attribute[:]
     target.attribute.append(helper.make_attribute("axis", axis))
 
 
-def old_opset(model: onnx.ModelProto, version: int) -> None:
+def old_opset(model, version):
     model.opset_import[0].version = version
 
 
 # The same edits as functions of a model, to be applied later.
 
 
-def stored(name: str, value: object, dtype: object = None) -> Edit:
+def stored(name, value, dtype=None):
     return lambda model: store(model, name, value, dtype)
 
 
-def quantized(reader: str, position: int = 0) -> Edit:
+def quantized(reader, position=0):
     """A Q/DQ pair on one input of a node."""
     return lambda model: insert(model, reader, position, *pair(model, "/x"))
 
 
-def unquantized(name: str) -> Edit:
+def unquantized(name):
     return lambda model: skip_qdq(model, name)
 
 
-def rewired(reader: str, position: int, source: str) -> Edit:
+def rewired(reader, position, source):
     return lambda model: node(model, reader).input.__setitem__(position, source)
 
 
-def changed(name: str, field: str, value: str) -> Edit:
+def changed(name, field, value):
     return lambda model: setattr(node(model, name), field, value)
 
 
-def at_opset(version: int) -> Edit:
+def at_opset(version):
     return lambda model: old_opset(model, version)

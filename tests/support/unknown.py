@@ -1,16 +1,12 @@
 """Configurations of tiny models of types that have no recipes here."""
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 from qdqbench.quantize.utils.system.quiet import quiet
 
 from .families import HIDDEN, SIZES, new_tokenizer
 from .tiny_bert import VOCABULARY
 
 LIKE_BERT, LIKE_ROBERTA = SIZES["bert"], SIZES["roberta"]
-UNKNOWN: dict[str, dict[str, Any]] = {
+UNKNOWN = {
     "ernie": LIKE_BERT,
     "megatron-bert": LIKE_BERT,
     "data2vec-text": LIKE_ROBERTA,
@@ -39,21 +35,21 @@ UNKNOWN: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def config_for(model_type: str, entries: int = len(VOCABULARY)) -> Any:
+def config_for(model_type, entries: int = len(VOCABULARY)):
     """A tiny configuration."""
     from transformers import AutoConfig
 
     return AutoConfig.for_model(model_type, vocab_size=entries, num_labels=2, **UNKNOWN[model_type])
 
 
-def write_config(folder: Path, model_type: str) -> Path:
+def write_config(folder, model_type):
     """A model folder with a configuration and nothing more."""
     with quiet("transformers"):
         config_for(model_type).save_pretrained(folder)
     return folder
 
 
-def write_unknown(folder: Path, model_type: str, vocabulary: Sequence[str]) -> Path:
+def write_unknown(folder, model_type, vocabulary):
     """A classifier with random weights wide enough that every layer matters, and its tokenizer."""
     import torch
     from transformers import AutoModelForSequenceClassification

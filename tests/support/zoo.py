@@ -3,10 +3,8 @@
 import json
 import re
 import warnings
-from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -59,7 +57,7 @@ HEAD_KINDS = {
 }
 
 
-def model_types(head: str) -> list[str]:
+def model_types(head):
     """Return the model types that transformers has with a head, without other names of one type."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto import modeling_auto
@@ -68,14 +66,14 @@ def model_types(head: str) -> list[str]:
     return [each for each in names if CONFIG_MAPPING[each].model_type == each]
 
 
-def write_data(folder: Path) -> Path:
+def write_data(folder):
     """Write rows of every kind of task that a head has."""
     random = np.random.default_rng(0)
 
-    def words(count: int) -> list[str]:
+    def words(count):
         return [str(word) for word in random.choice(WORDS, count)]
 
-    def rows(count: int) -> dict[str, list[dict[str, Any]]]:
+    def rows(count):
         texts = [words(int(random.integers(3, 12))) for _ in range(count)]
         answers = [{"text": [text[1]], "answer_start": [len(text[0]) + 1]} for text in texts]
         return {
@@ -97,7 +95,7 @@ def write_data(folder: Path) -> Path:
     return folder
 
 
-def shrink(config: Any) -> Any:
+def shrink(config):
     """Make the sizes of a configuration and of its parts tiny, in place."""
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
@@ -111,7 +109,7 @@ def shrink(config: Any) -> Any:
     return config
 
 
-def tiny_config(model_type: str) -> Any:
+def tiny_config(model_type):
     """Return a configuration of a type; of sizes that depend on one another, transformers' own."""
     from transformers import AutoConfig
 
@@ -127,7 +125,7 @@ def tiny_config(model_type: str) -> Any:
     return config
 
 
-def write_tokenizer(folder: Path, pad: int) -> None:
+def write_tokenizer(folder, pad):
     """Write a tokenizer of whole words, with the padding at its id."""
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -146,7 +144,7 @@ def write_tokenizer(folder: Path, pad: int) -> None:
     ).save_pretrained(folder)
 
 
-def write_unigram(folder: Path, texts: list[str]) -> None:
+def write_unigram(folder, texts):
     """Write a tokenizer as that of XLM-R: pieces of words, another padding, no types of tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -165,7 +163,7 @@ def write_unigram(folder: Path, texts: list[str]) -> None:
     ).save_pretrained(folder)  # fmt: skip
 
 
-def write_model(folder: Path, model_type: str, head: str) -> None:
+def write_model(folder, model_type, head):
     """Write a tiny model with wide random weights; of a type that has no tiny one its configuration alone."""
     import torch
     import transformers
@@ -204,7 +202,7 @@ class Outcome(NamedTuple):
     gap: float = 0.0  # largest difference of FP32 logits, ONNX minus transformers
 
 
-def take(folder: Path, data: Path, model_type: str, head: str) -> Outcome:
+def take(folder, data, model_type, head):
     """Take a type through a run, by the recipe that its refusal asks for; AssertionError: a third outcome."""
     from qdqbench.quantize.models.families import known
 
@@ -234,14 +232,14 @@ def take(folder: Path, data: Path, model_type: str, head: str) -> Outcome:
     return Outcome(_reason(said[0], model, model_type))
 
 
-def _reason(said: str, model: Path, model_type: str) -> str:
+def _reason(said, model, model_type):
     """Return a refusal without the names of the model, its details and its next step."""
     text = said.removeprefix("qdqbench: ").replace(str(model), "MODEL").replace(model_type, "TYPE")
     text = re.sub(r"^(model MODEL is )?an? 'TYPE',? ", "", text)
     return re.split(r"; |: |\. ", re.sub(r" \([^()]*(\([^()]*\)[^()]*)*\)", "", text))[0]
 
 
-def gap(model: Path, graph: Path, head: str, words: Sequence[tuple[int, ...]] = OTHER_LENGTHS) -> float:
+def gap(model, graph, head, words=OTHER_LENGTHS):
     """Return the largest difference of the outputs on texts of other lengths than those of the run."""
     import inspect
 
@@ -271,7 +269,7 @@ def gap(model: Path, graph: Path, head: str, words: Sequence[tuple[int, ...]] = 
             expected = [found.logits.numpy()]
         names = [each.name for each in session.get_inputs()]
         none = torch.zeros_like(mask)  # of types of tokens, which not every tokenizer gives
-        got: Any = session.run(None, {name: given.get(name, none).numpy() for name in names})
+        got = session.run(None, {name: given.get(name, none).numpy() for name in names})
         if len(got) != len(expected):
             got = [got[0][..., column] for column in range(len(expected))]
         kept = mask.numpy().astype(bool) if head in {"tokens", "questions"} else slice(None)

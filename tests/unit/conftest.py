@@ -15,12 +15,12 @@ class Clock:
 
     now: float = 1000.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     """The clock of signs of life, which begin anew."""
     made = Clock()
     monkeypatch.setattr(progress.time, "monotonic", made)

@@ -27,12 +27,12 @@ def capturing(monkeypatch):
 class Engine:
     """An engine with a method of its own in a list, as ours are: only a collection frees it."""
 
-    def __init__(self, ends: list, capturing: list) -> None:
+    def __init__(self, ends, capturing):
         self.lanes, self.ends, self.capturing = [self.run], ends, capturing
 
-    def run(self) -> None: ...
+    def run(self): ...
 
-    def __del__(self) -> None:
+    def __del__(self):
         self.ends.append(bool(self.capturing))
 
 

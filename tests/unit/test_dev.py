@@ -5,10 +5,8 @@ import re
 import runpy
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -18,12 +16,12 @@ DEV = runpy.run_path(str(ROOT / "dev.py"))
 LOCKED = re.compile(r"^([\w.-]+==[\w.]+)[^\n]*((?:\\\n +--hash=sha256:[0-9a-f]{64} ?)+)$", re.MULTILINE)
 
 
-def locked() -> dict[str, int]:
+def locked():
     """Return the hashes that each version has."""
     return {name: hashes.count("sha256:") for name, hashes in LOCKED.findall(DEV["LOCK"].read_text())}
 
 
-def test_the_lock_has_every_pinned_version_with_a_hash() -> None:
+def test_the_lock_has_every_pinned_version_with_a_hash():
     pinned = {
         line.partition(";")[0].strip()
         for line in (ROOT / "constraints.txt").read_text().splitlines()
@@ -36,8 +34,8 @@ def test_the_lock_has_every_pinned_version_with_a_hash() -> None:
     assert len(re.findall(r"(?m)^[a-z]", text)) == len(LOCKED.findall(text))
 
 
-def test_the_lock_has_every_dependency_and_what_builds_them() -> None:
-    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+def test_the_lock_has_every_dependency_and_what_builds_them():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     given = [
         *project["dependencies"],
@@ -48,16 +46,16 @@ def test_the_lock_has_every_dependency_and_what_builds_them() -> None:
 
 
 @pytest.fixture
-def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+def verify(tmp_path, monkeypatch):
     """Return the comparison with a lock of one file."""
     lock = tmp_path / "constraints.lock"
     lock.write_text(f"a==1 \\\n    --hash=sha256:{hashlib.sha256(b'good').hexdigest()}\n")
-    compare: Callable[[Path], None] = DEV["verify"]
+    compare = DEV["verify"]
     monkeypatch.setitem(compare.__globals__, "LOCK", lock)
     return compare
 
 
-def test_a_changed_file_is_refused(tmp_path: Path, verify: Callable[[Path], None]) -> None:
+def test_a_changed_file_is_refused(tmp_path, verify):
     files = tmp_path / "files"
     files.mkdir()
     (files / "a-1-py3-none-any.whl").write_bytes(b"good")
@@ -78,22 +76,16 @@ def test_a_changed_file_is_refused(tmp_path: Path, verify: Callable[[Path], None
 
 @pytest.mark.parametrize("words", [[], ["--all"]])
 @pytest.mark.parametrize(("tests", "linters"), [(0, 0), (1, 0), (0, 1)])
-def test_only_all_tests_draw_at_random_and_linters_count(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    tests: int,
-    linters: int,
-) -> None:
+def test_only_all_tests_draw_at_random_and_linters_count(monkeypatch, capsys, words, tests, linters):
     profile = "random" if words else "fixed"
-    asked: list[tuple[tuple[object, ...], dict[str, str]]] = []
+    asked = []
     monkeypatch.setattr(sys, "argv", ["dev.py", "test", *words])
     replaced = DEV["main"].__globals__
     monkeypatch.setitem(replaced, "install", lambda *_: False)
     monkeypatch.setitem(replaced, "call", lambda *_: None)
     monkeypatch.setitem(replaced, "run", lambda *told, **more: asked.append((told, more)) or tests)
 
-    def start(command: list[object], stdout: Any, **_: object) -> SimpleNamespace:
+    def start(command, stdout, **_):
         print(command[1:], file=stdout, flush=True)
         return SimpleNamespace(wait=lambda: linters)
 
@@ -110,8 +102,8 @@ def test_only_all_tests_draw_at_random_and_linters_count(
     assert (drawn.database is None) == (profile == "fixed")
 
 
-def test_every_linter_runs_and_one_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
+def test_every_linter_runs_and_one_that_fails_is_named(monkeypatch):
+    ran = []
     replaced = DEV["lint"].__globals__
     monkeypatch.setattr(replaced["os"], "nice", lambda _: None)
     monkeypatch.setitem(
@@ -122,8 +114,8 @@ def test_every_linter_runs_and_one_that_fails_is_named(monkeypatch: pytest.Monke
     assert [Path(name).name for name in ran] == ["ruff", "ruff", "python", "lint-imports"]
 
 
-def test_run_installs_what_a_first_run_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    installed: list[str] = []
+def test_run_installs_what_a_first_run_needs(monkeypatch):
+    installed = []
     monkeypatch.setattr(sys, "argv", ["dev.py", "run", "int8-linears"])
     replaced = DEV["main"].__globals__
     monkeypatch.setitem(replaced, "install", installed.append)

@@ -21,7 +21,7 @@ QUESTIONS = {  # what a reader asks, as the README has it, with words of a searc
 }
 
 
-def words(paths) -> int:
+def words(paths):
     """Count the words of pages without their generated references, tables and figures included."""
     return sum(len(path.read_text(encoding="utf-8").partition(MARK)[0].split()) for path in paths)
 

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,7 @@ DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG
 DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 
 
-def name_of(path: Path) -> str:
+def name_of(path):
     """A file's module, as `qdqbench.eval.runs.run`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     kept = [part for part in parts if part != "__init__"]
@@ -44,7 +43,7 @@ def name_of(path: Path) -> str:
 FILES = {name_of(path): path for path in MODULES}
 
 
-def imported(nodes: list[ast.AST]) -> Iterator[str]:
+def imported(nodes):
     """Modules that statements import; `from package import module` is the module."""
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -56,7 +55,7 @@ def imported(nodes: list[ast.AST]) -> Iterator[str]:
 
 
 @functools.cache
-def loads_heavy(module: str) -> bool:
+def loads_heavy(module):
     """Whether importing a module of ours imports a heavy library (numpy and onnx, which are quick, aside)."""
     if module not in FILES:
         return module.partition(".")[0] in HEAVY - {"numpy", "onnx"}
@@ -64,7 +63,7 @@ def loads_heavy(module: str) -> bool:
     return any(loads_heavy(name) for name in imported([*statements]) if name != module)
 
 
-def inside_functions(path: Path) -> Iterator[str]:
+def inside_functions(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield from imported([*ast.walk(node)])

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import tokenize
-from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 
@@ -54,7 +53,7 @@ LONGEST, LONGEST_COMMENT = 25, 30  # words of a sentence; of one in a docstring 
 OPENERS = ("What", "Whether", "Which", "How", "Where")
 
 
-def offences(text: str, instead: Mapping[str, str] = INSTEAD) -> list[str]:
+def offences(text, instead=INSTEAD):
     """Each private word of a text, with what to write instead; code is left out."""
     prose = re.sub(r"```.*?```|`[^`\n]*`|<!--.*?-->", "", text, flags=re.DOTALL)
     return [
@@ -64,13 +63,13 @@ def offences(text: str, instead: Mapping[str, str] = INSTEAD) -> list[str]:
     ]
 
 
-def hand_written(text: str) -> str:
+def hand_written(text):
     """A page without what tools write: reference bodies and measured tables."""
     text = text.partition(pages.MARK)[0]
     return re.sub(r"<!-- figures:[\w-]+ -->.*?<!-- figures:end -->", "FIGURE", text, flags=re.DOTALL)
 
 
-def sentences(text: str) -> Iterator[str]:
+def sentences(text):
     """Sentences of a page, without code blocks, tables and headings; a span of code is one word."""
     text = re.sub(r"```.*?```|<!--.*?-->|</?[a-z].*?>", "", text, flags=re.DOTALL)
     text = re.sub(r"^(#.*|\s*\|.*)$", "", text, flags=re.MULTILINE)
@@ -81,13 +80,13 @@ def sentences(text: str) -> Iterator[str]:
         yield from re.split(r"(?<=[.!?:])[\"*)]*\s+", paragraph)
 
 
-def long_sentences(text: str, longest: int = LONGEST) -> list[str]:
+def long_sentences(text, longest=LONGEST):
     """Each sentence with too many words."""
     found = ([word for word in each.split() if re.search(r"\w", word)] for each in sentences(text))
     return [f"{len(words)} words: {' '.join(words)}" for words in found if len(words) > longest]
 
 
-def docstrings(source: str) -> Iterator[tuple[int, str]]:
+def docstrings(source):
     """Line and text of every docstring of a function or class."""
     for node in ast.walk(ast.parse(source)):
         documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
@@ -95,7 +94,7 @@ def docstrings(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, text
 
 
-def texts(source: str) -> Iterator[tuple[int, str]]:
+def texts(source):
     """Line and text of every string of two words or more: no docstring, no regex; N is what is filled in."""
     tree, passed = ast.parse(source), set[ast.AST]()
     for node in ast.walk(tree):  # from the outside to the inside
@@ -111,7 +110,7 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, str(node.value)
 
 
-def comments(source: str) -> Iterator[tuple[int, str]]:
+def comments(source):
     """Line and text of every docstring, those of fields too, and of comments: lines in a row are one text."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
@@ -123,9 +122,7 @@ def comments(source: str) -> Iterator[tuple[int, str]]:
         yield block[0].start[0], " ".join(token.string.strip("# ") for token in block)
 
 
-def code_offences(
-    source: str, read: Callable[[str], Iterator[tuple[int, str]]], longest: int = LONGEST
-) -> list[str]:
+def code_offences(source, read, longest=LONGEST):
     """Private words and long sentences of what `read` reads in a module, each with its line."""
     return [
         f"{line}: {found}"
@@ -134,7 +131,7 @@ def code_offences(
     ]
 
 
-def helps() -> Iterator[tuple[str, str]]:
+def helps():
     """Name and text of every help of the command line."""
     waiting = [("qdqbench", typer.main.get_command(app))]
     while waiting:

@@ -7,11 +7,9 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from importlib import metadata
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import onnx
 import pytest
@@ -31,20 +29,19 @@ HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "numpy", "datasets", "m
 
 
 @pytest.fixture(scope="module")
-def pyproject() -> dict[str, Any]:
-    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    return found
+def pyproject():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
-def pinned() -> dict[str, Version]:
+def pinned():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if not line.startswith("#")]
     here = [pin for pin in pins if pin.marker is None or pin.marker.evaluate()]
     return {pin.name: Version(str(pin.specifier).removeprefix("==")) for pin in here}
 
 
-def test_pinned_versions_are_within_the_bounds(pyproject: dict[str, Any], pinned: dict[str, Version]) -> None:
+def test_pinned_versions_are_within_the_bounds(pyproject, pinned):
     project = pyproject["project"]
     texts = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     needs = {need.name: need.specifier for need in map(Requirement, texts)}
@@ -56,7 +53,7 @@ def test_pinned_versions_are_within_the_bounds(pyproject: dict[str, Any], pinned
         assert f"{major}.{minor + 1}" not in needs[name], f"{name} has a bound that was not tested"
 
 
-def test_the_changelog_dates_this_version_and_has_a_line_for_each_change(pyproject: dict[str, Any]) -> None:
+def test_the_changelog_dates_this_version_and_has_a_line_for_each_change(pyproject):
     text = (ROOT / "CHANGELOG.md").read_text().partition("\n## Unreleased\n")
     head, *changes = (text[2] or text[0]).partition("\n## ")[2].splitlines()
     assert re.fullmatch(rf"{re.escape(pyproject['project']['version'])} - 20\d\d-[01]\d-[0-3]\d", head)
@@ -66,7 +63,7 @@ def test_the_changelog_dates_this_version_and_has_a_line_for_each_change(pyproje
         assert re.fullmatch(r"\w+\n\n(- [^\n]+\.\n?)+\n?", section), section
 
 
-def test_classifiers_name_the_versions_of_python_that_are_allowed(pyproject: dict[str, Any]) -> None:
+def test_classifiers_name_the_versions_of_python_that_are_allowed(pyproject):
     project = pyproject["project"]
     opener = "Programming Language :: Python :: 3."
     named = {text.removeprefix(opener) for text in project["classifiers"] if text.startswith(opener)}
@@ -74,7 +71,7 @@ def test_classifiers_name_the_versions_of_python_that_are_allowed(pyproject: dic
     assert named == {str(minor) for minor in range(40) if f"3.{minor}" in allowed}
 
 
-def test_no_other_top_level_folder_holds_product_code() -> None:
+def test_no_other_top_level_folder_holds_product_code():
     tops = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert tops == set(FOLDERS)
 
@@ -83,7 +80,7 @@ BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
+def built(tmp_path_factory):
     """A commit, the sdist made from a checkout of it, unpacked, and the wheel made from that, installed."""
     home = tmp_path_factory.mktemp("built")
     checkout, dist, installed = home / "checkout", home / "dist", home / "site-packages"
@@ -93,7 +90,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
         if path.is_file() and path.name != ".git":
             shutil.copy(path, checkout)
 
-    def call(folder: Path, *command: str | Path) -> str:
+    def call(folder, *command):
         return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
     who = ("-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false")
@@ -109,7 +106,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
     return call(checkout, "git", "rev-parse", "HEAD"), unpacked, installed
 
 
-def test_a_wheel_knows_its_commit(built: tuple[str, Path, Path]) -> None:
+def test_a_wheel_knows_its_commit(built):
     commit, _, installed = built
     code = (
         "from qdqbench.quantize.utils.system import environment as e; print(e.describe_environment()['git'])"
@@ -120,7 +117,7 @@ def test_a_wheel_knows_its_commit(built: tuple[str, Path, Path]) -> None:
     assert done.stdout.strip() == commit
 
 
-def test_an_sdist_has_the_repository_and_a_wheel_the_package(built: tuple[str, Path, Path]) -> None:
+def test_an_sdist_has_the_repository_and_a_wheel_the_package(built):
     _, unpacked, installed = built
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
@@ -134,7 +131,7 @@ def test_an_sdist_has_the_repository_and_a_wheel_the_package(built: tuple[str, P
     assert {path for path in found if path.suffix != ".pyc"} == {*expected, RECORD}
 
 
-def test_nothing_generic_is_importable() -> None:
+def test_nothing_generic_is_importable():
     # from elsewhere than the repository, `eval` must not be a module of ours
     code = "import importlib.util, json; print(json.dumps([importlib.util.find_spec(n) is None for n in %r]))"
     done = subprocess.run(
@@ -143,7 +140,7 @@ def test_nothing_generic_is_importable() -> None:
     assert json.loads(done.stdout) == [True] * 4
 
 
-def test_the_console_script(pyproject: dict[str, Any]) -> None:
+def test_the_console_script(pyproject):
     value = pyproject["project"]["scripts"]["qdqbench"]
     assert value == "qdqbench.__main__:start"
     assert callable(metadata.EntryPoint("qdqbench", value, "console_scripts").load())
@@ -164,14 +161,14 @@ print(time.process_time())
 """
 
 
-def list_commands(path: tuple[str, ...], command: Any) -> Iterator[list[str]]:
+def list_commands(path, command):
     """Yield the words of a command and of all below it."""
     yield [*path]
     for name, inner in getattr(command, "commands", {}).items():
         yield from list_commands((*path, name), inner)
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_nothing_heavy():
     """One process for all: what a command loads, those behind it have too."""
     commands = [*list_commands((), typer.main.get_command(app))]
     code = HELP.format(commands=commands)
@@ -184,10 +181,10 @@ def test_help_imports_nothing_heavy() -> None:
         assert not {*loaded} & {*HEAVY}, command
 
 
-def test_help_is_quick() -> None:
+def test_help_is_quick():
     """Best of three, in processor time: 0.5 s, or on a slow machine six times an import of NumPy."""
     own, numpy = HELP.format(commands=[[]]), "import time, numpy; print(time.process_time())"
-    times: dict[str, list[float]] = {own: [], numpy: []}
+    times = {own: [], numpy: []}
     for code, taken in [*times.items()] * 3:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         taken.append(float(done.stdout.split()[-1]))
@@ -206,13 +203,13 @@ def test_help_is_quick() -> None:
         ("quantize.lint.logs", {"qdqbench.quantize.graph.export", "qdqbench.quantize.recipe.schema"}),
     ],
 )
-def test_importing_a_module_imports_nothing_needlessly(imported: str, absent: set[str]) -> None:
+def test_importing_a_module_imports_nothing_needlessly(imported, absent):
     code = f"import sys\nfor n in {imported.split()}: __import__('qdqbench.' + n)\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert absent.isdisjoint(done.stdout.split())
 
 
-def test_a_wrong_argument_is_refused_before_pytorch_loads() -> None:
+def test_a_wrong_argument_is_refused_before_pytorch_loads():
     """A second, not eight: of a name, a field, a stage, a task without its model, and a folder."""
     words = "run x,run --set x=1,run --until x,run --task x,finetune --task x,search x,auto x,bench x,serve x"
     code = (
@@ -226,7 +223,7 @@ def test_a_wrong_argument_is_refused_before_pytorch_loads() -> None:
     assert done.stdout.splitlines() == ["1 False"] * len(words.split(",")), done.stderr
 
 
-def test_a_file_is_checked_and_diagnosed_without_pytorch(tmp_path: Path) -> None:
+def test_a_file_is_checked_and_diagnosed_without_pytorch(tmp_path):
     """Neither command needs what only training and evaluation need, nor the stages of a run."""
     shape, path = [2, 2], tmp_path / "model.onnx"
     values = [make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ("a", "b", "c")]

@@ -5,7 +5,6 @@ import shlex
 import subprocess
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer.main
@@ -17,20 +16,20 @@ from qdqbench.cli.app import app
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"))  # without config.yml
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 FIELDS = {"markdown", "textarea", "input", "dropdown", "checkboxes"}
 
 
-def read(path: Path) -> Any:
+def read(path):
     return yaml.safe_load(path.read_text(encoding="utf-8"))
 
 
-def field(name: str) -> str:
+def field(name):
     """Return a text of pyproject.toml."""
     return str(PROJECT["project"][name])
 
 
-def files_of(command: str) -> set[str]:
+def files_of(command):
     """Words of a command that name files of the repository; `dist` is what a build writes."""
     words = (word for line in command.splitlines() for word in shlex.split(line))
     return {
@@ -39,7 +38,7 @@ def files_of(command: str) -> set[str]:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_each_step_of_a_workflow_names_files_that_exist(path: Path) -> None:
+def test_each_step_of_a_workflow_names_files_that_exist(path):
     workflow = read(path)
     assert {"name", "on", "jobs", "permissions"} == set(workflow)  # `on` without quotes reads as True
     for name, job in workflow["jobs"].items():
@@ -52,14 +51,14 @@ def test_each_step_of_a_workflow_names_files_that_exist(path: Path) -> None:
             assert [file for file in files_of(step.get("run", "")) if not (ROOT / file).is_file()] == [], step
 
 
-def test_ci_runs_the_checks_on_each_python_that_is_allowed() -> None:
+def test_ci_runs_the_checks_on_each_python_that_is_allowed():
     job = read(ROOT / ".github" / "workflows" / "ci.yml")["jobs"]["test"]
     assert {".ci/run"} == {file for step in job["steps"] for file in files_of(step.get("run", ""))}
     allowed = SpecifierSet(field("requires-python"))
     assert job["strategy"]["matrix"]["python"] == [f"3.{n}" for n in range(40) if f"3.{n}" in allowed]
 
 
-def test_only_a_tested_tag_is_published_without_a_stored_token() -> None:
+def test_only_a_tested_tag_is_published_without_a_stored_token():
     workflow = read(ROOT / ".github" / "workflows" / "publish.yml")
     jobs, publish = workflow["jobs"], workflow["jobs"]["publish"]
     assert workflow["on"] == {"push": {"tags": ["v*"]}}
@@ -70,7 +69,7 @@ def test_only_a_tested_tag_is_published_without_a_stored_token() -> None:
 
 
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
-def test_an_issue_form_has_what_forms_need(path: Path) -> None:
+def test_an_issue_form_has_what_forms_need(path):
     form = read(path)
     assert set(form) == {"name", "description", "labels", "body"}
     asked = [part for part in form["body"] if part["type"] != "markdown"]
@@ -83,9 +82,9 @@ def test_an_issue_form_has_what_forms_need(path: Path) -> None:
     assert "doctor --json" in commands
 
 
-def exists(command: str) -> bool:
+def exists(command):
     """Whether the command line has a command with these options."""
-    found: Any = typer.main.get_command(app)
+    found = typer.main.get_command(app)
     for word in command.split():
         if word.startswith("-"):
             if not any(word in each.opts for each in found.params):
@@ -97,20 +96,20 @@ def exists(command: str) -> bool:
     return True
 
 
-def test_a_command_that_is_not_there_is_seen() -> None:
+def test_a_command_that_is_not_there_is_seen():
     assert exists("recipes new --model MODEL")
     assert not exists("recipes knew")
     assert not exists("doctor --yaml")
 
 
 @pytest.mark.parametrize("name", ["bench", "bug"])
-def test_a_report_requires_what_doctor_says(name: str) -> None:
+def test_a_report_requires_what_doctor_says(name):
     form = next(each for each in FORMS if each.stem == name)
     (doctor,) = (part for part in read(form)["body"] if part.get("id") == "doctor")
     assert doctor["validations"] == {"required": True}
 
 
-def test_hooks_before_a_commit_are_those_of_ci() -> None:
+def test_hooks_before_a_commit_are_those_of_ci():
     hooks = [hook for repo in read(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
     entries = [shlex.split(hook["entry"]) for hook in hooks]
     checks = (ROOT / "dev.py").read_text(encoding="utf-8")
@@ -120,13 +119,13 @@ def test_hooks_before_a_commit_are_those_of_ci() -> None:
     assert {file for hook in hooks for file in files_of(hook["entry"])} == {"tools/check_types.py"}
 
 
-def test_the_citation_is_of_this_version() -> None:
+def test_the_citation_is_of_this_version():
     citation = read(ROOT / "CITATION.cff")
     assert (citation["version"], citation["license"]) == (field("version"), field("license"))
     assert {"cff-version", "message", "title", "authors"} <= set(citation)
 
 
-def test_the_container_has_both_targets_and_installs_what_is_there() -> None:
+def test_the_container_has_both_targets_and_installs_what_is_there():
     text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     stages = re.findall(r"^FROM (\S+) AS (\w+)$", text, re.MULTILINE)
     names = [name for _, name in stages]
@@ -139,7 +138,7 @@ def test_the_container_has_both_targets_and_installs_what_is_there() -> None:
     assert {"quantize", "rtx", "openvino", "serve"} == extras
 
 
-def test_the_container_gets_every_tracked_file() -> None:
+def test_the_container_gets_every_tracked_file():
     """Without one of them git calls the checkout dirty, and the wheel its commit."""
     command = ["git", "ls-files", "--cached", "--ignored", "--exclude-from=.dockerignore"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

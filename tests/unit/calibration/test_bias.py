@@ -2,10 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,11 +20,11 @@ CORRECTED = {"bias_correction": True}
 LAYERS = [f"bert.encoder.layer.{layer}" for layer in range(2)]
 
 
-def biases_of(model: Any) -> dict[str, torch.Tensor]:
+def biases_of(model):
     return {n.removesuffix(".bias"): p.detach().clone() for n, p in model.named_parameters() if "bias" in n}
 
 
-def outputs(model: Any, names: list[str], batches: list[bert.Batch]) -> dict[str, list[torch.Tensor]]:
+def outputs(model, names, batches):
     """Output of modules for each batch."""
     with bert.watched(model, names) as found:
         for batch in batches:
@@ -35,12 +32,12 @@ def outputs(model: Any, names: list[str], batches: list[bert.Batch]) -> dict[str
     return found
 
 
-def means(model: Any, names: list[str]) -> dict[str, torch.Tensor]:
+def means(model, names):
     found = outputs(model, names, bert.calibration_batches())
     return {n: torch.cat([v.flatten(0, 1) for v in vs]).double().mean(dim=0) for n, vs in found.items()}
 
 
-def errors(model: Any, exact: Any, batches: list[bert.Batch]) -> list[float]:
+def errors(model, exact, batches):
     """Squared error of each encoder layer's output."""
     ours, theirs = outputs(model, LAYERS, batches), outputs(exact, LAYERS, batches)
     return [
@@ -49,14 +46,14 @@ def errors(model: Any, exact: Any, batches: list[bert.Batch]) -> list[float]:
     ]
 
 
-def coarse(folder: Path, *rules: dict[str, str], **changes: Any) -> tuple[Any, Any]:
+def coarse(folder, *rules, **changes):
     """A calibrated model and its plan; clipping at the 90th percentile moves means far."""
     every = {"match": "encoder.layer.*", "method": "percentile/90"} | bert.INT8
     return bert.calibrate(folder, bert.recipe_with(rules=[every, *rules], **changes))[:2]
 
 
 @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-linears-per-tensor", "bert-int8-attention"])
-def test_the_mean_is_that_of_fp32(tiny_bert: Path, name: str) -> None:
+def test_the_mean_is_that_of_fp32(tiny_bert, name):
     plain = bert.calibrate(tiny_bert, bert.recipe_with(name)).model
     model, _, record = bert.calibrate(tiny_bert, bert.recipe_with(name, calibration=CORRECTED))
     assert len(record.biases) >= 6
@@ -68,7 +65,7 @@ def test_the_mean_is_that_of_fp32(tiny_bert: Path, name: str) -> None:
     assert any((before[linear] - exact[linear]).abs().max() > 1e-3 for linear in accepted)
 
 
-def test_it_helps_where_clipping_moved_the_means(tiny_bert: Path) -> None:
+def test_it_helps_where_clipping_moved_the_means(tiny_bert):
     model, plan = coarse(tiny_bert)
     exact, batches = (
         load_model(str(tiny_bert)),
@@ -81,7 +78,7 @@ def test_it_helps_where_clipping_moved_the_means(tiny_bert: Path) -> None:
     assert all(now < 0.9 * was for now, was in zip(after, before, strict=True))
 
 
-def test_torch_s_kernels_correct_the_same(tiny_bert: Path) -> None:
+def test_torch_s_kernels_correct_the_same(tiny_bert):
     """On a GPU they stand in for ModelOpt's arithmetic."""
     model, plan = coarse(tiny_bert, attention="int8", precision={"never_quantize": ["layernorm"]})
     expected = correct_biases(copy.deepcopy(model), plan.int8, bert.calibration_batches())
@@ -101,7 +98,7 @@ def test_torch_s_kernels_correct_the_same(tiny_bert: Path) -> None:
         assert torch.equal(quantizer.amax, quantizers[name][1])
 
 
-def test_of_each_layer_the_error_never_grows(tiny_bert: Path) -> None:
+def test_of_each_layer_the_error_never_grows(tiny_bert):
     """Layer by layer with the same inputs, in every state from first to last."""
     model, plan = coarse(tiny_bert)
     exact = load_model(str(tiny_bert))
@@ -114,14 +111,14 @@ def test_of_each_layer_the_error_never_grows(tiny_bert: Path) -> None:
         previous = now
 
 
-def test_what_was_made_before_is_not_computed_again(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_made_before_is_not_computed_again(tiny_bert, monkeypatch):
     """To the bit what running them again gives, in a third fewer linears."""
     model, plan = coarse(tiny_bert)
     models = {"replayed": model, "again": copy.deepcopy(model)}
     runs, found = Counter[str](), {}
     for way, each in models.items():
         for name in plan.int8:
-            linear: Any = each.get_submodule(name)
+            linear = each.get_submodule(name)
             linear.input_quantizer.register_forward_pre_hook(lambda *_, way=way: runs.update([way]))
         if way == "again":
             monkeypatch.setattr(bias_correction, "replay_outputs", lambda *_: nullcontext())
@@ -135,7 +132,7 @@ def test_what_was_made_before_is_not_computed_again(tiny_bert: Path, monkeypatch
 OUTLIER = 5  # a token that stands once in 32
 
 
-def with_outlier_tokens(folder: Path) -> tuple[Any, list[bert.Batch]]:
+def with_outlier_tokens(folder):
     """One token excites a feed-forward unit a hundredfold: clipped there, it rules the mean of all."""
     model = load_model(str(folder))
     embeddings = model.bert.embeddings.word_embeddings.weight.data
@@ -153,7 +150,7 @@ def with_outlier_tokens(folder: Path) -> tuple[Any, list[bert.Batch]]:
     return model, batches
 
 
-def test_a_mean_that_outliers_rule_is_taken_back(tiny_bert: Path) -> None:
+def test_a_mean_that_outliers_rule_is_taken_back(tiny_bert):
     model, batches = with_outlier_tokens(tiny_bert)
     exact, name = with_outlier_tokens(tiny_bert)[0], bert.LINEARS[5]
     recipe = bert.recipe_with(rules=[{"match": name, "method": "percentile/90"} | bert.INT8])
@@ -169,7 +166,7 @@ def test_a_mean_that_outliers_rule_is_taken_back(tiny_bert: Path) -> None:
     assert errors(model, exact, batches)[0] == before
 
 
-def test_only_int8_linears_of_the_encoder_change(tiny_bert: Path) -> None:
+def test_only_int8_linears_of_the_encoder_change(tiny_bert):
     fp16 = [name for name in bert.LINEARS if name.startswith(f"{LAYERS[1]}.attention")]
     model, plan = coarse(
         tiny_bert,
@@ -187,7 +184,7 @@ def test_only_int8_linears_of_the_encoder_change(tiny_bert: Path) -> None:
     assert {"classifier", "bert.pooler.dense"} <= set(plan.int8)
 
 
-def test_quantizers_are_left_as_they_were(tiny_bert: Path) -> None:
+def test_quantizers_are_left_as_they_were(tiny_bert):
     model, plan = coarse(tiny_bert, attention="int8", precision={"never_quantize": ["layernorm"]})
     off = [
         f"{bert.LINEARS[1]}.input_quantizer",
@@ -205,7 +202,7 @@ def test_quantizers_are_left_as_they_were(tiny_bert: Path) -> None:
     assert hooks == sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-def test_nothing_to_correct_without_quantizers(tiny_bert: Path) -> None:
+def test_nothing_to_correct_without_quantizers(tiny_bert):
     model, plan = coarse(tiny_bert)
     before = biases_of(model)
     with quantizers_off(model):
@@ -214,7 +211,7 @@ def test_nothing_to_correct_without_quantizers(tiny_bert: Path) -> None:
     assert all(torch.equal(bias, before[name]) for name, bias in biases_of(model).items())
 
 
-def test_a_linear_without_bias_is_left(tiny_bert: Path) -> None:
+def test_a_linear_without_bias_is_left(tiny_bert):
     model, plan = coarse(tiny_bert)
     query, key = bert.LINEARS[:2]
     assert {query, key} <= set(correct_biases(model, plan.int8, bert.calibration_batches()))
@@ -225,7 +222,7 @@ def test_a_linear_without_bias_is_left(tiny_bert: Path) -> None:
     assert key in added
 
 
-def test_what_was_added_gives_the_same_biases(tiny_bert: Path) -> None:
+def test_what_was_added_gives_the_same_biases(tiny_bert):
     model, plan = coarse(tiny_bert)
     before = biases_of(model)
     added = correct_biases(model, plan.int8, bert.calibration_batches())
@@ -236,12 +233,12 @@ def test_what_was_added_gives_the_same_biases(tiny_bert: Path) -> None:
     assert any(not torch.equal(before[name], after[name]) for name in added)
 
 
-def test_no_more_batches_than_needed_are_taken(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_batches_than_needed_are_taken(tiny_bert, monkeypatch):
     model, plan = coarse(tiny_bert)
     monkeypatch.setattr(bias_correction, "TOKENS", 100)
-    taken: list[int] = []
+    taken = []
 
-    def batches() -> Iterator[bert.Batch]:
+    def batches():
         for seed in range(100):
             taken.append(seed)
             yield bert.padded_batch((8,) * 4, seed)

@@ -1,8 +1,5 @@
 """Centering: answers stay until something is quantized, ranges get smaller, and all of it can be restored."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -13,14 +10,14 @@ from hypothesis.extra import numpy as hnp
 from qdqbench.eval.metrics.parity import compare_layers
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off
-from qdqbench.quantize.calibration.record import CalibrationRecord, get_state_shifts, trained_record
+from qdqbench.quantize.calibration.record import get_state_shifts, trained_record
 from qdqbench.quantize.calibration.techniques import centering, channel_splitting
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.lint.check import check_model
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
-from qdqbench.quantize.recipe.plan import Plan, resolve
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+from qdqbench.quantize.recipe.plan import resolve
+from qdqbench.quantize.recipe.schema import load_recipe
 
 from ...support.families import LAYERS, SIZES, write_model
 from ...support.tiny_bert import calibration_batches, padded_batch
@@ -30,7 +27,7 @@ EDGES = hnp.arrays(np.float64, (2, 12), elements=st.floats(-8, 8))
 CENTERED = {"modernbert": (0, 0), "albert": (LAYERS, LAYERS), "deberta-v2": (LAYERS, LAYERS)}
 
 
-def quantized(folder: Path, recipe: Recipe, **changes: Any) -> tuple[Any, Plan, CalibrationRecord]:
+def quantized(folder, recipe, **changes):
     model = load_model(str(folder))
     with torch.no_grad():  # one-sided ranges, as trained models have
         for name, module in model.named_modules():
@@ -43,7 +40,7 @@ def quantized(folder: Path, recipe: Recipe, **changes: Any) -> tuple[Any, Plan, 
 
 
 @pytest.mark.parametrize("model_type", [name for name in SIZES if name not in {"camembert", "xlm-roberta"}])
-def test_answers_stay_and_the_model_can_be_restored(model_type: str, tmp_path: Path) -> None:
+def test_answers_stay_and_the_model_can_be_restored(model_type, tmp_path):
     folder = write_model(tmp_path / "model", model_type)
     recipe = load_recipe("int8-linears", lambda: part_of(folder))
     model, plan, record = quantized(folder, recipe)
@@ -59,14 +56,14 @@ def test_answers_stay_and_the_model_can_be_restored(model_type: str, tmp_path: P
     assert torch.equal(forward(restored, batch), forward(model, batch))
 
 
-def part_of(folder: Path) -> Any:
+def part_of(folder):
     from qdqbench.quantize.models.families.known import family_of
 
     return family_of(load_model(str(folder)).config)
 
 
 @pytest.mark.parametrize("recipe", ["int8-linears", "int8-attention", "int8-residual-fused"])
-def test_ranges_are_smaller_and_the_graph_is_the_model(recipe: str, tmp_path: Path) -> None:
+def test_ranges_are_smaller_and_the_graph_is_the_model(recipe, tmp_path):
     folder = write_model(tmp_path / "model", "bert", num_attention_heads=2)
     chosen = load_recipe(f"bert-{recipe}")
     whole = {"smoothing": "none", "outlier_channel_splitting": 32}
@@ -91,7 +88,7 @@ def test_ranges_are_smaller_and_the_graph_is_the_model(recipe: str, tmp_path: Pa
     assert parity.passed, [row for row in parity.rows if row.differing]
 
 
-def test_a_trained_model_is_saved_without_and_restored_with(tmp_path: Path) -> None:
+def test_a_trained_model_is_saved_without_and_restored_with(tmp_path):
     folder = write_model(tmp_path / "model", "bert")
     model, plan, record = quantized(folder, load_recipe("bert-int8-linears"))
     with torch.no_grad():
@@ -111,13 +108,13 @@ def test_a_trained_model_is_saved_without_and_restored_with(tmp_path: Path) -> N
 
 
 @given(EDGES)
-def test_the_middle_of_a_centered_range_is_zero(edges: np.ndarray[Any, Any]) -> None:
+def test_the_middle_of_a_centered_range_is_zero(edges):
     moved = centering.shift_edges(edges, -centering.find_middle(edges))
     assert np.allclose(moved[0], moved[1])
     assert np.allclose(moved.sum(axis=0), edges.sum(axis=0))
 
 
-def test_a_range_with_two_sides_has_no_constant(tmp_path: Path) -> None:
+def test_a_range_with_two_sides_has_no_constant(tmp_path):
     model, plan, _ = quantized(write_model(tmp_path / "model", "bert"), load_recipe("bert-int8-linears"))
     name = next(each for each in plan.int8 if plan.family.role(each) == "ffn-out")
     for high, chosen in ((1.0, {}), (1.1, {}), (4.0, {name: 1.5}), (0.0, {name: -0.5})):
@@ -127,7 +124,7 @@ def test_a_range_with_two_sides_has_no_constant(tmp_path: Path) -> None:
         assert ranges.inputs[name].max() == pytest.approx((1 + high) / 2 if chosen else max(1, high))
 
 
-def test_zero_stays_zero_where_it_is_quantized(tmp_path: Path) -> None:
+def test_zero_stays_zero_where_it_is_quantized(tmp_path):
     """Most of what GELU gives is near zero: no step and no rounded weight may move it."""
     recipe = load_recipe("bert-int8-linears")
     model, _, record = quantized(write_model(tmp_path / "model", "bert"), recipe, outlier_channel_splitting=0)

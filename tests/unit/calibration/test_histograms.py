@@ -1,8 +1,6 @@
 """Amax of activations from a bounded histogram, and of weights by their squared error."""
 
 import warnings
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,25 +29,25 @@ magnitudes = st.floats(2.0**-20, 2.0**20, width=32) | st.just(0.0)
 batches = st.lists(hnp.arrays(np.float32, st.integers(1, 40), elements=magnitudes), min_size=1, max_size=6)
 
 
-def collected(parts: list[Floats], method: str = "percentile/99.9") -> histograms.ActivationCalibrator:
+def collected(parts, method="percentile/99.9"):
     calibrator = histograms.ActivationCalibrator(method)
     for part in parts:
         calibrator.collect(torch.from_numpy(part))
     return calibrator
 
 
-def amax_of(values: Floats, method: str) -> float:
+def amax_of(values, method):
     return amax_in(collected([values.astype(np.float32)], method))
 
 
-def amax_in(calibrator: histograms.ActivationCalibrator) -> float:
+def amax_in(calibrator):
     found = calibrator.compute_amax()
     assert found is not None
     assert (found.dtype, found.shape) == (torch.float32, ())
     return float(found)
 
 
-def heavy_tailed(seed: int, outliers: float = 0.0) -> Floats:
+def heavy_tailed(seed, outliers=0.0):
     """Activations like those of BERT: normal, a few channels far out."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((200, 64)).astype(np.float32)
@@ -57,21 +55,21 @@ def heavy_tailed(seed: int, outliers: float = 0.0) -> Floats:
     return values
 
 
-def error_of(values: Floats, amax: float) -> float:
+def error_of(values, amax):
     """Squared error of INT8 codes with this amax."""
     scale = amax / (histograms.MAGNITUDES - 1)
     rounded = np.clip(np.rint(values / scale), -histograms.MAGNITUDES, histograms.MAGNITUDES - 1) * scale
     return float(np.square(rounded - values).sum())
 
 
-def between(values: Floats, edges: npt.NDArray[np.float64], slack: float) -> npt.NDArray[np.int64]:
+def between(values, edges, slack):
     """How many values are below each edge, moved by a rounding error."""
     return np.searchsorted(np.sort(values.astype(np.float64)), edges * (1 + slack))
 
 
 @settings(deadline=None)
 @given(parts=batches)
-def test_the_histogram_is_bounded_and_loses_no_value(parts: list[Floats]) -> None:
+def test_the_histogram_is_bounded_and_loses_no_value(parts):
     calibrator = collected(parts)
     values = np.concatenate(parts)
     assert calibrator.counts.shape == (histograms.BINS,)
@@ -94,7 +92,7 @@ def test_the_histogram_is_bounded_and_loses_no_value(parts: list[Floats]) -> Non
     cuts=st.lists(st.integers(1, 59), max_size=5),
     method=st.sampled_from(["percentile/99", "percentile/75", "percentile/100"]),
 )
-def test_the_cut_into_batches_moves_amax_by_a_bin_width(values: Floats, cuts: list[int], method: str) -> None:
+def test_the_cut_into_batches_moves_amax_by_a_bin_width(values, cuts, method):
     whole = collected([values], method)
     parted = collected(np.split(values, sorted(set(cuts))), method)
     limit = max(whole.limit, parted.limit)
@@ -106,7 +104,7 @@ def test_the_cut_into_batches_moves_amax_by_a_bin_width(values: Floats, cuts: li
     values=hnp.arrays(np.float32, st.integers(1, 200), elements=st.floats(-(2.0**20), 2.0**20, width=32)),
     chunk=st.integers(1, 250),
 )
-def test_chunks_count_what_one_histogram_of_all_counts(values: Floats, chunk: int) -> None:
+def test_chunks_count_what_one_histogram_of_all_counts(values, chunk):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(histograms, "CHUNK", chunk)
         found = collected([values])
@@ -118,7 +116,7 @@ def test_chunks_count_what_one_histogram_of_all_counts(values: Floats, chunk: in
     assert found.counts.sum() == values.size
 
 
-def test_counts_are_exact_beyond_what_float32_counts() -> None:
+def test_counts_are_exact_beyond_what_float32_counts():
     equal, larger = 2**24 + 1000, 2**20
     calibrator = histograms.ActivationCalibrator("percentile/90")
     calibrator.collect(torch.cat([torch.full((equal,), 0.5), torch.ones(larger)]))
@@ -127,7 +125,7 @@ def test_counts_are_exact_beyond_what_float32_counts() -> None:
     assert amax_in(calibrator) == pytest.approx(0.5, rel=0.01)  # 94% of all values
 
 
-def test_the_order_of_batches_hardly_matters_to_any_method() -> None:
+def test_the_order_of_batches_hardly_matters_to_any_method():
     parts = np.array_split(heavy_tailed(0, outliers=20).ravel(), 7)
     for method in METHODS:
         first, second = (amax_in(collected(order, method)) for order in (parts, parts[::-1]))
@@ -138,7 +136,7 @@ def test_the_order_of_batches_hardly_matters_to_any_method() -> None:
 @settings(deadline=None, max_examples=40)
 @given(parts=batches.filter(lambda parts: any(part.any() for part in parts)))
 @pytest.mark.parametrize("method", ["percentile/50.1", "percentile/99.9", "percentile/100", "mse"])
-def test_amax_is_above_zero_and_at_most_the_largest(method: str, parts: list[Floats]) -> None:
+def test_amax_is_above_zero_and_at_most_the_largest(method, parts):
     calibrator = collected(parts, method)
     assert 0 < amax_in(calibrator) <= max(part.max() for part in parts)
     assert calibrator.compute_amax() is calibrator.compute_amax()  # not searched twice
@@ -146,7 +144,7 @@ def test_amax_is_above_zero_and_at_most_the_largest(method: str, parts: list[Flo
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("percentile", [60, 99, 99.9, 99.99])
-def test_percentile_is_that_of_numpy_within_a_bin(percentile: float, seed: int) -> None:
+def test_percentile_is_that_of_numpy_within_a_bin(percentile, seed):
     values = heavy_tailed(seed, outliers=10)
     found = amax_of(values, f"percentile/{percentile}")
     width = 2 * np.abs(values).max() / histograms.BINS
@@ -154,12 +152,12 @@ def test_percentile_is_that_of_numpy_within_a_bin(percentile: float, seed: int) 
 
 
 @pytest.mark.parametrize("outliers", [0, 50])
-def test_the_whole_percentile_is_the_largest_value(outliers: int) -> None:
+def test_the_whole_percentile_is_the_largest_value(outliers):
     values = heavy_tailed(1, outliers)
     assert amax_of(values, "percentile/100") == pytest.approx(np.abs(values).max(), rel=2 / histograms.BINS)
 
 
-def test_values_on_an_edge_and_zeros_count() -> None:
+def test_values_on_an_edge_and_zeros_count():
     """1.5 of 2 is where bin 3072 begins."""
     calibrator = collected([np.full(10, 1.0, np.float32), np.full(990, 1.5, np.float32)], "percentile/90")
     assert calibrator.limit == 2.0
@@ -170,7 +168,7 @@ def test_values_on_an_edge_and_zeros_count() -> None:
     assert 0 < amax_in(calibrator) < before
 
 
-def test_more_values_than_int32_holds_keep_their_outlier() -> None:
+def test_more_values_than_int32_holds_keep_their_outlier():
     values = np.linspace(0, 1, 5000, dtype=np.float32)
     few, many = (collected([values, np.array([8.0], np.float32)], "percentile/100") for _ in range(2))
     many.counts[:512] *= 2**32
@@ -181,7 +179,7 @@ def test_more_values_than_int32_holds_keep_their_outlier() -> None:
 
 @pytest.mark.parametrize("outliers", [0, 5, 50])
 @pytest.mark.parametrize("seed", range(2))
-def test_mse_is_the_best_of_a_brute_force_search(seed: int, outliers: int) -> None:
+def test_mse_is_the_best_of_a_brute_force_search(seed, outliers):
     values = heavy_tailed(seed, outliers)
     largest = float(np.abs(values).max())
     tried = np.linspace(largest / 32, largest, 2000)
@@ -194,7 +192,7 @@ def test_mse_is_the_best_of_a_brute_force_search(seed: int, outliers: int) -> No
 
 
 @pytest.mark.parametrize("outliers", [0, 50])
-def test_modelopt_judges_every_amax_by_nothing(outliers: int) -> None:
+def test_modelopt_judges_every_amax_by_nothing(outliers):
     """When this fails, ModelOpt's MSE over a histogram became usable: ours can then be dropped."""
     values = heavy_tailed(0, outliers)
     theirs = HistogramCalibrator(num_bits=8, axis=None, num_bins=2048)
@@ -207,19 +205,19 @@ def test_modelopt_judges_every_amax_by_nothing(outliers: int) -> None:
 
 
 @pytest.mark.parametrize("outliers", [0, 20])
-def test_entropy_is_finite_and_at_most_max(outliers: int) -> None:
+def test_entropy_is_finite_and_at_most_max(outliers):
     values = heavy_tailed(2, outliers)
     found = amax_of(values, "entropy")
     assert np.isfinite(found)
     assert np.abs(values).mean() < found <= np.abs(values).max()
 
 
-def test_entropy_clips_what_hardly_ever_comes() -> None:
+def test_entropy_clips_what_hardly_ever_comes():
     values = np.append(np.random.default_rng(3).standard_normal(200_000), 40.0)
     assert 3 < amax_of(values, "entropy") < 20
 
 
-def test_reset_forgets_everything() -> None:
+def test_reset_forgets_everything():
     calibrator = collected([heavy_tailed(0)], "mse")
     calibrator.compute_amax()
     calibrator.reset()
@@ -229,8 +227,8 @@ def test_reset_forgets_everything() -> None:
     assert amax_in(calibrator) <= 3.0
 
 
-def test_no_batch_makes_the_calibrator_larger() -> None:
-    def held(calibrator: histograms.ActivationCalibrator) -> int:
+def test_no_batch_makes_the_calibrator_larger():
+    def held(calibrator):
         arrays = [v for v in vars(calibrator).values() if isinstance(v, (np.ndarray, torch.Tensor))]
         return sum(int(array.nbytes) for array in arrays)
 
@@ -242,7 +240,7 @@ def test_no_batch_makes_the_calibrator_larger() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_an_input_that_is_always_zero_is_named(tiny_bert: Path, method: str) -> None:
+def test_an_input_that_is_always_zero_is_named(tiny_bert, method):
     model = load_model(str(tiny_bert))
     dead = model.get_submodule(LINEARS[4])
     dead.weight.data[:, 1:] = 0
@@ -256,8 +254,8 @@ def test_an_input_that_is_always_zero_is_named(tiny_bert: Path, method: str) -> 
     assert "\n" not in str(error.value)
 
 
-def test_each_quantizer_has_the_calibrator_of_its_rule(tiny_bert: Path) -> None:
-    rules: list[dict[str, Any]] = [
+def test_each_quantizer_has_the_calibrator_of_its_rule(tiny_bert):
+    rules = [
         {"match": "encoder.layer.*"} | INT8,
         {"match": "encoder.layer.0.*", "method": "percentile/90"},
         {"match": "*", "type": "Attention", "method": "mse"},
@@ -280,7 +278,7 @@ def test_each_quantizer_has_the_calibrator_of_its_rule(tiny_bert: Path) -> None:
     assert record.method == "max"
 
 
-def weight_quantizer(weight: torch.Tensor, axis: int | None) -> Any:
+def weight_quantizer(weight, axis):
     quantizer = TensorQuantizer(QuantizerAttributeConfig(num_bits=8, axis=axis))
     quantizer.amax = weight.abs().amax(dim=1, keepdim=True) if axis == 0 else weight.abs().max()
     return quantizer
@@ -288,7 +286,7 @@ def weight_quantizer(weight: torch.Tensor, axis: int | None) -> Any:
 
 @settings(deadline=None, max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1), tail=st.floats(1, 4), axis=st.sampled_from([0, None]))
-def test_clipping_never_makes_a_weight_worse(seed: int, tail: float, axis: int | None) -> None:
+def test_clipping_never_makes_a_weight_worse(seed, tail, axis):
     noise = torch.randn((6, 40), generator=torch.Generator().manual_seed(seed))
     weight = noise.sign() * noise.abs() ** tail
     quantizer = weight_quantizer(weight, axis)
@@ -304,7 +302,7 @@ def test_clipping_never_makes_a_weight_worse(seed: int, tail: float, axis: int |
 
 
 @pytest.mark.parametrize("axis", [0, None])
-def test_clipping_pays_where_few_weights_are_large(axis: int | None) -> None:
+def test_clipping_pays_where_few_weights_are_large(axis):
     weight = torch.randn((4, 512), generator=torch.Generator().manual_seed(0)) * 0.1
     weight[:, 0] = 1.0
     quantizer = weight_quantizer(weight.repeat(1, 8), axis)
@@ -314,10 +312,10 @@ def test_clipping_pays_where_few_weights_are_large(axis: int | None) -> None:
     assert (quantizer(flat) - flat).square().sum() < 0.9 * was
 
 
-def test_weights_are_clipped_where_a_rule_says_so(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_clipped_where_a_rule_says_so(tiny_bert, monkeypatch):
     """With weights as few as these no amax is better than max, so a stand-in halves it."""
 
-    def halve(quantizer: Any, weight: torch.Tensor) -> None:
+    def halve(quantizer, weight):
         assert torch.equal(quantizer.amax, weight.abs().amax(dim=1, keepdim=True))
         quantizer.amax = quantizer.amax / 2
 

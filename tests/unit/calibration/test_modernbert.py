@@ -1,7 +1,6 @@
 """Merged q, k and v, rotary positions and a gated feed-forward: what is exact for BERT is exact there too."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,11 +23,11 @@ CHANNEL, WIDTH, EXTRA = 7, 64, 32
 BATCHES = [padded_batch((20, 9), seed=3), padded_batch((12, 5), seed=4)]
 
 
-def answers(model: Any) -> torch.Tensor:
+def answers(model):
     return torch.cat([forward(model, batch) for batch in BATCHES])
 
 
-def outlying() -> Any:
+def outlying():
     """A channel of each feed-forward has a large gate that meets a large weight."""
     model = new_modernbert()
     with torch.no_grad():
@@ -38,8 +37,8 @@ def outlying() -> Any:
     return model
 
 
-def test_factors_change_no_answer_and_follow_the_heads() -> None:
-    model: Any = new_modernbert()
+def test_factors_change_no_answer_and_follow_the_heads():
+    model = new_modernbert()
     with torch.no_grad():
         model.get_submodule(WQKV).weight[3] *= 16
     before = answers(prepare_model(model))
@@ -56,7 +55,7 @@ def test_factors_change_no_answer_and_follow_the_heads() -> None:
     assert (value == 1).all()
 
 
-def test_an_output_projection_is_smoothed_by_the_rows_of_v() -> None:
+def test_an_output_projection_is_smoothed_by_the_rows_of_v():
     before = answers(prepare_model(new_modernbert()))
     every = {"match": "layers.*", "type": "Linear", "weights": "int8/per-channel", "input": "int8/per-tensor"}
     recipe = recipe_with("modernbert-int8-linears", rules=[every, {"match": "*.attn.Wo", "smoothing": 0.5}])
@@ -69,7 +68,7 @@ def test_an_output_projection_is_smoothed_by_the_rows_of_v() -> None:
     assert np.array_equal(1 / value, record.smoothing.columns[WO])
 
 
-def test_a_split_copies_a_channel_with_its_gate() -> None:
+def test_a_split_copies_a_channel_with_its_gate():
     before = answers(prepare_model(outlying()))
     model, plan, record = quantized(outlying(), outlier_channel_splitting=EXTRA)
     assert CHANNEL in record.splits[SECOND].outliers
@@ -86,7 +85,7 @@ def test_a_split_copies_a_channel_with_its_gate() -> None:
     np.testing.assert_allclose(graph, forward(model, BATCHES[0]), atol=0.3 * float(before.abs().max()))
 
 
-def test_copies_follow_their_original_in_training_and_merge_again() -> None:
+def test_copies_follow_their_original_in_training_and_merge_again():
     model, plan, record = quantized(outlying(), outlier_channel_splitting=EXTRA)
     tie = channel_splitting.keep_equal(model, record.splits)
     with torch.no_grad():
@@ -105,7 +104,7 @@ def test_copies_follow_their_original_in_training_and_merge_again() -> None:
         assert torch.equal(other.get_submodule(name).weight, model.get_submodule(name).weight)
 
 
-def test_a_record_is_narrowed_to_rows_without_copies() -> None:
+def test_a_record_is_narrowed_to_rows_without_copies():
     plain = quantized(outlying(), outlier_channel_splitting=EXTRA)
     fused = quantized(outlying(), attention=True, outlier_channel_splitting=EXTRA)
     int8 = {name: how for name, how in plain.plan.int8.items() if name != SECOND}
@@ -117,13 +116,13 @@ def test_a_record_is_narrowed_to_rows_without_copies() -> None:
     assert amax == wanted
 
 
-def test_bias_correction_says_what_has_no_bias() -> None:
+def test_bias_correction_says_what_has_no_bias():
     record = quantized(new_modernbert(), bias_correction=True).record
     assert record.biases == {}
     assert record.notes[-1].startswith("bias correction left out 16 of 16 INT8 linears, which have no bias: ")
 
 
-def test_layers_run_one_by_one_with_the_mask_and_positions_of_each() -> None:
+def test_layers_run_one_by_one_with_the_mask_and_positions_of_each():
     model = prepare_model(new_modernbert(biases=True))
     layers = MODERNBERT.layer_names(model)
     with torch.inference_mode():
@@ -136,7 +135,7 @@ def test_layers_run_one_by_one_with_the_mask_and_positions_of_each() -> None:
     assert quantized(new_modernbert(biases=True), bias_correction=True).record.biases
 
 
-def test_values_are_centred_in_their_rows_where_there_are_biases() -> None:
+def test_values_are_centred_in_their_rows_where_there_are_biases():
     before = answers(prepare_model(new_modernbert(biases=True)))
     model, _, record = quantized(new_modernbert(biases=True), attention=True, softmax_scale="min-error")
     assert WQKV in record.centers

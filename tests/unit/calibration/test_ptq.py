@@ -6,12 +6,8 @@ import gc
 import json
 import math
 import weakref
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -36,7 +32,7 @@ QKV = ("query", "key", "value")
 LENGTHS = (9, 4, 16, 4, 9, 11)
 
 
-def largest_inputs(model: Any, batch: bert.Batch, *, padding: bool = False) -> dict[str, float]:
+def largest_inputs(model, batch, *, padding=False):
     """Largest magnitude that enters each encoder linear, by hooks; over unpadded positions by default."""
     seen = torch.from_numpy(batch["attention_mask"]).bool()
     with bert.watched(model, bert.LINEARS, inputs=True) as found:
@@ -44,7 +40,7 @@ def largest_inputs(model: Any, batch: bert.Batch, *, padding: bool = False) -> d
     return {n: float((given if padding else given[seen]).abs().max()) for n, (given,) in found.items()}
 
 
-def rounded_up(amax: npt.NDArray[np.float32]) -> list[float]:
+def rounded_up(amax):
     """127 times the next scale at or above amax / 127 that FP16's 11 bits hold."""
     scales = []
     for value in (amax / np.float32(127)).astype(np.float64):
@@ -54,7 +50,7 @@ def rounded_up(amax: npt.NDArray[np.float32]) -> list[float]:
     return [127 * scale for scale in scales]
 
 
-def test_input_amax_is_the_largest_over_unpadded_tokens(tiny_bert: Path) -> None:
+def test_input_amax_is_the_largest_over_unpadded_tokens(tiny_bert):
     batch = bert.padded_batch(LENGTHS)
     samples = [
         Sample(row, batch["input_ids"][row, :length], batch["token_type_ids"][row, :length], False)
@@ -73,7 +69,7 @@ def test_input_amax_is_the_largest_over_unpadded_tokens(tiny_bert: Path) -> None
     assert record.data["lengths"] == quantiles | {"mean": sum(LENGTHS) / 6}
 
 
-def test_weight_amax_per_channel_and_per_tensor(tiny_bert: Path) -> None:
+def test_weight_amax_per_channel_and_per_tensor(tiny_bert):
     weights = dict(load_model(str(tiny_bert)).named_parameters())
     channel, per_tensor = (
         bert.quantized(tiny_bert, name).record.quantizers
@@ -89,7 +85,7 @@ def test_weight_amax_per_channel_and_per_tensor(tiny_bert: Path) -> None:
         assert [state.amax] == rounded_up(magnitudes.max().reshape(1).numpy())
 
 
-def test_exactly_the_planned_quantizers(tiny_bert: Path) -> None:
+def test_exactly_the_planned_quantizers(tiny_bert):
     model, plan, record = bert.calibrate(tiny_bert, bert.recipe_with(rules=[{"match": "*"} | bert.INT8]))
     linears = [*bert.LINEARS, "bert.pooler.dense", "classifier"]
     wanted = {f"{name}.{kind}_quantizer" for name in linears for kind in ("weight", "input")}
@@ -98,7 +94,7 @@ def test_exactly_the_planned_quantizers(tiny_bert: Path) -> None:
     assert plan.attention == ()
 
 
-def test_int8_attention(tiny_bert: Path) -> None:
+def test_int8_attention(tiny_bert):
     record = bert.quantized(tiny_bert, "bert-int8-attention").record
     model = load_model(str(tiny_bert))
     parts = {f"{name}.{part}": f"{name}.{part[0]}_bmm" for name in bert.ATTENTIONS for part in QKV}
@@ -114,9 +110,9 @@ def test_int8_attention(tiny_bert: Path) -> None:
     assert len(record.quantizers) == 2 * len(bert.LINEARS) + 4 * len(bert.ATTENTIONS)
 
 
-ATTENTION: dict[str, Any] = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
+ATTENTION = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
 EVERY = {"match": "encoder.layer.*"} | bert.INT8
-WAYS: dict[str, dict[str, Any]] = {
+WAYS = {
     "per-channel": {},
     "per-tensor": {"name": "bert-int8-linears-per-tensor"},
     "attention": {"name": "bert-int8-attention"},
@@ -141,7 +137,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_way_of_calibrating_is_restored_bit_for_bit(tiny_bert: Path, tmp_path: Path, way: str) -> None:
+def test_each_way_of_calibrating_is_restored_bit_for_bit(tiny_bert, tmp_path, way):
     model, plan, record = bert.calibrate(tiny_bert, bert.recipe_with(**WAYS[way]))
     calibration.write_record(tmp_path / "calibration.json", record)
     twin, read = load_model(str(tiny_bert)), calibration.read_record(tmp_path / "calibration.json")
@@ -161,7 +157,7 @@ def test_each_way_of_calibrating_is_restored_bit_for_bit(tiny_bert: Path, tmp_pa
         assert not torch.equal(answers, quantizers.forward(load_model(str(tiny_bert)), batch))
 
 
-def test_how_it_was_calibrated_is_recorded(tiny_bert: Path) -> None:
+def test_how_it_was_calibrated_is_recorded(tiny_bert):
     record = bert.calibrate(tiny_bert, bert.recipe_with(**WAYS["everything"])).record
     assert record.method == "percentile/99"
     second = [name for name in (*bert.LINEARS, *bert.ATTENTIONS) if "layer.1." in name]
@@ -173,18 +169,18 @@ def test_how_it_was_calibrated_is_recorded(tiny_bert: Path) -> None:
 class Samples(Reporter):
     """Keeps how many samples of a pass are through the model."""
 
-    def __init__(self) -> None:
-        self.seen: list[float] = []
+    def __init__(self):
+        self.seen = []
 
-    def advance(self, done: float = 0, total: float = 0, phase: str = "", row: Any = None) -> None:
+    def advance(self, done=0, total=0, phase="", row=None):
         self.seen += [done] if done and not phase else []
 
 
-def test_smoothing_and_correction_pass_over_the_same_data(tiny_bert: Path) -> None:
+def test_smoothing_and_correction_pass_over_the_same_data(tiny_bert):
     class Counted(list[bert.Batch]):
         passes = 0
 
-        def __iter__(self) -> Iterator[bert.Batch]:
+        def __iter__(self):
             self.passes += 1
             return super().__iter__()
 
@@ -201,7 +197,7 @@ def test_smoothing_and_correction_pass_over_the_same_data(tiny_bert: Path) -> No
 
 
 @pytest.mark.parametrize("how", ["none", 0.65])
-def test_amax_and_rms_are_of_all_that_is_rounded(tiny_bert: Path, how: float | str) -> None:
+def test_amax_and_rms_are_of_all_that_is_rounded(tiny_bert, how):
     """Behind the factors of smoothing."""
     record = bert.calibrate(tiny_bert, bert.recipe_with(calibration={"smoothing": how})).record
     model = load_model(str(tiny_bert))
@@ -215,17 +211,17 @@ def test_amax_and_rms_are_of_all_that_is_rounded(tiny_bert: Path, how: float | s
     assert state.rms == pytest.approx(math.sqrt(float(np.square(rounded.astype(np.float64)).mean())))
 
 
-def test_a_smoothed_record_of_another_model(tiny_bert: Path) -> None:
+def test_a_smoothed_record_of_another_model(tiny_bert):
     record = bert.calibrate(tiny_bert, bert.recipe_with(**WAYS["everything"])).record.model_copy(deep=True)
     for named in (record.smoothing.inputs, record.biases, record.quantizers):
         for name in [n for n in named if "layer.1." in n]:
-            named[name.replace("layer.1.", "layer.7.")] = named.pop(name)  # type: ignore[attr-defined]
+            named[name.replace("layer.1.", "layer.7.")] = named.pop(name)
     model = load_model(str(tiny_bert))
     with pytest.raises(UserError, match="is of another recipe or model"):
         ptq.restore(model, bert.plan_of(bert.recipe_with(**WAYS["everything"]), model), record)
 
 
-def test_a_record_of_an_older_version(tiny_bert: Path, tmp_path: Path) -> None:
+def test_a_record_of_an_older_version(tiny_bert, tmp_path):
     newer = {"methods", "smoothing", "biases"}
     fields = bert.quantized(tiny_bert).record.model_dump(mode="json", exclude=newer)
     path = tmp_path / "calibration.json"
@@ -244,14 +240,14 @@ class TestMaximumOfCodes:
 
     @settings(deadline=None)
     @given(q=codes, scale=scales | st.just(float(np.float32(1 / 127))))
-    def test_on_codes_and_on_values(self, q: npt.NDArray[np.int8], scale: float) -> None:
+    def test_on_codes_and_on_values(self, q, scale):
         values = q.astype(np.float32) * np.float32(scale)
         assert np.array_equal(values.max(axis=-1), q.max(axis=-1).astype(np.float32) * np.float32(scale))
         assert np.array_equal(values.argmax(axis=-1), q.argmax(axis=-1))
 
     @settings(deadline=None)
     @given(q=codes.filter(lambda q: (q.max(axis=-1) > q.min(axis=-1)).any()), scale=scales)
-    def test_it_takes_a_positive_scale(self, q: npt.NDArray[np.int8], scale: float) -> None:
+    def test_it_takes_a_positive_scale(self, q, scale):
         values = q.astype(np.float32) * -np.float32(scale)
         wrong = q.max(axis=-1).astype(np.float32) * -np.float32(scale)
         assert not np.array_equal(values.max(axis=-1), wrong)
@@ -265,7 +261,7 @@ class TestMaximumOfCodes:
             elements=st.floats(-40, 40, width=32),
         )
     )
-    def test_on_the_quantizer_of_the_softmax(self, rows: npt.NDArray[np.float32]) -> None:
+    def test_on_the_quantizer_of_the_softmax(self, rows):
         probabilities = torch.softmax(torch.from_numpy(rows), dim=-1)
         scale = np.float32(softmax.PLAIN) / np.float32(quantizers.INT8_MAX)
         q = np.rint(probabilities.numpy() / scale).astype(np.int8)
@@ -275,7 +271,7 @@ class TestMaximumOfCodes:
         assert np.array_equal(of_largest, q.max(axis=-1))
 
 
-def test_a_record_of_another_recipe(tiny_bert: Path) -> None:
+def test_a_record_of_another_recipe(tiny_bert):
     model = load_model(str(tiny_bert))
     plan = bert.plan_of(bert.recipe_with("bert-int8-ffn"), model)
     with pytest.raises(UserError, match="is of another recipe or model"):
@@ -286,14 +282,14 @@ def test_a_record_of_another_recipe(tiny_bert: Path) -> None:
     ("content", "told"),
     [("{", "not valid JSON "), ("[]", "no "), ('{"schema_version": 2}', "no "), ("{}", "no ")],
 )
-def test_a_record_that_is_none(tmp_path: Path, content: str, told: str) -> None:
+def test_a_record_that_is_none(tmp_path, content, told):
     (tmp_path / "c.json").write_text(content)
     with pytest.raises(UserError, match=rf"c\.json is {told}"):
         calibration.read_record(tmp_path / "c.json")
 
 
 @pytest.mark.parametrize("amax", [0.0, float("inf"), float("nan"), 1e300, 1e-45, 1e38, -1.0])
-def test_a_record_is_held_to_the_rule_of_calibration(tiny_bert: Path, tmp_path: Path, amax: float) -> None:
+def test_a_record_is_held_to_the_rule_of_calibration(tiny_bert, tmp_path, amax):
     told, path = bert.quantized(tiny_bert).record.model_dump(), tmp_path / "calibration.json"
     name, state = next(iter(told["quantizers"].items()))
     several = isinstance(state["amax"], list)
@@ -308,7 +304,7 @@ def test_a_record_is_held_to_the_rule_of_calibration(tiny_bert: Path, tmp_path: 
         calibration.read_record(path)
 
 
-def test_rows_of_the_results(tiny_bert: Path) -> None:
+def test_rows_of_the_results(tiny_bert):
     record = bert.quantized(tiny_bert).record
     rows = {row.name: row for row in record.rows()}
     assert list(rows) == list(record.quantizers)
@@ -320,7 +316,7 @@ def test_rows_of_the_results(tiny_bert: Path) -> None:
     assert all(row.amax_over_rms > 1 for row in rows.values() if row.kind == "input" and row.amax_over_rms)
 
 
-def test_spread_of_amax_over_parts_of_the_rows(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spread_of_amax_over_parts_of_the_rows(tiny_bert, monkeypatch):
     clipped, fixed = f"{bert.LINEARS[0]}.input_quantizer", f"{bert.LINEARS[-1]}.input_quantizer"
     rules = [EVERY, {"match": "encoder.layer.0.*", "method": "percentile/99.9"}]
     monkeypatch.setattr(ptq, "WIDE", 0.0)
@@ -351,7 +347,7 @@ def test_spread_of_amax_over_parts_of_the_rows(tiny_bert: Path, monkeypatch: pyt
     assert summarize_spread(calibration.CalibrationRecord.model_validate(old).rows()) is None
 
 
-def test_quantizers_with_one_amax_have_one_spread(tiny_bert: Path) -> None:
+def test_quantizers_with_one_amax_have_one_spread(tiny_bert):
     _, _, record = bert.calibrate(tiny_bert, bert.recipe_with("bert-int8-residual-fused"))
     names = [f"bert.encoder.layer.1.attention.self.{each}_bmm_quantizer" for each in "qkv"]
     assert len({(record.quantizers[name].amax, record.quantizers[name].spread) for name in names}) == 1
@@ -360,7 +356,7 @@ def test_quantizers_with_one_amax_have_one_spread(tiny_bert: Path) -> None:
 class TestUnusable:
     """Each one names every layer that it hits."""
 
-    def fail(self, model: Any, plan: Plan | None = None) -> str:
+    def fail(self, model, plan=None):
         with pytest.raises(CheckFailed) as error:
             ptq.calibrate(
                 model,
@@ -372,20 +368,20 @@ class TestUnusable:
         return str(error.value)
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    def test_weights_that_are_not_finite(self, tiny_bert: Path, value: float) -> None:
+    def test_weights_that_are_not_finite(self, tiny_bert, value):
         model = load_model(str(tiny_bert))
         for name in (bert.LINEARS[-1], bert.LINEARS[-2]):
             model.get_submodule(name).weight.data[3, 3] = value
         message = self.fail(model)
         assert f"NaN or infinity in {bert.LINEARS[-2]}.weight, {bert.LINEARS[-1]}.weight;" in message
 
-    def test_activations_that_are_not_finite(self, tiny_bert: Path) -> None:
+    def test_activations_that_are_not_finite(self, tiny_bert):
         model = load_model(str(tiny_bert))
         for name in (bert.LINEARS[4], bert.LINEARS[5]):  # finite weights whose product is not
             model.get_submodule(name).weight.data.fill_(3e38)
         assert f"met NaN or infinity at {bert.LINEARS[5]}.input_quantizer;" in self.fail(model)
 
-    def test_an_input_that_is_always_zero(self, tiny_bert: Path) -> None:
+    def test_an_input_that_is_always_zero(self, tiny_bert):
         model = load_model(str(tiny_bert))
         value = model.get_submodule(bert.LINEARS[2])  # layer 0: the attention of zeros is zero
         value.weight.data.mul_(1e-30)
@@ -400,13 +396,13 @@ class TestUnusable:
         assert f"{bert.LINEARS[3]}.input_quantizer: " in message
         assert "4 unusable amax values" in message
 
-    def test_an_input_beyond_fp16(self, tiny_bert: Path) -> None:
+    def test_an_input_beyond_fp16(self, tiny_bert):
         model = load_model(str(tiny_bert))
         model.bert.encoder.layer[0].attention.output.LayerNorm.weight.data.mul_(1e6)
         assert f"{bert.LINEARS[4]}.input_quantizer: " in (message := self.fail(model))
         assert "outside 1e-06 to 65504" in message
 
-    def test_an_implausible_outlier(self) -> None:
+    def test_an_implausible_outlier(self):
         good = calibration.QuantizerState(kind="input", axis=None, amax=90.0, rms=1.0)
         calibration.require_plausible({"good": good})
         bad = good.model_copy(update={"amax": 6000.0})
@@ -414,24 +410,24 @@ class TestUnusable:
             calibration.require_plausible({"a": bad, "good": good, "b": bad})
         calibration.require_plausible({"softmax": bad.model_copy(update={"kind": "softmax"})})
 
-    def test_a_quantizer_that_saw_nothing(self) -> None:
+    def test_a_quantizer_that_saw_nothing(self):
         state = calibration.QuantizerState(kind="input", axis=None, amax=[])
         with pytest.raises(CheckFailed, match="x: not finite"):
             calibration.require_plausible({"x": state})
 
     @pytest.mark.parametrize("batches", [[], iter(())])
-    def test_no_batches(self, tiny_bert: Path, batches: Any) -> None:
+    def test_no_batches(self, tiny_bert, batches):
         model = load_model(str(tiny_bert))
         with pytest.raises(UserError, match="calibration saw no samples of split 'train'"):
             ptq.calibrate(model, bert.plan_of(bert.recipe_with(), model), batches, Calibration())
 
-    def test_a_plan_of_another_model(self, tiny_bert: Path) -> None:
+    def test_a_plan_of_another_model(self, tiny_bert):
         model = load_model(str(tiny_bert))
         plan = Plan(int8={bert.LINEARS[0]: "channel", "bert.encoder.layer.7.output.dense": "channel"})
         assert "missing bert.encoder.layer.7.output.dense.input_quantizer" in self.fail(model, plan)
 
 
-def test_dead_channels_are_revived_and_noted(tiny_bert: Path) -> None:
+def test_dead_channels_are_revived_and_noted(tiny_bert):
     model = load_model(str(tiny_bert))
     query = model.get_submodule(bert.LINEARS[0])
     query.weight.data[4:7] = 0
@@ -446,11 +442,11 @@ def test_dead_channels_are_revived_and_noted(tiny_bert: Path) -> None:
     assert torch.equal(query.weight_quantizer(query.weight)[4:7], torch.zeros(3, 32))
 
 
-def test_batches_are_taken_one_at_a_time(tiny_bert: Path) -> None:
-    held: list[int] = []
-    living: list[weakref.ref[Any]] = []
+def test_batches_are_taken_one_at_a_time(tiny_bert):
+    held = []
+    living = []
 
-    def batches() -> Iterator[bert.Batch]:
+    def batches():
         for seed in range(12):
             assert samples.seen[-1:] == [4 * seed] * (seed > 0)  # all earlier ones are through the model
             gc.collect()
@@ -466,7 +462,7 @@ def test_batches_are_taken_one_at_a_time(tiny_bert: Path) -> None:
     assert max(held) <= 3  # the arrays of the latest batch
 
 
-def test_settings_are_recorded(tiny_bert: Path) -> None:
+def test_settings_are_recorded(tiny_bert):
     model = load_model(str(tiny_bert))
     settings = Calibration(seed=7)
     plan = bert.plan_of(bert.recipe_with(), model)

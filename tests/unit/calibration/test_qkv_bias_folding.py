@@ -1,8 +1,6 @@
 """k, v and q straight from their GEMMs: the same model, with nothing left to do behind them."""
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +13,9 @@ from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantize
 from qdqbench.quantize.calibration.record import CalibrationRecord
 from qdqbench.quantize.calibration.techniques import qkv_bias_folding, smoothing
 from qdqbench.quantize.calibration.techniques.bias_correction import apply_biases
-from qdqbench.quantize.calibration.techniques.qkv_bias_folding import Shift
 from qdqbench.quantize.calibration.techniques.smoothing import Smoothing
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.plan import (
-    Plan,
     folds_kv_bias,
     folds_q_bias,
     list_bias_free_linears,
@@ -48,13 +44,13 @@ QUERIES = {name for name in LINEARS if name.endswith("query")}
 KEYS_AND_VALUES = {name for name in LINEARS if name.endswith(("key", "value"))}
 
 
-def recipe(*rules: dict[str, Any], qkv_scales: str = "separate", **calibration: Any) -> Any:
+def recipe(*rules, qkv_scales="separate", **calibration):
     export = {"opset": 20, "max_length": 128, "qkv_scales": qkv_scales}
     return recipe_with("bert-int8-attention", rules=[EVERY, *rules], calibration=calibration, export=export)
 
 
 @pytest.fixture
-def model(tiny_bert: Path) -> Any:
+def model(tiny_bert):
     """Rows of k and v of very different ranges."""
     model = load_model(str(tiny_bert))
     with torch.no_grad():
@@ -65,14 +61,14 @@ def model(tiny_bert: Path) -> Any:
     return model
 
 
-def shifts_of(model: Any, plan: Plan, ranges: smoothing.Ranges) -> tuple[dict[str, Shift], list[str]]:
+def shifts_of(model, plan, ranges):
     with qkv_bias_folding.record_inputs(model, plan) as seen:
         for each in calibration_batches():
             forward(model, each)
     return qkv_bias_folding.choose_shifts(model, plan, seen, ranges)
 
 
-def test_it_is_for_key_and_value_with_one_scale_in_an_int8_attention(model: Any) -> None:
+def test_it_is_for_key_and_value_with_one_scale_in_an_int8_attention(model):
     assert folds_kv_bias(plan_of(recipe(*STRAIGHT), model)) == ATTENTIONS
     assert list_bias_free_linears(plan_of(recipe(*STRAIGHT), model)) == KEYS_AND_VALUES
     assert folds_kv_bias(plan_of(recipe(), model)) == []
@@ -81,7 +77,7 @@ def test_it_is_for_key_and_value_with_one_scale_in_an_int8_attention(model: Any)
     assert folds_kv_bias(plan_of(without, model)) == []
 
 
-def test_a_query_with_one_scale_comes_straight_too(model: Any) -> None:
+def test_a_query_with_one_scale_comes_straight_too(model):
     plan = plan_of(recipe(*STRAIGHT, QUERY), model)
     assert folds_q_bias(plan) == dict(zip(ATTENTIONS, NORMS, strict=True))
     assert list_bias_free_linears(plan) == KEYS_AND_VALUES | QUERIES
@@ -92,7 +88,7 @@ def test_a_query_with_one_scale_comes_straight_too(model: Any) -> None:
         assert (folds_q_bias(plan), shares_qkv_scales(plan)) == ({}, [])
 
 
-def test_a_shift_changes_no_answer_and_does_what_the_bias_of_q_does(model: Any) -> None:
+def test_a_shift_changes_no_answer_and_does_what_the_bias_of_q_does(model):
     with torch.no_grad():
         for name in QUERIES:
             model.get_submodule(name).bias.normal_(generator=torch.Generator().manual_seed(0))
@@ -115,7 +111,7 @@ def test_a_shift_changes_no_answer_and_does_what_the_bias_of_q_does(model: Any) 
     assert rest < 0.1 * lost
 
 
-def test_what_a_shift_cannot_do_is_a_warning_of_the_record(model: Any, tmp_path: Path) -> None:
+def test_what_a_shift_cannot_do_is_a_warning_of_the_record(model, tmp_path):
     with torch.no_grad():
         for name in QUERIES:
             linear = model.get_submodule(name)
@@ -128,7 +124,7 @@ def test_what_a_shift_cannot_do_is_a_warning_of_the_record(model: Any, tmp_path:
     assert warning not in record.notes
 
 
-def test_what_a_shift_cannot_do_is_said(model: Any) -> None:
+def test_what_a_shift_cannot_do_is_said(model):
     """Weights of q that see nothing: no shift of their input replaces their bias."""
     with torch.no_grad():
         for name in QUERIES:
@@ -144,7 +140,7 @@ def test_what_a_shift_cannot_do_is_said(model: Any) -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, 1000), st.floats(1e-3, 1e3))
-def test_no_shift_near_the_chosen_one_is_better(seed: int, scale: float) -> None:
+def test_no_shift_near_the_chosen_one_is_better(seed, scale):
     rng = np.random.default_rng(seed)
     width, size = 12, 4
     query, key = rng.standard_normal((2, width, width))
@@ -152,7 +148,7 @@ def test_no_shift_near_the_chosen_one_is_better(seed: int, scale: float) -> None
     x = rng.standard_normal((40, width)) * half
     x -= x.mean(axis=0)
 
-    def cost(shift: Any) -> float:
+    def cost(shift):
         scores = [
             x @ key[at : at + size].T @ (bias - query @ shift)[at : at + size] / np.sqrt(size)
             for at in range(0, width, size)
@@ -170,7 +166,7 @@ def test_no_shift_near_the_chosen_one_is_better(seed: int, scale: float) -> None
         assert best <= cost(found * (1 + 0.01 * rng.standard_normal(width))) * (1 + 1e-9)
 
 
-def test_values_of_a_straight_attention_are_not_centred(tiny_bert: Path) -> None:
+def test_values_of_a_straight_attention_are_not_centred(tiny_bert):
     """Its amax is the best of what is there, without a centre that nothing could take out again."""
     made = calibrate(tiny_bert, recipe(*STRAIGHT, softmax_scale="min-error"))
     assert {(row.module, row.centered) for row in made.record.softmax} == {(n, False) for n in ATTENTIONS}
@@ -178,7 +174,7 @@ def test_values_of_a_straight_attention_are_not_centred(tiny_bert: Path) -> None
     assert set(made.record.centers) == KEYS_AND_VALUES | outputs
 
 
-def test_given_ranges_of_what_is_moved_are_refused(tiny_bert: Path) -> None:
+def test_given_ranges_of_what_is_moved_are_refused(tiny_bert):
     for also, refused in (([], "output.dense.input"), ([QUERY], "self.query.input"), ([], "self.q_bmm")):
         amax = {f"encoder.layer.0.attention.{refused}_quantizer": 1.0}
         with pytest.raises(UserError, match=f"{refused}_quantizer is given another range"):
@@ -188,32 +184,32 @@ def test_given_ranges_of_what_is_moved_are_refused(tiny_bert: Path) -> None:
     assert made.record.quantizers[f"bert.{next(iter(amax))}"].amax == 1.0
 
 
-def test_merged_ones_share_their_scales(tiny_bert: Path) -> None:
+def test_merged_ones_share_their_scales(tiny_bert):
     made = calibrate(tiny_bert, recipe(*STRAIGHT, QUERY, qkv_scales="shared"))
     states = made.record.quantizers
     for name in ATTENTIONS:
-        assert len({states[f"{name}.{x}_bmm_quantizer"].amax for x in "qkv"}) == 1  # type: ignore[arg-type]
+        assert len({states[f"{name}.{x}_bmm_quantizer"].amax for x in "qkv"}) == 1
         weights = [f"{name}.{part}.weight_quantizer" for part in ("query", "key", "value")]
-        assert len({states[weight].amax for weight in weights}) == 1  # type: ignore[arg-type]
+        assert len({states[weight].amax for weight in weights}) == 1
 
 
-def measure(model: Any, plan: Plan) -> smoothing.Ranges:
+def measure(model, plan):
     return smoothing.measure_ranges(model, plan, lambda inner: _ignore(forward(inner, padded_batch())))
 
 
-def _ignore(_: Any) -> None:
+def _ignore(_):
     pass
 
 
-def equalize(model: Any, plan: Plan) -> Smoothing:
+def equalize(model, plan):
     return qkv_bias_folding.equalize(model, plan, Smoothing(), measure(model, plan))
 
 
-def column_ranges_of(model: Any, name: str) -> np.ndarray[Any, Any]:
+def column_ranges_of(model, name):
     return smoothing.column_ranges(model.get_submodule(name).weight.T)
 
 
-def test_the_model_stays_the_same(model: Any) -> None:
+def test_the_model_stays_the_same(model):
     plan = plan_of(recipe(*STRAIGHT), model)
     batch = padded_batch()
     before = forward(model, batch)
@@ -227,7 +223,7 @@ def test_the_model_stays_the_same(model: Any) -> None:
     assert set(moved.columns) == {name for name in LINEARS if name.endswith("attention.output.dense")}
 
 
-def test_rows_of_q_and_k_become_alike(model: Any) -> None:
+def test_rows_of_q_and_k_become_alike(model):
     """Where q has one scale too; v of a merged one takes all room under their weights and their results."""
     plan = plan_of(recipe(*STRAIGHT, QUERY, qkv_scales="shared"), model)
     with torch.no_grad():
@@ -246,10 +242,10 @@ def test_rows_of_q_and_k_become_alike(model: Any) -> None:
         assert (taken[weights[2] > 0] > 0.5 - 1e-4).all()
 
 
-def test_rows_get_about_one_range(model: Any) -> None:
+def test_rows_get_about_one_range(model):
     """Those of k, and those of v by the larger of weights and values."""
 
-    def spread(what: str, ranges: dict[str, np.ndarray[Any, Any]]) -> float:
+    def spread(what, ranges):
         rows = [
             np.maximum(of / of.mean(), values / values.mean()) if what == "value" else of
             for name in ATTENTIONS
@@ -265,7 +261,7 @@ def test_rows_get_about_one_range(model: Any) -> None:
     assert spread("value", measure(model, plan).outputs) <= 4
 
 
-def test_factors_that_are_there_already_are_multiplied(model: Any) -> None:
+def test_factors_that_are_there_already_are_multiplied(model):
     name = LINEARS[0]
     rows = [2.0] * len(model.get_submodule(name).weight)
     plan = plan_of(recipe(*STRAIGHT), model)
@@ -276,7 +272,7 @@ def test_factors_that_are_there_already_are_multiplied(model: Any) -> None:
 
 
 @pytest.mark.parametrize("also", [[], [QUERY]])
-def test_calibration_keeps_the_biases_out_and_restores(tiny_bert: Path, also: list[dict[str, Any]]) -> None:
+def test_calibration_keeps_the_biases_out_and_restores(tiny_bert, also):
     asked = recipe(*STRAIGHT, *also, smoothing=0.65, bias_correction=True, softmax_scale="min-error")
     made = calibrate(tiny_bert, asked)
     assert folds_kv_bias(made.plan) == ATTENTIONS
@@ -292,7 +288,7 @@ def test_calibration_keeps_the_biases_out_and_restores(tiny_bert: Path, also: li
     assert float((exact - plain).abs().max()) < 0.2 * float(plain.abs().max())  # bias correction alone
 
 
-def test_codes_of_k_and_v_are_as_good_as_with_scales_per_channel(model: Any, tmp_path: Path) -> None:
+def test_codes_of_k_and_v_are_as_good_as_with_scales_per_channel(model, tmp_path):
     """Error of the attention's output in one layer, relative to that with a scale for each channel."""
     model.save_pretrained(tmp_path)
     errors = {}

@@ -1,9 +1,6 @@
 """Exact scale migration: nothing changes until something is quantized, and then the outliers are gone."""
 
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,24 +29,24 @@ CHANNEL = 5
 OUTLIER = 64.0
 
 
-def batches() -> list[bert.Batch]:
+def batches():
     return [*bert.calibration_batches(), bert.padded_batch((9, 9), seed=3)]
 
 
-def smoothed(model: Any, *rules: dict[str, Any], smooth: float | str = "none", **changes: Any) -> Smoothing:
+def smoothed(model, *rules, smooth="none", **changes):
     """Insert quantizers and smooth; `model` is changed."""
     recipe = bert.recipe_with(rules=[EVERY, *rules], calibration={"smoothing": smooth}, **changes)
     plan = bert.plan_of(recipe, model)
     ptq.insert_quantizers(model, plan)
 
-    def run(inner: Any) -> None:
+    def run(inner):
         for batch in bert.calibration_batches():
             forward(inner, batch)
 
     return smoothing.smooth(model, plan, smoothing.measure_ranges(model, plan, run))
 
 
-def with_outlier(folder: Path) -> Any:
+def with_outlier(folder):
     """A channel of each first LayerNorm that is far out, and that hardly matters to what reads it."""
     model = load_model(str(folder))
     for layer in model.bert.encoder.layer:
@@ -61,7 +58,7 @@ def with_outlier(folder: Path) -> Any:
     return model
 
 
-ALL_INT8: dict[str, Any] = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
+ALL_INT8 = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
 
 
 @pytest.mark.parametrize("smooth", [0.0, 0.3, 0.5, 0.65, 0.8, 1.0, "gain"])
@@ -74,9 +71,7 @@ ALL_INT8: dict[str, Any] = {"attention": "int8", "precision": {"never_quantize":
     ],
     ids=["norms", "value", "all"],
 )
-def test_no_output_changes_by_a_bit(
-    tiny_bert: Path, smooth: float | str, rules: list[dict[str, Any]], changes: dict[str, Any]
-) -> None:
+def test_no_output_changes_by_a_bit(tiny_bert, smooth, rules, changes):
     model, untouched = with_outlier(tiny_bert), with_outlier(tiny_bert)
     found = smoothed(model, *rules, smooth=smooth, **changes)
     assert set(found.inputs) >= {*QKV, FFN_IN}
@@ -89,7 +84,7 @@ def test_no_output_changes_by_a_bit(
 
 
 @pytest.mark.parametrize("smooth", [0.3, 0.8, "gain"])
-def test_factors(tiny_bert: Path, smooth: float | str) -> None:
+def test_factors(tiny_bert, smooth):
     model = with_outlier(tiny_bert)
     found = smoothed(model, OUTPUTS | {"smoothing": 0.5}, smooth=smooth, **ALL_INT8)
     for group in (found.inputs, found.columns, found.rows):
@@ -110,7 +105,7 @@ def test_factors(tiny_bert: Path, smooth: float | str) -> None:
     assert not {FFN_OUT} & {*found.inputs, *found.columns, *found.rows}
 
 
-def test_inputs_follow_the_formula(tiny_bert: Path) -> None:
+def test_inputs_follow_the_formula(tiny_bert):
     """Equation 4 of the paper, over columns of q, k and v together."""
     untouched, model = load_model(str(tiny_bert)), load_model(str(tiny_bert))
     with bert.watched(untouched, QKV[:1], inputs=True) as found:
@@ -124,7 +119,7 @@ def test_inputs_follow_the_formula(tiny_bert: Path) -> None:
     assert smoothed(model, smooth=0.7).columns[QKV[0]] == wanted.tolist()
 
 
-def test_the_gain_is_that_of_the_layernorm_before(tiny_bert: Path) -> None:
+def test_the_gain_is_that_of_the_layernorm_before(tiny_bert):
     model = with_outlier(tiny_bert)
     norm = model.bert.encoder.layer[0].attention.output.LayerNorm.weight.detach().abs().log2()
     found = smoothed(model, smooth="gain").columns[FFN_IN]
@@ -132,13 +127,13 @@ def test_the_gain_is_that_of_the_layernorm_before(tiny_bert: Path) -> None:
     assert np.argmax(found) == CHANNEL
 
 
-def test_q_and_k_get_one_range(tiny_bert: Path) -> None:
+def test_q_and_k_get_one_range(tiny_bert):
     model = load_model(str(tiny_bert))
     query = model.get_submodule(QKV[0])
     query.weight.data[3] *= 16
     query.bias.data[3] *= 16
 
-    def measure() -> torch.Tensor:
+    def measure():
         with quantizers_off(model), bert.watched(model, QKV[:2]) as made:
             forward(model, bert.calibration_batches()[2])
         of_query, of_key = (outputs[0].abs().flatten(0, 1).amax(dim=0) for outputs in made.values())
@@ -150,7 +145,7 @@ def test_q_and_k_get_one_range(tiny_bert: Path) -> None:
     assert measure().std() < 0.6 * before.std()
 
 
-def test_dead_channels_are_left_alone(tiny_bert: Path) -> None:
+def test_dead_channels_are_left_alone(tiny_bert):
     model = load_model(str(tiny_bert))
     norm = model.bert.encoder.layer[0].attention.output.LayerNorm
     norm.weight.data[[2, 7]] = 0
@@ -180,7 +175,7 @@ def test_dead_channels_are_left_alone(tiny_bert: Path) -> None:
         np.float64, st.integers(1, 40), elements=st.floats(2.0**-60, 2.0**60) | st.sampled_from([0.0])
     )
 )
-def test_powers_of_two(raw: Any) -> None:
+def test_powers_of_two(raw):
     scales = smoothing._power_of_two(raw)
     exponents = np.log2(scales)
     assert np.array_equal(exponents, np.rint(exponents))
@@ -193,7 +188,7 @@ def test_powers_of_two(raw: Any) -> None:
 
 
 @pytest.mark.parametrize("rule", [{"match": "*.output.dense"}, {"match": "encoder.layer.*"}])
-def test_gain_without_a_layernorm_is_one_sentence(tiny_bert: Path, rule: dict[str, Any]) -> None:
+def test_gain_without_a_layernorm_is_one_sentence(tiny_bert, rule):
     model = load_model(str(tiny_bert))
     with pytest.raises(
         UserError,
@@ -207,7 +202,7 @@ def test_gain_without_a_layernorm_is_one_sentence(tiny_bert: Path, rule: dict[st
     assert "\n" not in str(error.value)
 
 
-def test_linears_alone_or_of_other_alphas_do_not_share(tiny_bert: Path) -> None:
+def test_linears_alone_or_of_other_alphas_do_not_share(tiny_bert):
     found = smoothed(load_model(str(tiny_bert)), {"match": "*.query", "smoothing": 0.9}, smooth=0.4)
     query, key, value = (found.inputs[name] for name in QKV)
     assert key == value != query
@@ -217,7 +212,7 @@ def test_linears_alone_or_of_other_alphas_do_not_share(tiny_bert: Path) -> None:
     assert found.rows == {}
 
 
-def logit_error(folder: Path, make: Callable[[Path], Any], smooth: float | str) -> tuple[float, float]:
+def logit_error(folder, make, smooth):
     """Relative logit error of the fake-quant model, and the largest amax over rms before the feed-forward."""
     model, exact = make(folder), make(folder)
     recipe = bert.recipe_with(rules=[EVERY], calibration={"smoothing": smooth})
@@ -231,7 +226,7 @@ def logit_error(folder: Path, make: Callable[[Path], Any], smooth: float | str) 
 
 
 @pytest.mark.parametrize("smooth", [0.5, 0.65, "gain"])
-def test_an_outlier_channel_no_longer_hurts(tiny_bert: Path, smooth: float | str) -> None:
+def test_an_outlier_channel_no_longer_hurts(tiny_bert, smooth):
     plain, spread = logit_error(tiny_bert, with_outlier, "none")
     better, narrow = logit_error(tiny_bert, with_outlier, smooth)
     assert narrow < 0.7 * spread
@@ -246,8 +241,8 @@ weights = st.floats(width=32, allow_nan=False, allow_infinity=False).filter(
 
 @settings(deadline=None)
 @given(data=st.data(), rows=st.integers(1, 5), columns=st.integers(1, 5), bias=st.booleans())
-def test_factors_come_out_of_trained_weights(data: Any, rows: int, columns: int, bias: bool) -> None:
-    model: Any = torch.nn.ModuleDict({"a": torch.nn.Linear(columns, rows, bias=bias), "b": torch.nn.ReLU()})
+def test_factors_come_out_of_trained_weights(data, rows, columns, bias):
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(columns, rows, bias=bias), "b": torch.nn.ReLU()})
     trained = {
         name: torch.from_numpy(data.draw(hnp.arrays(np.float32, tuple(value.shape), elements=weights)))
         for name, value in model.state_dict().items()
@@ -266,7 +261,7 @@ def test_factors_come_out_of_trained_weights(data: Any, rows: int, columns: int,
     assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
 
 
-def test_a_trained_model_is_rebuilt_from_plain_weights(tiny_bert: Path) -> None:
+def test_a_trained_model_is_rebuilt_from_plain_weights(tiny_bert):
     model = with_outlier(tiny_bert)
     rules = [EVERY, OUTPUTS | {"smoothing": 0.5}]
     changes = {"smoothing": 0.5, "bias_correction": True}
@@ -289,21 +284,21 @@ def test_a_trained_model_is_rebuilt_from_plain_weights(tiny_bert: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), 2.0**-149])
-def test_factors_that_cannot_come_out_are_named(value: float) -> None:
-    model: Any = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2)})
+def test_factors_that_cannot_come_out_are_named(value):
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2)})
     with torch.no_grad():
         model["a"].weight[0, 0] = value
     with pytest.raises(CheckFailed, match=r"^the smoothing factors cannot be taken out of a\.weight \("):
         smoothing.remove_factors(model, Smoothing(columns={"a": [4.0, 1.0]}))
 
 
-def test_off_and_on_again(tiny_bert: Path) -> None:
+def test_off_and_on_again(tiny_bert):
     model = bert.calibrate(tiny_bert, bert.recipe_with("bert-int8-attention")).model
     quantizers = list_quantizers(model)
     quantizers[f"{QKV[0]}.input_quantizer"].disable()  # stays so
     before = forward(model, bert.padded_batch())
 
-    def fail() -> None:
+    def fail():
         assert list_quantizers(model) == {}
         exact = forward(load_model(str(tiny_bert)), bert.padded_batch())
         assert torch.equal(forward(model, bert.padded_batch()), exact)
@@ -321,9 +316,9 @@ FEW, ALL = slice(4), slice(None)  # rows
 RANGES = hnp.arrays(np.float64, 40, elements=st.floats(0, 2.0**20, allow_subnormal=False))
 
 
-def outlying(folder: Path, rows: slice = ALL) -> Any:
+def outlying(folder, rows=ALL):
     """One channel of each feed-forward has a large activation that meets a large weight in some rows."""
-    model: Any = load_model(str(folder))
+    model = load_model(str(folder))
     with torch.no_grad():
         for name in SECONDS:
             first, second = splitting._linears(model, name)
@@ -333,25 +328,21 @@ def outlying(folder: Path, rows: slice = ALL) -> Any:
     return model
 
 
-def calibrated(
-    folder: Path, *rules: dict[str, Any], per: str = "channel", rows: slice = ALL, **calibration: Any
-) -> bert.Quantized:
+def calibrated(folder, *rules, per="channel", rows=ALL, **calibration):
     every = EVERY | {"weights": f"int8/per-{per}"}
     calibration = {"outlier_channel_splitting": EXTRA} | calibration
     recipe = bert.recipe_with(rules=[every, *rules], calibration=calibration)
     return bert.calibrate_model(outlying(folder, rows), recipe)
 
 
-def answers(model: Any, batches: list[bert.Batch] | None = None) -> torch.Tensor:
+def answers(model, batches=None):
     batches = batches or [bert.padded_batch((9, 9), seed=3), bert.padded_batch((12, 5), seed=4)]
     return torch.cat([forward(model, batch) for batch in batches])
 
 
 @settings(max_examples=200)
 @given(RANGES, RANGES, st.integers(0, 4).map(lambda n: 32 * n))
-def test_what_is_chosen_fits_and_only_helps(
-    activations: np.ndarray[Any, Any], weights: np.ndarray[Any, Any], extra: int
-) -> None:
+def test_what_is_chosen_fits_and_only_helps(activations, weights, extra):
     found = splitting.choose_channels(activations, weights, extra)
     assert sum(a * b - 1 for a, b in found.outliers.values()) <= extra
     for values, side in ((activations, 0), (weights, 1)):
@@ -363,7 +354,7 @@ def test_what_is_chosen_fits_and_only_helps(
         assert (2 * left[divided] > np.sort(left)[-splitting.LIKE - 1]).all()  # not more copies than it takes
 
 
-def test_equal_ranges_and_shared_copies() -> None:
+def test_equal_ranges_and_shared_copies():
     assert splitting.choose_channels(np.ones(64), np.ones(64), 64) == ChannelSplit(extra=64, outliers={})
     ranges = np.ones(64)
     ranges[MASSIVE] = 4
@@ -372,7 +363,7 @@ def test_equal_ranges_and_shared_copies() -> None:
 
 
 @pytest.mark.parametrize("smoothing", ["none", 0.5])
-def test_answers_stay_until_something_is_quantized(tiny_bert: Path, smoothing: Any) -> None:
+def test_answers_stay_until_something_is_quantized(tiny_bert, smoothing):
     model, _, record = calibrated(tiny_bert, smoothing=smoothing)
     assert list(record.splits) == SECONDS
     assert model.config.intermediate_size == bert.INTERMEDIATE + EXTRA
@@ -386,7 +377,7 @@ def test_answers_stay_until_something_is_quantized(tiny_bert: Path, smoothing: A
 
 
 @pytest.mark.parametrize(("per", "rows"), [("channel", FEW), ("tensor", ALL)], ids=["channel", "tensor"])
-def test_int8_loses_far_less(tiny_bert: Path, per: str, rows: slice) -> None:
+def test_int8_loses_far_less(tiny_bert, per, rows):
     exact = answers(outlying(tiny_bert, rows))
     error = {}
     for extra in (0, EXTRA):
@@ -395,7 +386,7 @@ def test_int8_loses_far_less(tiny_bert: Path, per: str, rows: slice) -> None:
     assert error[EXTRA] < 0.5 * error[0]
 
 
-def test_the_amax_of_what_was_split_falls(tiny_bert: Path) -> None:
+def test_the_amax_of_what_was_split_falls(tiny_bert):
     plain, split = (calibrated(tiny_bert, outlier_channel_splitting=extra)[2] for extra in (0, EXTRA))
     for name in SECONDS:
         before, after = (r.quantizers[f"{name}.input_quantizer"].amax for r in (plain, split))
@@ -404,7 +395,7 @@ def test_the_amax_of_what_was_split_falls(tiny_bert: Path) -> None:
         assert after < before / 3
 
 
-def test_copies_differ_and_fit_fp16() -> None:
+def test_copies_differ_and_fit_fp16():
     layout = splitting.make_split_layout(ChannelSplit(extra=32, outliers={3: (4, 8), 5: (1, 2)}), 40)
     for channel, (by_input, by_weight), each in ((3, (4, 8), 32), (5, (1, 2), 2), (0, (1, 1), 1)):
         mine = (layout.channels == channel) & (layout.columns > 0)
@@ -420,7 +411,7 @@ ALSO = {"bias_correction": True, "smoothing": 0.5, "weights_method": "mse"}
 
 
 @pytest.mark.parametrize("changes", [{}, ALSO])
-def test_the_record_rebuilds_every_bit(tiny_bert: Path, changes: dict[str, Any]) -> None:
+def test_the_record_rebuilds_every_bit(tiny_bert, changes):
     model, plan, record = calibrated(tiny_bert, **changes)
     again = outlying(tiny_bert)
     ptq.restore(again, plan, CalibrationRecord.model_validate_json(record.model_dump_json()))
@@ -428,7 +419,7 @@ def test_the_record_rebuilds_every_bit(tiny_bert: Path, changes: dict[str, Any])
     assert torch.equal(answers(model), answers(again))
 
 
-def test_only_int8_feed_forwards_are_split(tiny_bert: Path) -> None:
+def test_only_int8_feed_forwards_are_split(tiny_bert):
     model, _, record = calibrated(tiny_bert, {"match": "encoder.layer.1.output.dense", "precision": "fp16"})
     assert list(record.splits) == SECONDS[:1]
     assert model.config.intermediate_size == bert.INTERMEDIATE
@@ -437,14 +428,14 @@ def test_only_int8_feed_forwards_are_split(tiny_bert: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["channel", "factored"])
-def test_the_graph_computes_what_the_model_does(tiny_bert: Path, form: str) -> None:
+def test_the_graph_computes_what_the_model_does(tiny_bert, form):
     model, plan, _ = calibrated(tiny_bert, per="tensor" if form == "factored" else "channel")
     batch = bert.padded_batch((9, 9), seed=3)
     graph = bert.exported_of(model, plan, form)
     np.testing.assert_allclose(bert.run_onnx(graph, batch), answers(model, [batch]), rtol=1e-3, atol=2e-3)
 
 
-def test_training_keeps_copies_equal_and_they_merge_exactly(tiny_bert: Path) -> None:
+def test_training_keeps_copies_equal_and_they_merge_exactly(tiny_bert):
     model, plan, record = calibrated(tiny_bert, smoothing=0.5)
     tie = splitting.keep_equal(model, record.splits)
     torch.manual_seed(0)
@@ -463,7 +454,7 @@ def test_training_keeps_copies_equal_and_they_merge_exactly(tiny_bert: Path) -> 
     bert.assert_same_state(model, trained)
 
 
-def test_what_cannot_be_split(tiny_bert: Path) -> None:
+def test_what_cannot_be_split(tiny_bert):
     with pytest.raises(UserError, match=r"second linear of feed-forwards, and none of them is INT8"):
         calibrated(tiny_bert, {"match": "*.output.dense", "precision": "fp16"})
     with pytest.raises(UserError, match=r"layer\.1\.output\.dense, and so would smoothing; drop one"):
@@ -471,6 +462,6 @@ def test_what_cannot_be_split(tiny_bert: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [-32, 8, 2048])
-def test_kernels_need_aligned_sizes(count: int) -> None:
+def test_kernels_need_aligned_sizes(count):
     with pytest.raises(ValueError, match="outlier_channel_splitting"):
         bert.recipe_with(calibration={"outlier_channel_splitting": count})

@@ -1,8 +1,5 @@
 """INT8 softmax: what rounding loses of the attention's output, and the form that loses least of it."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -28,12 +25,12 @@ RULES = [{"match": "encoder.layer.*"} | bert.INT8]
 LONG_BATCHES = [bert.padded_batch((length,) * 4, seed=length) for length in (12, 120)]
 
 
-def calibrated(folder: Path, how: str, model: Any = None) -> bert.Quantized:
+def calibrated(folder, how, model=None):
     recipe = bert.recipe_with(rules=RULES, calibration={"softmax_scale": how}, **RECIPE)
     return bert.calibrate_model(model or load_model(str(folder)), recipe, LONG_BATCHES)
 
 
-def summed(p: torch.Tensor, v: torch.Tensor, *forms: softmax.Form) -> softmax._SoftmaxSums:
+def summed(p, v, *forms):
     part = softmax._SoftmaxSums(tries={form: softmax._Try() for form in forms})
     part.add(p, v)
     return part
@@ -46,7 +43,7 @@ def summed(p: torch.Tensor, v: torch.Tensor, *forms: softmax.Form) -> softmax._S
     shift=st.floats(-3, 3),
 )
 @settings(max_examples=40)
-def test_the_error_of_centred_values_by_hand(seed: int, amax: float, sharp: float, shift: float) -> None:
+def test_the_error_of_centred_values_by_hand(seed, amax, sharp, shift):
     random = torch.Generator().manual_seed(seed)
     p = torch.softmax(sharp * torch.randn(2, 3, 40, 40, generator=random), dim=-1)
     v = torch.randn(2, 3, 40, 4, generator=random) + shift
@@ -64,7 +61,7 @@ def test_the_error_of_centred_values_by_hand(seed: int, amax: float, sharp: floa
 
 @given(length=st.integers(255, 400), value=st.floats(-4, 4).filter(lambda x: abs(x) > 0.1))
 @settings(max_examples=10)
-def test_even_attention_is_all_lost_and_all_in_the_centre(length: int, value: float) -> None:
+def test_even_attention_is_all_lost_and_all_in_the_centre(length, value):
     p = torch.full((1, 1, length, length), 1 / length)
     part = summed(p, torch.full((1, 1, length, 2), value), 1.0)
     mean = part.values / part.tokens
@@ -73,7 +70,7 @@ def test_even_attention_is_all_lost_and_all_in_the_centre(length: int, value: fl
     assert part.make_row("a", 512, 1.0, mean).error < 0.01
 
 
-def test_centring_changes_no_answer_and_lowers_the_error(tiny_bert: Path) -> None:
+def test_centring_changes_no_answer_and_lowers_the_error(tiny_bert):
     batch = bert.padded_batch((120, 90))
     plain = quantizers.forward(load_model(str(tiny_bert)), batch)
     of_max, of_error = (calibrated(tiny_bert, how) for how in ("fixed", "min-error"))
@@ -91,7 +88,7 @@ def test_centring_changes_no_answer_and_lowers_the_error(tiny_bert: Path) -> Non
 
 
 @pytest.mark.parametrize("model_type", ["distilbert", "albert", "mpnet", "deberta-v2", "modernbert"])
-def test_the_attention_of_any_family_is_measured(model_type: str, tmp_path: Path) -> None:
+def test_the_attention_of_any_family_is_measured(model_type, tmp_path):
     recipe = load_recipe(f"{model_type}-int8-attention")
     recipe = recipe.model_copy(update={"calibration": Calibration(softmax_scale="min-error")})
     folder, batch = str(write_model(tmp_path, model_type)), bert.padded_batch((40, 12))
@@ -105,7 +102,7 @@ def test_the_attention_of_any_family_is_measured(model_type: str, tmp_path: Path
         torch.testing.assert_close(quantizers.forward(model, batch), plain, rtol=1e-3, atol=1e-3)
 
 
-def test_auto_chooses_where_inputs_were_long(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_chooses_where_inputs_were_long(tiny_bert, monkeypatch):
     short = calibrated(tiny_bert, "auto")[2]
     assert short == calibrated(tiny_bert, "fixed")[2]
     assert not short.centers
@@ -116,7 +113,7 @@ def test_auto_chooses_where_inputs_were_long(tiny_bert: Path, monkeypatch: pytes
 
 @given(seed=st.integers(0, 999), sharp=st.floats(0.1, 8))
 @settings(max_examples=20)
-def test_codes_over_the_largest_of_each_row_lose_less(seed: int, sharp: float) -> None:
+def test_codes_over_the_largest_of_each_row_lose_less(seed, sharp):
     random = torch.Generator().manual_seed(seed)
     p = torch.softmax(sharp * torch.randn(2, 3, 40, 40, generator=random), dim=-1)
     v = torch.randn(2, 3, 40, 4, generator=random)
@@ -129,13 +126,13 @@ def test_codes_over_the_largest_of_each_row_lose_less(seed: int, sharp: float) -
     assert row.error < plain.error
 
 
-def test_a_softmax_over_the_largest_of_each_row_is_restored(tiny_bert: Path) -> None:
+def test_a_softmax_over_the_largest_of_each_row_is_restored(tiny_bert):
     batch = bert.padded_batch((120, 90))
     model, plan, record = calibrated(tiny_bert, "row-max")
     assert record.softmax
     assert all(row.row_max and not row.centered for row in record.softmax)
     assert not record.centers
-    again: Any = load_model(str(tiny_bert))
+    again = load_model(str(tiny_bert))
     ptq.restore(again, plan, record)
     with quantizers.quantizers_off(model):
         exact = quantizers.forward(model, batch)
@@ -150,15 +147,15 @@ def test_a_softmax_over_the_largest_of_each_row_is_restored(tiny_bert: Path) -> 
 
 
 @pytest.mark.parametrize("how", ["auto", "fixed", "min-error", "row-max"])
-def test_a_form_of_no_softmax_is_noted(how: str, tiny_bert: Path) -> None:
+def test_a_form_of_no_softmax_is_noted(how, tiny_bert):
     recipe = bert.recipe_with(rules=RULES, calibration={"softmax_scale": how})
     record = bert.calibrate_model(load_model(str(tiny_bert)), recipe, LONG_BATCHES)[2]
     note = f"calibration.softmax_scale: {how} changes nothing: no attention is in INT8"
     assert (note in record.notes) == (how in {"min-error", "row-max"})
 
 
-def test_without_a_bias_the_values_stay_where_they_are(tiny_bert: Path) -> None:
-    model: Any = load_model(str(tiny_bert))
+def test_without_a_bias_the_values_stay_where_they_are(tiny_bert):
+    model = load_model(str(tiny_bert))
     model.get_submodule(bert.LINEARS[2]).bias = None
     record = calibrated(tiny_bert, "min-error", model)[2]
     assert set(record.centers) == {bert.LINEARS[8], bert.LINEARS[9]}
@@ -168,7 +165,7 @@ def test_without_a_bias_the_values_stay_where_they_are(tiny_bert: Path) -> None:
     }
 
 
-def test_a_part_of_a_calibration_keeps_what_its_scales_were_measured_with(tiny_bert: Path) -> None:
+def test_a_part_of_a_calibration_keeps_what_its_scales_were_measured_with(tiny_bert):
     _, plan, record = calibrated(tiny_bert, "min-error")
     part = Plan(int8=plan.int8, attention=(bert.ATTENTIONS[1],), scaling=plan.scaling)
     alone = select_record(part, record, record)

@@ -1,9 +1,7 @@
 """Export of every shipped recipe: checked, named, typed, and equal to the fake-quant model."""
 
 import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import onnx
@@ -33,9 +31,7 @@ BATCHES = [tiny.padded_batch(), tiny.padded_batch((1,)), tiny.padded_batch((128,
 
 @pytest.mark.parametrize("weights", ["channel", "factored"])
 @pytest.mark.parametrize("name", INT8_RECIPES)
-def test_the_check_is_clean_and_the_quantized_set_is_the_recipes(
-    tiny_bert: Path, name: str, weights: str
-) -> None:
+def test_the_check_is_clean_and_the_quantized_set_is_the_recipes(tiny_bert, name, weights):
     plan = tiny.quantized(tiny_bert, name).plan
     graph = tiny.exported(tiny_bert, name, weights=weights)
     report = check_model(graph, expected_quantized={*plan.int8, *plan.attention})
@@ -49,7 +45,7 @@ def test_the_check_is_clean_and_the_quantized_set_is_the_recipes(
 @pytest.mark.parametrize(
     ("compute", "weights"), [("fp32", "channel"), ("fp16", "channel"), ("fp16", "factored")]
 )
-def test_logits_follow_the_fake_quant_model(tiny_bert: Path, name: str, compute: str, weights: str) -> None:
+def test_logits_follow_the_fake_quant_model(tiny_bert, name, compute, weights):
     model, graph = tiny.quantized(tiny_bert, name).model, tiny.exported(tiny_bert, name, compute, weights)
     exact = load_model(str(tiny_bert))
     for batch in BATCHES:
@@ -62,7 +58,7 @@ def test_logits_follow_the_fake_quant_model(tiny_bert: Path, name: str, compute:
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
-def test_twins_follow_the_fp32_model(tiny_bert: Path, compute: str) -> None:
+def test_twins_follow_the_fp32_model(tiny_bert, compute):
     model, twin = load_model(str(tiny_bert)), tiny.twin(tiny_bert, compute)
     assert not any(node.op_type.endswith("quantizeLinear") for node in twin.graph.node)
     assert check_model(twin, expected_quantized=()).findings == []
@@ -73,8 +69,8 @@ def test_twins_follow_the_fp32_model(tiny_bert: Path, compute: str) -> None:
 
 
 @pytest.mark.parametrize(("compute", "weights"), [("fp32", "channel"), ("fp16", "factored")])
-def test_the_tanh_gelu_of_a_recipe(tiny_bert: Path, compute: str, weights: str) -> None:
-    model, settings = load_model(str(tiny_bert)), ExportSettings(20, compute, weights)  # type: ignore[arg-type]
+def test_the_tanh_gelu_of_a_recipe(tiny_bert, compute, weights):
+    model, settings = load_model(str(tiny_bert)), ExportSettings(20, compute, weights)
     use_tanh_gelu(model, "tiny")
     plan = tiny.plan_of(tiny.recipe_with(), model)
     ptq.calibrate(model, plan, iter(tiny.calibration_batches()), Calibration())
@@ -90,7 +86,7 @@ def test_the_tanh_gelu_of_a_recipe(tiny_bert: Path, compute: str, weights: str) 
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
-def test_a_twin_keeps_the_nodes_of_the_trace(tiny_bert: Path, compute: str) -> None:
+def test_a_twin_keeps_the_nodes_of_the_trace(tiny_bert, compute):
     """Twins are what INT8 is measured against: none of the rewrites touches them."""
     graph, twin = trace(load_model(str(tiny_bert)), 20), tiny.twin(tiny_bert, compute)
     names, found = (
@@ -100,10 +96,10 @@ def test_a_twin_keeps_the_nodes_of_the_trace(tiny_bert: Path, compute: str) -> N
     assert sum(node.op_type == "Gelu" for node in twin.graph.node) == tiny.LAYERS
 
 
-def test_the_interface(tiny_bert: Path) -> None:
+def test_the_interface(tiny_bert):
     graph = tiny.exported(tiny_bert).graph
 
-    def described(values: Any) -> list[tuple[str, int, list[Any]]]:
+    def described(values):
         typed = [(value.name, value.type.tensor_type) for value in values]
         sizes = {name: [d.dim_param or d.dim_value for d in kind.shape.dim] for name, kind in typed}
         return [(name, kind.elem_type, sizes[name]) for name, kind in typed]
@@ -114,13 +110,13 @@ def test_the_interface(tiny_bert: Path) -> None:
 
 
 @pytest.mark.parametrize("opset", [20, 21])
-def test_opset_and_ir_version(tiny_bert: Path, opset: int) -> None:
+def test_opset_and_ir_version(tiny_bert, opset):
     graph = trace(load_model(str(tiny_bert)), opset)
     assert [(entry.domain, entry.version) for entry in graph.opset_import] == [("", opset)]
     assert graph.ir_version == export.IR_VERSION
 
 
-def test_every_constant_is_finite_and_the_mask_hides(tiny_bert: Path) -> None:
+def test_every_constant_is_finite_and_the_mask_hides(tiny_bert):
     graph = tiny.exported(tiny_bert)
     values = {t.name: numpy_helper.to_array(t) for t in graph.graph.initializer}
     assert all(np.isfinite(value).all() for value in values.values() if value.dtype.kind == "f")
@@ -131,13 +127,13 @@ def test_every_constant_is_finite_and_the_mask_hides(tiny_bert: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention"])
-def test_a_fully_masked_row_is_finite(tiny_bert: Path, name: str) -> None:
+def test_a_fully_masked_row_is_finite(tiny_bert, name):
     batch = tiny.padded_batch((8, 8))
     batch["attention_mask"][1] = 0
     assert np.isfinite(tiny.run_onnx(tiny.exported(tiny_bert, name), batch)).all()
 
 
-def test_linears_of_one_input_read_one_tensor(tiny_bert: Path) -> None:
+def test_linears_of_one_input_read_one_tensor(tiny_bert):
     """An engine merges q, k and v only when it sees that their input is the same."""
     graph = tiny.exported(tiny_bert).graph
     sources = {
@@ -150,7 +146,7 @@ def test_linears_of_one_input_read_one_tensor(tiny_bert: Path) -> None:
         assert len({sources[name] for name in tiny.LINEARS[first : first + 3]}) == 1
 
 
-def test_export_leaves_the_model_as_it_was(tiny_bert: Path) -> None:
+def test_export_leaves_the_model_as_it_was(tiny_bert):
     model = load_model(str(tiny_bert))
     before = forward(model, BATCHES[0])
     trace(model, 20)
@@ -158,7 +154,7 @@ def test_export_leaves_the_model_as_it_was(tiny_bert: Path) -> None:
     np.testing.assert_array_equal(forward(model, BATCHES[0]), before)
 
 
-def test_finish_leaves_the_trace_as_it_was(tiny_bert: Path) -> None:
+def test_finish_leaves_the_trace_as_it_was(tiny_bert):
     graph = tiny.traced(tiny_bert)
     before = graph.SerializeToString(deterministic=True)
     plan = tiny.quantized(tiny_bert).plan
@@ -169,17 +165,17 @@ def test_finish_leaves_the_trace_as_it_was(tiny_bert: Path) -> None:
     assert again.SerializeToString(deterministic=True) == done.SerializeToString(deterministic=True)
 
 
-def test_a_planned_linear_that_the_graph_lacks(tiny_bert: Path) -> None:
+def test_a_planned_linear_that_the_graph_lacks(tiny_bert):
     plan = tiny.quantized(tiny_bert).plan
     more = dataclasses.replace(plan, int8=plan.int8 | {"bert.pooler.dense": "channel"})
     with pytest.raises(CheckFailed, match=r"no quantized weight for bert\.pooler\.dense"):
         finish_graph(tiny.traced(tiny_bert), more, ExportSettings(20, "fp16", "channel"))
 
 
-def test_a_failing_exporter_is_a_user_error(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_exporter_is_a_user_error(tiny_bert, monkeypatch):
     model = load_model(str(tiny_bert))
 
-    def fail(*_: object, **__: object) -> None:
+    def fail(*_, **__):
         raise RuntimeError("no such operator")
 
     monkeypatch.setattr(model, "forward", fail)
@@ -187,7 +183,7 @@ def test_a_failing_exporter_is_a_user_error(tiny_bert: Path, monkeypatch: pytest
         trace(model, 20)
 
 
-def test_control_flow_is_refused(tiny_bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_flow_is_refused(tiny_bert, monkeypatch):
     """The exporter writes an If where a squeezed axis is of any size, as in the head of Splinter."""
     model = load_model(str(tiny_bert))
     classify = model.classifier.forward
@@ -200,15 +196,15 @@ def test_control_flow_is_refused(tiny_bert: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("backend", "form"), [("tensorrt_rtx", "factored"), ("tensorrt", "channel")])
-def test_the_default_form_of_a_backend(backend: str, form: str) -> None:
-    assert ExportSettings.of(tiny.recipe_with(), backend).weights == form  # type: ignore[arg-type]
+def test_the_default_form_of_a_backend(backend, form):
+    assert ExportSettings.of(tiny.recipe_with(), backend).weights == form
 
 
 class TestUnjoined:
     """What the export says where q, k and v could not be joined."""
 
     @staticmethod
-    def with_other_scale(graph: onnx.ModelProto, *layers: int) -> onnx.ModelProto:
+    def with_other_scale(graph, *layers):
         for layer in layers:
             path = f"/bert/encoder/layer.{layer}/attention/self/key/input_quantizer/QuantizeLinear"
             scale = next(node for node in graph.graph.node if node.name == path).input[1]
@@ -217,14 +213,14 @@ class TestUnjoined:
 
     @pytest.mark.parametrize("weights", ["channel", "factored"])
     @pytest.mark.parametrize("name", INT8_RECIPES)
-    def test_nothing_is_noted_of_a_shipped_recipe(self, tiny_bert: Path, name: str, weights: str) -> None:
-        notes: list[str] = []
-        settings = ExportSettings(20, "fp16", weights)  # type: ignore[arg-type]
+    def test_nothing_is_noted_of_a_shipped_recipe(self, tiny_bert, name, weights):
+        notes = []
+        settings = ExportSettings(20, "fp16", weights)
         finish_graph(tiny.traced(tiny_bert, name), tiny.quantized(tiny_bert, name).plan, settings, notes)
         assert notes == []
 
     @pytest.mark.parametrize("layers", [(0,), (0, 1)])
-    def test_attentions_are_counted(self, tiny_bert: Path, layers: tuple[int, ...]) -> None:
+    def test_attentions_are_counted(self, tiny_bert, layers):
         notes = ["before"]
         graph = self.with_other_scale(tiny.traced(tiny_bert), *layers)
         settings = ExportSettings(20, "fp16", "factored")
@@ -235,16 +231,14 @@ class TestUnjoined:
             graph, tiny.quantized(tiny_bert).plan, settings
         )  # who asks for no notes gets the same graph
 
-    def test_a_twin_has_nothing_to_join(self, tiny_bert: Path) -> None:
-        notes: list[str] = []
+    def test_a_twin_has_nothing_to_join(self, tiny_bert):
+        notes = []
         model = load_model(str(tiny_bert))
         settings = ExportSettings(20, "fp16", "factored")
         finish_graph(trace(model, 20), tiny.plan_of(tiny.recipe_with(), model), settings, notes)
         assert notes == []
 
-    def test_the_stage_warns_once(
-        self, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_stage_warns_once(self, tiny_bert, tmp_path, monkeypatch):
         monkeypatch.setattr(export.rewrites, "join_heads", lambda model: 0)
         model, plan, _ = tiny.quantized(tiny_bert)
         session = SimpleNamespace(
@@ -257,13 +251,13 @@ class TestUnjoined:
             folder=tmp_path,
             warnings=[],
         )
-        stages.export_stage(session)  # type: ignore[arg-type]
+        stages.export_stage(session)
         (warning,) = session.warnings
         assert f"{tiny.LAYERS} of {tiny.LAYERS} attentions" in warning
 
 
 class TestSave:
-    def test_the_file(self, tiny_bert: Path, tmp_path: Path) -> None:
+    def test_the_file(self, tiny_bert, tmp_path):
         path = tmp_path / "new" / "model.int8.onnx"
         graph = tiny.exported(tiny_bert)
         save(tiny.copied(graph), path, "bert-int8-linears")
@@ -275,7 +269,7 @@ class TestSave:
         save(tiny.copied(graph), path, "bert-int8-linears")
         assert path.read_bytes() == first
 
-    def test_an_invalid_graph_is_not_written(self, tiny_bert: Path, tmp_path: Path) -> None:
+    def test_an_invalid_graph_is_not_written(self, tiny_bert, tmp_path):
         path = tmp_path / "model.onnx"
         path.write_bytes(b"old")
         graph = tiny.exported(tiny_bert)
@@ -285,7 +279,7 @@ class TestSave:
         assert path.read_bytes() == b"old"
         assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
 
-    def test_int8_is_much_smaller_than_its_twin(self, tiny_bert: Path) -> None:
+    def test_int8_is_much_smaller_than_its_twin(self, tiny_bert):
         model = load_model(str(tiny_bert))
         twin = tiny.twin(tiny_bert, "fp32")
         weights = sum(dict(model.named_parameters())[f"{name}.weight"].numel() for name in tiny.LINEARS)

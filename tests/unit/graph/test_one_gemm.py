@@ -1,8 +1,5 @@
 """q, k and v as one MatMul for the builder: bit for bit the same, and still three linears in the proof."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import onnx
 import pytest
@@ -18,7 +15,7 @@ PARTS = ("query", "key", "value")
 
 
 @pytest.fixture(scope="module")
-def graph(tiny_bert: Path) -> onnx.ModelProto:
+def graph(tiny_bert):
     """q, k and v with shared scales, before INT8 attention; shared, so never changed."""
     rules = [{"match": "encoder.layer.*", "type": "Linear"} | tiny.INT8, *tiny.one_scale(*PARTS)]
     export = {"opset": 20, "max_length": 128, "qkv_scales": "shared"}
@@ -26,13 +23,13 @@ def graph(tiny_bert: Path) -> onnx.ModelProto:
     return finish_graph(trace(made.model, 20), made.plan, ExportSettings(20, "fp16", "factored", True))
 
 
-def joined(graph: onnx.ModelProto) -> onnx.ModelProto:
+def joined(graph):
     made = merge_qkv_gemms(graph)
     assert made is not None
     return made
 
 
-def test_the_same_logits_bit_for_bit(graph: onnx.ModelProto) -> None:
+def test_the_same_logits_bit_for_bit(graph):
     before = graph.SerializeToString(deterministic=True)
     made = joined(graph)
     onnx.checker.check_model(made, full_check=True)
@@ -41,8 +38,8 @@ def test_the_same_logits_bit_for_bit(graph: onnx.ModelProto) -> None:
     assert graph.SerializeToString(deterministic=True) == before
 
 
-def test_one_node_has_the_names_of_three(graph: onnx.ModelProto) -> None:
-    def gemms(model: onnx.ModelProto) -> list[str]:
+def test_one_node_has_the_names_of_three(graph):
+    def gemms(model):
         return [node.name for node in model.graph.node if node.op_type == "MatMul"]
 
     made, names = joined(graph), gemms(graph)
@@ -58,7 +55,7 @@ def test_one_node_has_the_names_of_three(graph: onnx.ModelProto) -> None:
 
 
 @pytest.mark.parametrize("change", ["scale", "input", "order", "reader", "output", "axis"])
-def test_what_is_not_alike_stays_apart(graph: onnx.ModelProto, change: str) -> None:
+def test_what_is_not_alike_stays_apart(graph, change):
     other = tiny.copied(graph)
     key = next(node for node in other.graph.node if node.name.endswith("layer.0/attention/self/key/MatMul"))
     concat = next(node for node in other.graph.node if key.output[0] in node.input)
@@ -90,16 +87,16 @@ def test_what_is_not_alike_stays_apart(graph: onnx.ModelProto, change: str) -> N
 
 
 @pytest.mark.parametrize("name", ["bert-int8-attention", "bert-int8-linears", "bert-fp16"])
-def test_other_graphs_are_left_alone(tiny_bert: Path, name: str) -> None:
+def test_other_graphs_are_left_alone(tiny_bert, name):
     assert merge_qkv_gemms(tiny.traced(tiny_bert, name)) is None
 
 
-def test_the_proof_counts_three_linears(graph: onnx.ModelProto, tmp_path: Path) -> None:
+def test_the_proof_counts_three_linears(graph, tmp_path):
     """In an engine that is built ahead of time from the file that has three."""
     pytest.importorskip("tensorrt_rtx")
     onnx.save(graph, tmp_path / "model.onnx")
     wanted = [name for name in list_gemms(tmp_path / "model.onnx") if module_of(name) in tiny.LINEARS]
-    result: Any = build(
+    result = build(
         tmp_path / "model.onnx",
         tmp_path / "model.engine",
         backend="tensorrt_rtx",

@@ -1,8 +1,5 @@
 """Types of a strongly typed graph: FP16 compute, FP32 Q/DQ, FP32 islands, one Cast at each border."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import onnx
 import pytest
@@ -23,13 +20,13 @@ FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
 FLOATS = (FLOAT, HALF)
 
 
-def types_of(model: onnx.ModelProto) -> dict[str, int]:
+def types_of(model):
     graph = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
     found = {v.name: v.type.tensor_type.elem_type for v in (*graph.value_info, *graph.input, *graph.output)}
     return found | {t.name: t.data_type for t in graph.initializer}
 
 
-def compute_types(model: onnx.ModelProto) -> dict[str, set[int]]:
+def compute_types(model):
     """Float types that each node but Cast, Q and DQ reads and writes."""
     types = types_of(model)
     return {
@@ -39,15 +36,13 @@ def compute_types(model: onnx.ModelProto) -> dict[str, set[int]]:
     }
 
 
-def graph_of(
-    nodes: list[onnx.NodeProto], constants: dict[str, Any], outputs: tuple[str, ...] = ("y",)
-) -> onnx.ModelProto:
+def graph_of(nodes, constants, outputs=("y",)):
     """x, float32 [2, 3], to float32 outputs of the same shape."""
     values = {name: np.asarray(value, np.float32) for name, value in constants.items()}
     return model_of(nodes, {"x": (2, 3)}, dict.fromkeys(outputs, (2, 3)), values)
 
 
-def op(operator: str, inputs: str, output: str, name: str, **attributes: Any) -> onnx.NodeProto:
+def op(operator, inputs, output, name, **attributes):
     return helper.make_node(operator, inputs.split(), [output], name=name, **attributes)
 
 
@@ -56,9 +51,7 @@ X = np.array([[1, 2, 3], [-4, 0.5, 0]], np.float32)
 
 @pytest.mark.parametrize("weights", ["channel", "factored"])
 @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-linears-per-tensor", "bert-int8-attention"])
-def test_the_result_passes_the_check_and_keeps_its_interface(
-    tiny_bert: Path, name: str, weights: str
-) -> None:
+def test_the_result_passes_the_check_and_keeps_its_interface(tiny_bert, name, weights):
     before, after = tiny.traced(tiny_bert, name), tiny.exported(tiny_bert, name, weights=weights)
     assert check_model(after).errors == []
     assert after.graph.input == before.graph.input
@@ -71,7 +64,7 @@ def test_the_result_passes_the_check_and_keeps_its_interface(
     assert set(scales) == {FLOAT}
 
 
-def test_nothing_is_cast_twice(tiny_bert: Path) -> None:
+def test_nothing_is_cast_twice(tiny_bert):
     graph = tiny.exported(tiny_bert)
     casts = [(n.input[0], n.attribute[0].i) for n in graph.graph.node if n.op_type == "Cast"]
     assert len(casts) == len(set(casts))
@@ -106,7 +99,7 @@ def test_nothing_is_cast_twice(tiny_bert: Path) -> None:
     ],
     ids=["layernorm", "softmax", "linear", "layer", "in-layer", "opened-again", "head"],
 )
-def test_islands_compute_in_fp32(tiny_bert: Path, rules: list[dict[str, str]], inside: Any) -> None:
+def test_islands_compute_in_fp32(tiny_bert, rules, inside):
     recipe = tiny.recipe_with(rules=[{"precision": "fp32"} | rule for rule in rules])
     plan = tiny.plan_of(recipe, load_model(str(tiny_bert)))
     twin = finish_graph(traced_twin(tiny_bert), plan, ExportSettings(20, "fp16", "channel"))
@@ -127,18 +120,18 @@ def test_islands_compute_in_fp32(tiny_bert: Path, rules: list[dict[str, str]], i
     onnx.checker.check_model(twin, full_check=True)
 
 
-def traced_twin(folder: Path) -> onnx.ModelProto:
+def traced_twin(folder):
     from qdqbench.quantize.graph.export import trace
 
     return trace(load_model(str(folder)), 20)
 
 
-def test_an_island_is_nearer_to_fp32(tiny_bert: Path) -> None:
+def test_an_island_is_nearer_to_fp32(tiny_bert):
     twin, batch = traced_twin(tiny_bert), tiny.padded_batch((16,) * 32)
     exact = tiny.run_onnx(twin, batch)
     model = load_model(str(tiny_bert))
 
-    def error(*rules: dict[str, str]) -> float:
+    def error(*rules):
         plan = tiny.plan_of(tiny.recipe_with(rules=list(rules)), model)
         done = finish_graph(twin, plan, ExportSettings(20, "fp16", "channel"))
         return float(np.abs(tiny.run_onnx(done, batch) - exact).mean())
@@ -148,7 +141,7 @@ def test_an_island_is_nearer_to_fp32(tiny_bert: Path) -> None:
     assert 0 < nothing < 0.01
 
 
-def test_an_int8_layer_in_an_fp32_island(tiny_bert: Path) -> None:
+def test_an_int8_layer_in_an_fp32_island(tiny_bert):
     """A later INT8 rule takes the linear out of the island around it; its neighbors stay."""
     recipe = tiny.recipe_with(
         rules=[{"match": "encoder.layer.0", "precision": "fp32"}, *tiny.recipe_with().model_dump()["rules"]]
@@ -161,7 +154,7 @@ def test_an_int8_layer_in_an_fp32_island(tiny_bert: Path) -> None:
 
 
 class TestConstants:
-    def test_a_mask_beyond_fp16_stays_in_fp32_up_to_the_softmax(self) -> None:
+    def test_a_mask_beyond_fp16_stays_in_fp32_up_to_the_softmax(self):
         """As that of the question's tokens in BigBird."""
         nodes = [
             helper.make_node("Mul", ["x", "far"], ["mask"], name="/Mul"),
@@ -174,7 +167,7 @@ class TestConstants:
         types = compute_types(model)
         assert (types["/Mul"], types["/Sub"], types["/Softmax"]) == ({FLOAT}, {FLOAT}, {HALF})
 
-    def test_too_large_ones_are_all_named(self, tiny_bert: Path) -> None:
+    def test_too_large_ones_are_all_named(self, tiny_bert):
         graph = tiny.traced(tiny_bert)
         first, second = (f"{name}.bias" for name in tiny.LINEARS[:2])
         values = {first: 1e5, "classifier.bias": -np.inf, second: np.nan}
@@ -186,18 +179,18 @@ class TestConstants:
         assert all(name in message for name in values)
         assert "precision: fp32" in message
 
-    def test_in_an_island_it_may_be_large(self) -> None:
+    def test_in_an_island_it_may_be_large(self):
         model = graph_of([op("Add", "x big", "y", "/island/Add")], {"big": 1e5})
         to_fp16(model, ["island"])
         np.testing.assert_array_equal(tiny.run_onnx(model, {"x": X}), X + np.float32(1e5))
 
     @pytest.mark.parametrize("value", [FP16_MAX, -FP16_MAX])
-    def test_the_largest_that_fits(self, value: float) -> None:
+    def test_the_largest_that_fits(self, value):
         model = graph_of([op("Mul", "x c", "y", "/a/Mul")], {"c": value})
         to_fp16(model)
         assert tiny.run_onnx(model, {"x": np.full((2, 3), 0.5, np.float32)})[0, 0] == value / 2
 
-    def test_what_hides_padding_is_finite(self) -> None:
+    def test_what_hides_padding_is_finite(self):
         least = float(np.finfo(np.float32).min)
         nodes = [op("Mul", "x fill", "m", "/a/Mul"), op("Softmax", "m", "y", "/a/Softmax", axis=1)]
         model = graph_of(nodes, {"fill": [least, least, least]})
@@ -205,12 +198,12 @@ class TestConstants:
         shown = np.array([[0, 0, 1], [0, 1, 1]], np.float32)
         np.testing.assert_array_equal(tiny.run_onnx(model, {"x": shown}), [[0.5, 0.5, 0], [1, 0, 0]])
 
-    def test_an_empty_one(self) -> None:
+    def test_an_empty_one(self):
         model = graph_of([op("Concat", "x none", "y", "/a/Concat", axis=1)], {"none": np.zeros((2, 0))})
         to_fp16(model)
         np.testing.assert_array_equal(tiny.run_onnx(model, {"x": X}), X)
 
-    def test_one_for_both_sides_of_a_border(self) -> None:
+    def test_one_for_both_sides_of_a_border(self):
         nodes = [op("Add", "x c", "t", "/a/Add"), op("Mul", "t c", "y", "/island/Mul")]
         model = graph_of(nodes, {"c": 3})
         to_fp16(model, ["island"])
@@ -219,7 +212,7 @@ class TestConstants:
 
 
 class TestOutputs:
-    def test_an_output_that_is_read_inside_as_well(self) -> None:
+    def test_an_output_that_is_read_inside_as_well(self):
         nodes = [op("Add", "x c", "y", "/a/Add"), op("Mul", "y c", "z", "/a/Mul")]
         model = graph_of(nodes, {"c": 3}, outputs=("y", "z"))
         to_fp16(model)
@@ -228,14 +221,14 @@ class TestOutputs:
         assert types == {"y": FLOAT, "z": FLOAT}
         np.testing.assert_array_equal(tiny.run_onnx(model, {"x": X}), X + 3)
 
-    def test_an_output_of_an_island(self) -> None:
+    def test_an_output_of_an_island(self):
         model = graph_of([op("Add", "x c", "y", "/island/Add")], {"c": 3})
         to_fp16(model, ["island"])
         assert [n.op_type for n in model.graph.node] == ["Add"]
 
 
 class TestCasts:
-    def test_chains_of_casts_to_their_own_type_go(self) -> None:
+    def test_chains_of_casts_to_their_own_type_go(self):
         nodes = [
             op("Cast", "x", "a", "/c1", to=FLOAT),
             op("Cast", "a", "b", "/c2", to=FLOAT),
@@ -246,7 +239,7 @@ class TestCasts:
         assert [(n.op_type, *n.input) for n in model.graph.node] == [("Add", "x", "x")]
         np.testing.assert_array_equal(tiny.run_onnx(model, {"x": X}), 2 * X)
 
-    def test_casts_that_convert_or_make_an_output_stay(self) -> None:
+    def test_casts_that_convert_or_make_an_output_stay(self):
         nodes = [
             op("Cast", "x", "i", "/to-int", to=TensorProto.INT64),
             op("Cast", "i", "f", "/to-float", to=FLOAT),
@@ -257,7 +250,7 @@ class TestCasts:
         assert [n.name for n in model.graph.node] == ["/to-int", "/to-float", "/to-output"]
         np.testing.assert_array_equal(tiny.run_onnx(model, {"x": X}), np.trunc(X))
 
-    def test_a_cast_of_an_integer_becomes_fp16(self) -> None:
+    def test_a_cast_of_an_integer_becomes_fp16(self):
         nodes = [
             op("Cast", "x", "i", "/a/to-int", to=TensorProto.INT64),
             op("Cast", "i", "f", "/a/to-float", to=FLOAT),
@@ -269,7 +262,7 @@ class TestCasts:
         assert compute_types(model) == {"/a/Add": {HALF}}
         np.testing.assert_array_equal(tiny.run_onnx(model, {"x": X}), np.trunc(X) + 1)
 
-    def test_constants_become_initializers(self) -> None:
+    def test_constants_become_initializers(self):
         value = np.array([1.5, 2.5, 3.5], np.float64)
         nodes = [
             helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(value)),
@@ -283,7 +276,7 @@ class TestCasts:
         np.testing.assert_array_equal(tiny.run_onnx(model, {"x": X}), X + value.astype(np.float32))
 
 
-def test_a_mean_is_summed_and_divided_in_fp32() -> None:
+def test_a_mean_is_summed_and_divided_in_fp32():
     axes = numpy_helper.from_array(np.array([1]), "axes")
     nodes = [op("ReduceSum", "x axes", "sum", "/sum"), op("Div", "sum count", "mean", "/mean")]
     small = np.full((2, 3), 2.0**-12)

@@ -3,7 +3,6 @@
 import json
 import tracemalloc
 from contextlib import nullcontext
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -23,13 +22,13 @@ ORDER = ["slow-weight-order"]  # the tiny layer stores its weights [K, N]
 FUZZ = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def written(folder: Path, data: bytes) -> Path:
+def written(folder, data):
     path = folder / "model.onnx"
     path.write_bytes(data)
     return path
 
 
-def refusal(path: Path) -> str:
+def refusal(path):
     """The one sentence that says what is wrong."""
     with pytest.raises(UserError) as caught:
         check_file(path)
@@ -40,13 +39,13 @@ def refusal(path: Path) -> str:
     return message
 
 
-def test_a_file_is_checked_like_its_model(tmp_path: Path) -> None:
+def test_a_file_is_checked_like_its_model(tmp_path):
     report = check_file(written(tmp_path, HEALTHY), allow=ORDER)
     assert report.findings == []
     assert len(report.quantized) == 6
 
 
-def test_a_file_that_is_missing(tmp_path: Path) -> None:
+def test_a_file_that_is_missing(tmp_path):
     assert "is not a file" in refusal(tmp_path / "nothing.onnx")
     assert "is not a file" in refusal(tmp_path)
 
@@ -62,26 +61,26 @@ def test_a_file_that_is_missing(tmp_path: Path) -> None:
         (HEALTHY.replace(b"\x42\x04\x0a\x00\x10\x14", b""), "holds no opset"),
     ],
 )
-def test_a_file_that_is_not_a_model(tmp_path: Path, data: bytes, says: str) -> None:
+def test_a_file_that_is_not_a_model(tmp_path, data, says):
     assert says in refusal(written(tmp_path, data))
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.6, 0.99, 0.9999])
-def test_a_truncated_file(tmp_path: Path, share: float) -> None:
+def test_a_truncated_file(tmp_path, share):
     assert "truncated" in refusal(written(tmp_path, HEALTHY[: int(share * len(HEALTHY))]))
 
 
-def test_names_that_are_not_text(tmp_path: Path) -> None:
+def test_names_that_are_not_text(tmp_path):
     data = HEALTHY.replace(b"/layer/query/Add", b"/layer/query/A\xff\xfe")
     assert "corrupted" in refusal(written(tmp_path, data))
 
 
-def test_a_file_over_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_over_the_limit_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(read, "MAX_FILE", 1000)
     assert "limit" in refusal(written(tmp_path, HEALTHY))
 
 
-def nested(*fields: int, inside: bytes) -> bytes:
+def nested(*fields, inside):
     """A protobuf message that holds `inside` in the fields on the way."""
     for number in reversed(fields):
         length = len(inside)
@@ -101,22 +100,20 @@ def nested(*fields: int, inside: bytes) -> bytes:
         nested(7, 5, inside=b"\x6a\x00" * (1 << 18)),  # a tensor with empty references to files
     ],
 )
-def test_a_file_of_empty_messages_is_not_parsed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
-) -> None:
+def test_a_file_of_empty_messages_is_not_parsed(tmp_path, monkeypatch, data):
     """Parsing these takes 30 to 100 times their size."""
     monkeypatch.setattr(read, "MAX_STRUCTURE", 1 << 18)
     assert "besides its weights" in refusal(written(tmp_path, data))
 
 
-def test_weights_do_not_count_as_structure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_do_not_count_as_structure(tmp_path, monkeypatch):
     model = healthy()
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros(1 << 18, np.float32), "large"))
     monkeypatch.setattr(read, "MAX_STRUCTURE", 1 << 17)
     assert check_file(written(tmp_path, model.SerializeToString()), allow=ORDER).findings == []
 
 
-def test_a_tensor_that_announces_more_than_it_holds(tmp_path: Path) -> None:
+def test_a_tensor_that_announces_more_than_it_holds(tmp_path):
     model = healthy()
     model.graph.initializer[0].dims[:] = [1 << 30, 1 << 30]
     path = written(tmp_path, model.SerializeToString())
@@ -126,7 +123,7 @@ def test_a_tensor_that_announces_more_than_it_holds(tmp_path: Path) -> None:
     tracemalloc.stop()
 
 
-def test_weights_in_another_file(tmp_path: Path) -> None:
+def test_weights_in_another_file(tmp_path):
     path, weights = tmp_path / "model.onnx", tmp_path / "weights.bin"
     onnx.save_model(healthy(), path, save_as_external_data=True, location=weights.name, size_threshold=0)
     assert check_file(path, allow=ORDER).findings == []
@@ -136,7 +133,7 @@ def test_weights_in_another_file(tmp_path: Path) -> None:
     assert "weights.bin, which is missing; copy that file" in refusal(path)
 
 
-def test_weights_outside_of_the_folder(tmp_path: Path) -> None:
+def test_weights_outside_of_the_folder(tmp_path):
     (tmp_path / "secret").write_bytes(bytes(100))
     (tmp_path / "model").mkdir()
     model = healthy()
@@ -144,7 +141,7 @@ def test_weights_outside_of_the_folder(tmp_path: Path) -> None:
     assert "cannot read the external data" in refusal(written(tmp_path / "model", model.SerializeToString()))
 
 
-def test_many_tensors_that_share_the_same_bytes(tmp_path: Path) -> None:
+def test_many_tensors_that_share_the_same_bytes(tmp_path):
     """A small file could ask for any amount of memory this way."""
     (tmp_path / "weights.bin").write_bytes(bytes(1000))
     model = healthy()
@@ -155,7 +152,7 @@ def test_many_tensors_that_share_the_same_bytes(tmp_path: Path) -> None:
     assert "announces 10000 bytes" in refusal(written(tmp_path, model.SerializeToString()))
 
 
-def survives(folder: Path, data: bytes) -> None:
+def survives(folder, data):
     try:
         report = check_file(written(folder, data))
     except UserError:
@@ -166,7 +163,7 @@ def survives(folder: Path, data: bytes) -> None:
 
 @FUZZ
 @given(data=st.binary(max_size=400))
-def test_random_bytes(tmp_path: Path, data: bytes) -> None:
+def test_random_bytes(tmp_path, data):
     survives(tmp_path, data)
 
 
@@ -176,7 +173,7 @@ def test_random_bytes(tmp_path: Path, data: bytes) -> None:
         st.tuples(st.integers(0, len(HEALTHY) - 1), st.binary(min_size=1, max_size=3)), min_size=1, max_size=4
     )
 )
-def test_a_file_with_bytes_overwritten(tmp_path: Path, edits: list[tuple[int, bytes]]) -> None:
+def test_a_file_with_bytes_overwritten(tmp_path, edits):
     data = bytearray(HEALTHY)
     for position, value in edits:
         data[position : position + len(value)] = value
@@ -185,15 +182,13 @@ def test_a_file_with_bytes_overwritten(tmp_path: Path, edits: list[tuple[int, by
 
 @FUZZ
 @given(start=st.integers(0, len(HEALTHY)), length=st.integers(1, 64), repeat=st.integers(0, 3))
-def test_a_file_with_a_piece_cut_out_or_repeated(
-    tmp_path: Path, start: int, length: int, repeat: int
-) -> None:
+def test_a_file_with_a_piece_cut_out_or_repeated(tmp_path, start, length, repeat):
     survives(tmp_path, HEALTHY[:start] + HEALTHY[start : start + length] * repeat + HEALTHY[start + length :])
 
 
 @FUZZ
 @given(data=st.data())
-def test_a_graph_that_is_well_formed_but_odd(tmp_path: Path, data: st.DataObject) -> None:
+def test_a_graph_that_is_well_formed_but_odd(tmp_path, data):
     """Operators, inputs, types and attributes exchanged at random: valid protobuf, rarely a valid model."""
     model = healthy(data.draw(st.sampled_from(["fp32", "fp16", "factored"])))
     nodes = model.graph.node

@@ -3,9 +3,7 @@
 import copy
 import functools
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,10 +55,10 @@ PARTS = ("query", "key", "value")
 
 
 @pytest.fixture
-def without(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def without(monkeypatch):
     """A call of a function while the export skips a rewrite."""
 
-    def call(rewrite: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    def call(rewrite, function, *arguments):
         with monkeypatch.context() as patch:
             patch.setattr(export.rewrites, rewrite, lambda model: 0)
             return function(*arguments)
@@ -68,30 +66,28 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return call
 
 
-def finished(folder: Path, name: str, compute: str, weights: str = "factored") -> onnx.ModelProto:
-    settings = ExportSettings(20, compute, weights)  # type: ignore[arg-type]
+def finished(folder, name, compute, weights="factored"):
+    settings = ExportSettings(20, compute, weights)
     return finish_graph(tiny.traced(folder, name), tiny.quantized(folder, name).plan, settings)
 
 
-def folded(graph: onnx.ModelProto) -> onnx.ModelProto:
+def folded(graph):
     fold_weights(graph)
     return graph
 
 
-def joined_modules(graph: onnx.ModelProto) -> list[str]:
+def joined_modules(graph):
     return [module_of(node.name) for node in graph.graph.node if node.name.endswith("/joined_Split")]
 
 
-def node_names(graph: onnx.ModelProto) -> list[str]:
+def node_names(graph):
     return [node.name for node in graph.graph.node]
 
 
 class TestJoining:
     @pytest.mark.parametrize("weights", ["channel", "factored"])
     @pytest.mark.parametrize("name", JOINED)
-    def test_the_same_logits_bit_for_bit(
-        self, tiny_bert: Path, without: Any, name: str, weights: str
-    ) -> None:
+    def test_the_same_logits_bit_for_bit(self, tiny_bert, without, name, weights):
         joined = finished(tiny_bert, name, "fp32", weights)
         apart = without("join_heads", finished, tiny_bert, name, "fp32", weights)
         assert joined_modules(joined) == tiny.ATTENTIONS
@@ -100,7 +96,7 @@ class TestJoining:
             np.testing.assert_array_equal(tiny.run_onnx(joined, batch), tiny.run_onnx(apart, batch))
 
     @pytest.mark.parametrize("name", JOINED)
-    def test_the_same_logits_in_fp16(self, tiny_bert: Path, without: Any, name: str) -> None:
+    def test_the_same_logits_in_fp16(self, tiny_bert, without, name):
         joined = finished(tiny_bert, name, "fp16")
         apart = without("join_heads", finished, tiny_bert, name, "fp16")
         for batch in BATCHES:
@@ -109,7 +105,7 @@ class TestJoining:
 
     @pytest.mark.parametrize("compute", ["fp32", "fp16"])
     @pytest.mark.parametrize("name", JOINED)
-    def test_the_graph_stays_sound(self, tiny_bert: Path, without: Any, name: str, compute: str) -> None:
+    def test_the_graph_stays_sound(self, tiny_bert, without, name, compute):
         joined = finished(tiny_bert, name, compute)
         apart = without("join_heads", finished, tiny_bert, name, compute)
         onnx.checker.check_model(joined, full_check=True)
@@ -125,7 +121,7 @@ class TestJoining:
         assert len(set(outputs)) == len(outputs)
 
     @pytest.mark.parametrize("name", JOINED)
-    def test_one_copy_moves_q_k_and_v(self, tiny_bert: Path, name: str) -> None:
+    def test_one_copy_moves_q_k_and_v(self, tiny_bert, name):
         graph = finished(tiny_bert, name, "fp32")
         index = GraphIndex(graph)
         for attention in tiny.ATTENTIONS:
@@ -140,7 +136,7 @@ class TestJoining:
             )
 
     @pytest.mark.parametrize("name", JOINED)
-    def test_joins_are_counted_and_made_once(self, tiny_bert: Path, name: str) -> None:
+    def test_joins_are_counted_and_made_once(self, tiny_bert, name):
         graph = folded(tiny.traced(tiny_bert, name))
         assert join_heads(graph) == tiny.LAYERS
         before = graph.SerializeToString(deterministic=True)
@@ -151,7 +147,7 @@ class TestJoining:
         "shape", [[0, 0, tiny.HEADS, tiny.HIDDEN // tiny.HEADS], [0, 0, -1, tiny.HIDDEN // tiny.HEADS]]
     )
     @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention"])
-    def test_a_constant_shape(self, tiny_bert: Path, name: str, shape: list[int]) -> None:
+    def test_a_constant_shape(self, tiny_bert, name, shape):
         graph = folded(tiny.traced(tiny_bert, name))
         index = GraphIndex(graph)
         reshapes = [n for n in graph.graph.node if n.op_type == "Reshape" and n.name[-1] != "3"]
@@ -167,12 +163,12 @@ class TestJoining:
             np.testing.assert_array_equal(tiny.run_onnx(constant, batch), wanted)
 
     @pytest.mark.parametrize("shape", [[0, 0, tiny.HEADS, -1], [0, 0, 1, 24]])  # 32 is no multiple of 24
-    def test_heads_of_unknown_size_stay(self, tiny_bert: Path, shape: list[int]) -> None:
+    def test_heads_of_unknown_size_stay(self, tiny_bert, shape):
         graph = folded(tiny.traced(tiny_bert))
         with_constants(graph, shape)
         assert_untouched(graph)
 
-    def test_a_transpose_that_reverses_all_axes_stays(self, tiny_bert: Path) -> None:
+    def test_a_transpose_that_reverses_all_axes_stays(self, tiny_bert):
         graph = folded(tiny.traced(tiny_bert))
         index = GraphIndex(graph)
         for node in graph.graph.node:
@@ -181,15 +177,13 @@ class TestJoining:
                 del node.attribute[:]  # no perm: its default
         assert_untouched(graph)
 
-    def test_twins_stay(self, tiny_bert: Path) -> None:
+    def test_twins_stay(self, tiny_bert):
         twin = tiny.twin(tiny_bert)
         assert joined_modules(twin) == []
         assert_untouched(twin)
 
     @pytest.mark.parametrize(("part", "precision"), [("query", "fp16"), ("key", "fp16"), ("value", "fp32")])
-    def test_a_linear_that_is_not_int8_is_not_joined(
-        self, tiny_bert: Path, part: str, precision: str
-    ) -> None:
+    def test_a_linear_that_is_not_int8_is_not_joined(self, tiny_bert, part, precision):
         rules = [
             {"match": "encoder.layer.*", "type": "Linear"} | tiny.INT8,
             {"match": f"encoder.layer.0.*.{part}", "type": "Linear", "precision": precision},
@@ -201,7 +195,7 @@ class TestJoining:
         onnx.checker.check_model(graph, full_check=True)
 
     @pytest.mark.parametrize("part", PARTS)
-    def test_linears_of_another_input_scale_are_not_joined(self, tiny_bert: Path, part: str) -> None:
+    def test_linears_of_another_input_scale_are_not_joined(self, tiny_bert, part):
         graph = tiny.traced(tiny_bert)
         quantizer = f"/bert/encoder/layer.1/attention/self/{part}/input_quantizer/QuantizeLinear"
         scale = next(n for n in graph.graph.node if n.name == quantizer).input[1]
@@ -210,7 +204,7 @@ class TestJoining:
         graph = finish_graph(graph, plan, ExportSettings(20, "fp32", "factored"))
         assert joined_modules(graph) == tiny.ATTENTIONS[:1]
 
-    def test_a_product_that_something_else_reads_is_not_joined(self, tiny_bert: Path) -> None:
+    def test_a_product_that_something_else_reads_is_not_joined(self, tiny_bert):
         graph = folded(tiny.traced(tiny_bert))
         product = next(n for n in graph.graph.node if n.name.endswith("layer.0/attention/self/key/MatMul"))
         graph.graph.node.append(helper.make_node("Neg", list(product.output), ["minus"], name="/x/Neg"))
@@ -229,14 +223,14 @@ class TestJoining:
         (["0.attention.self.key", "1.attention.self.query"], 0, None),
     ],
 )
-def test_attentions_that_were_not_joined(left_out: list[str], joined: int, says: str | None) -> None:
+def test_attentions_that_were_not_joined(left_out, joined, says):
     """Only an attention with all of q, k and v in INT8 can be joined."""
     linears = [name for name in tiny.LINEARS if not name.endswith(tuple(left_out))]
     note = note_unjoined(BERT, linears, joined)
     assert (note is None) if says is None else (note is not None and note.startswith(says))
 
 
-def with_constants(graph: onnx.ModelProto, shape: list[int]) -> None:
+def with_constants(graph, shape):
     """Give the Reshape of q, k and v a constant shape."""
     index = GraphIndex(graph)
     graph.graph.initializer.append(numpy_helper.from_array(np.array(shape, np.int64), f"shape {shape}"))
@@ -249,14 +243,14 @@ def with_constants(graph: onnx.ModelProto, shape: list[int]) -> None:
     assert count == 3 * tiny.LAYERS
 
 
-def assert_untouched(graph: onnx.ModelProto) -> None:
+def assert_untouched(graph):
     before = graph.SerializeToString(deterministic=True)
     assert join_heads(graph) == 0
     assert graph.SerializeToString(deterministic=True) == before
 
 
 @functools.cache
-def one_gelu(dtype: str) -> Any:
+def one_gelu(dtype):
     """The sigmoid form of one tanh GELU; every operation rounds to `dtype`."""
     kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     node = helper.make_node("Gelu", ["x"], ["y"], name="/act/Gelu", approximate="tanh")
@@ -271,13 +265,13 @@ def one_gelu(dtype: str) -> Any:
     return ReferenceEvaluator(model)
 
 
-def sigmoid_form(x: Floats) -> Floats:
+def sigmoid_form(x):
     # infinite squares are meant, and the reference's sigmoid computes a branch that it then drops
     with np.errstate(over="ignore", invalid="ignore"):
         return np.asarray(one_gelu(x.dtype.name).run(None, {"x": x})[0])
 
 
-def gelu(x: Floats, approximate: str) -> Floats:
+def gelu(x, approximate):
     """PyTorch's, in float64."""
     import torch
 
@@ -289,10 +283,10 @@ class TestGelu:
     @settings(deadline=None)
     @given(x=arrays.arrays(np.float64, 8, elements=st.floats(-65504, 65504) | st.floats(-8, 8)))
     @example(x=np.array([0.0, -0.0, 5e-324, -1e-300, 65504, -65504, 1, -1]))
-    def test_the_sigmoid_form_is_the_tanh_form(self, x: Floats) -> None:
+    def test_the_sigmoid_form_is_the_tanh_form(self, x):
         np.testing.assert_allclose(sigmoid_form(x), gelu(x, "tanh"), rtol=1e-6, atol=1e-6)
 
-    def test_every_number_of_fp16(self) -> None:
+    def test_every_number_of_fp16(self):
         every = np.arange(2**16, dtype=np.uint16).view(np.float16)
         x = every[np.isfinite(every)]
         assert x.max() == -x.min() == 65504
@@ -304,14 +298,14 @@ class TestGelu:
         np.testing.assert_array_equal(found[x > 6], x[x > 6])
         assert not found[x < -8].any()
 
-    def test_the_forms_of_gelu_are_near(self) -> None:
+    def test_the_forms_of_gelu_are_near(self):
         """The figure that recipe.py and `models.use_tanh_gelu` give."""
         dense = np.linspace(-10, 10, 2_000_001)
         apart = np.abs(gelu(dense, "tanh") - gelu(dense, "none"))
         assert 4.7e-4 < apart.max() <= 5e-4
         assert 2.6 < abs(dense[apart.argmax()]) < 2.8
 
-    def test_exact_gelus_stay(self, tiny_bert: Path) -> None:
+    def test_exact_gelus_stay(self, tiny_bert):
         graph = finished(tiny_bert, "bert-int8-linears", "fp32")
         gelus = [n for n in graph.graph.node if n.op_type == "Gelu"]
         assert len(gelus) == tiny.LAYERS
@@ -321,7 +315,7 @@ class TestGelu:
             assert not node.attribute or node.attribute[0].s == b"none"
         assert graph.SerializeToString(deterministic=True) == before
 
-    def test_only_the_tanh_form_is_rewritten(self) -> None:
+    def test_only_the_tanh_form_is_rewritten(self):
         nodes = [
             helper.make_node("Gelu", ["x"], ["a"], name="/a/Gelu"),
             helper.make_node("Gelu", ["a"], ["b"], name="/b/Gelu", approximate="tanh"),
@@ -336,10 +330,10 @@ class TestGelu:
         np.testing.assert_allclose(tiny.run_onnx(model, feeds), before, atol=1e-6)
 
     @pytest.mark.parametrize("compute", ["fp32", "fp16"])
-    def test_in_a_model(self, tiny_bert: Path, without: Any, compute: str) -> None:
+    def test_in_a_model(self, tiny_bert, without, compute):
         model, plan, _ = with_tanh_gelu(tiny_bert)
         graph = trace(model, 20)
-        form = ExportSettings(20, compute, "factored")  # type: ignore[arg-type]
+        form = ExportSettings(20, compute, "factored")
         short = finish_graph(graph, plan, form)
         long = without("shorten_gelu", finish_graph, graph, plan, form)
         onnx.checker.check_model(short, full_check=True)
@@ -357,7 +351,7 @@ class TestGelu:
 
 
 @functools.cache
-def with_tanh_gelu(folder: Path, name: str = "bert-int8-linears") -> tiny.Quantized:
+def with_tanh_gelu(folder, name="bert-int8-linears"):
     model = load_model(str(folder))
     use_tanh_gelu(model, "tiny")
     plan = tiny.plan_of(tiny.recipe_with(name), model)
@@ -367,8 +361,8 @@ def with_tanh_gelu(folder: Path, name: str = "bert-int8-linears") -> tiny.Quanti
 
 @pytest.mark.parametrize("name", JOINED)
 def test_an_engine_merges_q_k_and_v_and_moves_them_in_one_kernel(
-    tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: Any, name: str
-) -> None:
+    tiny_bert, tmp_path, monkeypatch, without, name
+):
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
     monkeypatch.setattr(trt, "find_gpu", lambda: None)  # ahead of time on any machine
     backend = trt.choose_backend("tensorrt_rtx")
@@ -399,22 +393,22 @@ EVERY = {"match": "encoder.layer.*", "type": "Linear"} | tiny.INT8
 
 
 @pytest.fixture(scope="module")
-def straight(tiny_bert: Path) -> tiny.Quantized:
+def straight(tiny_bert):
     """k and v with one weight scale each, in an INT8 attention."""
     return tiny.calibrate(tiny_bert, tiny.recipe_with("bert-int8-attention", rules=[EVERY, *STRAIGHT]))
 
 
 @pytest.fixture(scope="module")
-def graphs(straight: tiny.Quantized) -> dict[str, onnx.ModelProto]:
+def graphs(straight):
     """Its graphs for TensorRT-RTX; shared, so never changed."""
     made = trace(straight.model, 20)
-    types: tuple[Literal["fp16", "fp32"], ...] = ("fp16", "fp32")
+    types = ("fp16", "fp32")
     return {
         each: finish_graph(made, straight.plan, ExportSettings(20, each, "factored", False)) for each in types
     }
 
 
-def kinds(model: onnx.ModelProto, folder: Path) -> list[str]:
+def kinds(model, folder):
     """Kernels of the first layer in an engine that is built ahead of time."""
     pytest.importorskip("tensorrt_rtx")
     onnx.save(model, folder / "model.onnx")
@@ -427,7 +421,7 @@ def kinds(model: onnx.ModelProto, folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["bert-int8-attention"])
-def test_the_same_logits_bit_for_bit(tiny_bert: Path, name: str) -> None:
+def test_the_same_logits_bit_for_bit(tiny_bert, name):
     graph = tiny.copied(tiny.traced(tiny_bert, name))
     fold_weights(graph)
     other = tiny.copied(graph)
@@ -437,7 +431,7 @@ def test_the_same_logits_bit_for_bit(tiny_bert: Path, name: str) -> None:
         np.testing.assert_array_equal(tiny.run_onnx(other, batch), tiny.run_onnx(graph, batch))
 
 
-def test_what_is_turned_is_known(tiny_bert: Path) -> None:
+def test_what_is_turned_is_known(tiny_bert):
     graph = tiny.copied(tiny.traced(tiny_bert, "bert-int8-attention"))
     assert list_sequence_first(graph) == set()
     assert use_sequence_first(graph) == tiny.LAYERS
@@ -447,11 +441,11 @@ def test_what_is_turned_is_known(tiny_bert: Path) -> None:
     assert list_sequence_first(graph).isdisjoint(value.name for value in graph.graph.input)
 
 
-def _norms(graph: onnx.ModelProto) -> list[str]:
+def _norms(graph):
     return [n.output[0] for n in graph.graph.node if n.op_type == "LayerNormalization"]
 
 
-def test_what_mixes_tokens_gets_them_back(tiny_bert: Path) -> None:
+def test_what_mixes_tokens_gets_them_back(tiny_bert):
     """A sum over tokens behind the first layer: the graph stays right, turned up to there or not at all."""
     graph = tiny.copied(tiny.traced(tiny_bert, "bert-int8-attention"))
     end = next(name for name in _norms(graph) if "layer.0/output/LayerNorm" in name)
@@ -467,7 +461,7 @@ def test_what_mixes_tokens_gets_them_back(tiny_bert: Path) -> None:
         np.testing.assert_array_equal(tiny.run_onnx(other, batch), tiny.run_onnx(graph, batch))
 
 
-def test_answers_to_tokens_stay_in_their_order(tiny_bert: Path) -> None:
+def test_answers_to_tokens_stay_in_their_order(tiny_bert):
     """A head that computes every token alone ends the graph, and another reads what is behind it."""
     graph = tiny.copied(tiny.traced(tiny_bert, "bert-int8-attention"))
     end = _norms(graph)[-1]
@@ -486,7 +480,7 @@ def test_answers_to_tokens_stay_in_their_order(tiny_bert: Path) -> None:
         np.testing.assert_array_equal(value, theirs[name])
 
 
-def test_a_clip_after_a_linear_that_is_scaled_changes_no_number_and_is_counted() -> None:
+def test_a_clip_after_a_linear_that_is_scaled_changes_no_number_and_is_counted():
     nodes = [
         helper.make_node("MatMul", ["x", "w"], ["y"], name="linear"),
         helper.make_node("Mul", ["y", "first"], ["a"]),
@@ -504,7 +498,7 @@ def test_a_clip_after_a_linear_that_is_scaled_changes_no_number_and_is_counted()
     np.testing.assert_array_equal(tiny.run_onnx(graph, feeds), before)
 
 
-def test_a_graph_without_attention_stays(tiny_bert: Path) -> None:
+def test_a_graph_without_attention_stays(tiny_bert):
     graph = tiny.copied(tiny.traced(tiny_bert, "bert-int8-attention"))
     for node in graph.graph.node:
         if node.op_type == "LayerNormalization":
@@ -515,18 +509,14 @@ def test_a_graph_without_attention_stays(tiny_bert: Path) -> None:
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
-def test_parity_compares_in_the_order_of_the_model(
-    straight: tiny.Quantized, graphs: dict[str, onnx.ModelProto], compute: str
-) -> None:
+def test_parity_compares_in_the_order_of_the_model(straight, graphs, compute):
     graph = graphs[compute]
     assert list_sequence_first(graph)
     found = compare_layers(graph, straight.model, [tiny.padded_batch()])
     assert found.passed, [row.name for row in found.rows if not row.holds]
 
 
-def test_blocks_are_cut_in_the_order_of_the_model(
-    straight: tiny.Quantized, graphs: dict[str, onnx.ModelProto]
-) -> None:
+def test_blocks_are_cut_in_the_order_of_the_model(straight, graphs):
     stitched = stitch(graphs["fp16"], BERT)
     onnx.checker.check_model(stitched.model, full_check=True)
     batch = tiny.padded_batch((16, 3, 9))
@@ -539,7 +529,7 @@ def test_blocks_are_cut_in_the_order_of_the_model(
         assert np.linalg.norm(got[block.output] - wanted) < 0.03 * np.linalg.norm(wanted), block.name
 
 
-def test_bisect_finds_no_fault_in_a_right_graph(graphs: dict[str, onnx.ModelProto], tmp_path: Path) -> None:
+def test_bisect_finds_no_fault_in_a_right_graph(graphs, tmp_path):
     """Its own hidden states, cut where the graph has them the other way."""
     onnx.save(graphs["fp16"], tmp_path / "model.onnx")
     batch = tiny.padded_batch((16, 3, 9))
@@ -548,9 +538,7 @@ def test_bisect_finds_no_fault_in_a_right_graph(graphs: dict[str, onnx.ModelProt
     assert len(found.blocks) == tiny.LAYERS + 2
 
 
-def test_biases_that_are_zero_in_the_model_itself_stay(
-    straight: tiny.Quantized, graphs: dict[str, onnx.ModelProto]
-) -> None:
+def test_biases_that_are_zero_in_the_model_itself_stay(straight, graphs):
     model = copy.deepcopy(straight.model)
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -564,8 +552,8 @@ def test_biases_that_are_zero_in_the_model_itself_stay(
 
 @pytest.mark.parametrize(("qkv", "gemms", "copies"), [("separate", 6, 0), ("shared", 4, 1)])
 def test_a_straight_q_needs_no_kernel_and_a_merged_one_shares_gemm_and_copy(
-    tiny_bert: Path, tmp_path: Path, qkv: str, gemms: int, copies: int
-) -> None:
+    tiny_bert, tmp_path, qkv, gemms, copies
+):
     rules = [EVERY, *STRAIGHT, *tiny.one_scale("query")]
     export = {"opset": 20, "max_length": 128, "qkv_scales": qkv}
     made = tiny.calibrate(tiny_bert, tiny.recipe_with("bert-int8-attention", rules=rules, export=export))
@@ -579,9 +567,7 @@ def test_a_straight_q_needs_no_kernel_and_a_merged_one_shares_gemm_and_copy(
     assert ours.count("attention") == 1
 
 
-def test_nothing_stands_between_the_gemms_of_k_and_v_and_the_attention(
-    graphs: dict[str, onnx.ModelProto], tmp_path: Path
-) -> None:
+def test_nothing_stands_between_the_gemms_of_k_and_v_and_the_attention(graphs, tmp_path):
     graph = graphs["fp16"]
     names = {node.name for node in graph.graph.node}
     assert not any("key/Add" in name or "value/Add" in name or "key/MatMul_factor" in name for name in names)

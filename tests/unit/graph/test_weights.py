@@ -1,9 +1,6 @@
 """INT8 codes of weights, and the two forms of their scales."""
 
 import functools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,7 +42,7 @@ ties = arrays.arrays(np.float32, (ROWS, COLUMNS), elements=st.integers(-260, 260
 
 
 @functools.cache
-def quantize_linear(axis: int) -> Callable[[Floats, Floats], npt.NDArray[np.int8]]:
+def quantize_linear(axis):
     """QuantizeLinear of ONNX Runtime."""
     node = helper.make_node("QuantizeLinear", ["x", "s", "z"], ["y"], axis=axis)
     size = (ROWS, COLUMNS)
@@ -63,13 +60,13 @@ def quantize_linear(axis: int) -> Callable[[Floats, Floats], npt.NDArray[np.int8
     | st.just(np.ones(ROWS, np.float32)),
 )
 @example(weight=np.full((ROWS, COLUMNS), -128.5, np.float32), scale=np.asarray(np.float32(1)))
-def test_codes_are_those_of_onnx_runtime_bit_for_bit(weight: Floats, scale: Floats) -> None:
+def test_codes_are_those_of_onnx_runtime_bit_for_bit(weight, scale):
     np.testing.assert_array_equal(quantize_weights(weight, scale, 0), quantize_linear(0)(weight, scale))
 
 
 @settings(deadline=None)
 @given(weight=weights, scale=arrays.arrays(np.float32, COLUMNS, elements=scales))
-def test_the_channel_axis(weight: Floats, scale: Floats) -> None:
+def test_the_channel_axis(weight, scale):
     codes = quantize_weights(weight, scale, 1)
     np.testing.assert_array_equal(codes, quantize_linear(1)(weight, scale))
     np.testing.assert_array_equal(codes, quantize_weights(weight.T, scale, 0).T)
@@ -77,7 +74,7 @@ def test_the_channel_axis(weight: Floats, scale: Floats) -> None:
 
 @settings(deadline=None)
 @given(weight=weights, scale=arrays.arrays(np.float32, ROWS, elements=scales))
-def test_codes_are_those_of_torch_and_modelopt_off_the_ties(weight: Floats, scale: Floats) -> None:
+def test_codes_are_those_of_torch_and_modelopt_off_the_ties(weight, scale):
     # both multiply by a reciprocal where QuantizeLinear divides: a tie may go either way
     import torch
 
@@ -93,7 +90,7 @@ def test_codes_are_those_of_torch_and_modelopt_off_the_ties(weight: Floats, scal
         assert np.abs(step).max() <= 1
 
 
-def modelopt(weight: Floats, scale: Floats) -> Floats:
+def modelopt(weight, scale):
     import torch
 
     from qdqbench.quantize.calibration.fakequant.quantizers import import_modelopt
@@ -108,7 +105,7 @@ def modelopt(weight: Floats, scale: Floats) -> Floats:
         return np.asarray(quantizer(torch.from_numpy(weight)).numpy())
 
 
-def test_folded_codes_dequantize_to_the_fake_quant_weights(tiny_bert: Path) -> None:
+def test_folded_codes_dequantize_to_the_fake_quant_weights(tiny_bert):
     model = quantized(tiny_bert).model
     graph = exported(tiny_bert, compute="fp32")
     for name in LINEARS:
@@ -121,7 +118,7 @@ def test_folded_codes_dequantize_to_the_fake_quant_weights(tiny_bert: Path) -> N
 
 
 class TestFolding:
-    def test_every_weight_is_int8_behind_one_dq(self, tiny_bert: Path) -> None:
+    def test_every_weight_is_int8_behind_one_dq(self, tiny_bert):
         graph = traced(tiny_bert)
         before = graph.ByteSize()
         assert fold_weights(graph) == LINEARS
@@ -139,7 +136,7 @@ class TestFolding:
         assert len(quantizers) == len(LINEARS)  # of the inputs
 
     @pytest.mark.parametrize("weights", ["channel", "factored"])
-    def test_codes_are_stored_along_k_behind_a_transpose(self, tiny_bert: Path, weights: str) -> None:
+    def test_codes_are_stored_along_k_behind_a_transpose(self, tiny_bert, weights):
         graph = exported(tiny_bert, compute="fp32", weights=weights)
         index = GraphIndex(graph)
         found = []
@@ -159,13 +156,13 @@ class TestFolding:
             found.append(name)
         assert found == LINEARS
 
-    def test_folding_changes_no_number(self, tiny_bert: Path) -> None:
+    def test_folding_changes_no_number(self, tiny_bert):
         graph, batch = traced(tiny_bert), padded_batch()
         before = run_onnx(graph, batch)
         fold_weights(graph)
         np.testing.assert_allclose(run_onnx(graph, batch), before, rtol=1e-5)
 
-    def test_a_shared_weight_is_refused(self, tiny_bert: Path) -> None:
+    def test_a_shared_weight_is_refused(self, tiny_bert):
         graph = traced(tiny_bert)
         weight = next(
             n
@@ -177,7 +174,7 @@ class TestFolding:
         with pytest.raises(CheckFailed, match=rf"quantized weight {LINEARS[0]}\.weight feeds 2 nodes"):
             fold_weights(graph)
 
-    def test_nothing_to_fold(self, tiny_bert: Path) -> None:
+    def test_nothing_to_fold(self, tiny_bert):
         graph = exported(tiny_bert)
         before = graph.SerializeToString(deterministic=True)
         assert fold_weights(graph) == []
@@ -185,12 +182,12 @@ class TestFolding:
 
 
 class TestFactoring:
-    def scalar(self, graph: onnx.ModelProto, name: str) -> float:
+    def scalar(self, graph, name):
         found = tensor(graph, f"{name}.weight_scalar")
         assert found.shape == ()
         return float(found)
 
-    def test_the_same_codes_and_the_same_scales(self, tiny_bert: Path) -> None:
+    def test_the_same_codes_and_the_same_scales(self, tiny_bert):
         channel, factored = (exported(tiny_bert, compute="fp32", weights=w) for w in ("channel", "factored"))
         for name in LINEARS:
             codes = [tensor(graph, f"{name}.weight_int8") for graph in (channel, factored)]
@@ -201,7 +198,7 @@ class TestFactoring:
             np.testing.assert_allclose(product, tensor(channel, f"{name}.weight_scale"), rtol=2e-7)
         assert not any("weight_scale" in t.name for t in factored.graph.initializer)
 
-    def test_linears_of_one_input_share_the_scalar(self, tiny_bert: Path) -> None:
+    def test_linears_of_one_input_share_the_scalar(self, tiny_bert):
         graph = exported(tiny_bert, compute="fp32")
         scales = {name: tensor(graph, f"{name}.weight_scale") * 2.0**i for i, name in enumerate(LINEARS)}
         for name, scale in scales.items():
@@ -219,14 +216,14 @@ class TestFactoring:
         assert all(np.log2(self.scalar(graph, name)) % 1 == 0 for name in LINEARS)
         assert len({self.scalar(graph, name) for name in LINEARS}) >= 6
 
-    def test_the_same_layers_numerically(self, tiny_bert: Path) -> None:
+    def test_the_same_layers_numerically(self, tiny_bert):
         model = quantized(tiny_bert).model
         graph = exported(tiny_bert, compute="fp32", weights="factored")
         rows = compare_layers(graph, model, [padded_batch()]).rows
         assert len(rows) == len(LINEARS)
         assert max(row.output_rel_error or 0.0 for row in rows) < 1e-5
 
-    def test_per_tensor_weights_stay_where_the_input_is_their_own(self, tiny_bert: Path) -> None:
+    def test_per_tensor_weights_stay_where_the_input_is_their_own(self, tiny_bert):
         name = "bert-int8-linears-per-tensor"
         channel, factored = (exported(tiny_bert, name, "fp32", form) for form in ("channel", "factored"))
         scales = {each: tensor(channel, f"{each}.weight_scale") for each in LINEARS}
@@ -249,7 +246,7 @@ class TestFactoring:
             np.testing.assert_allclose(run_onnx(factored, batch), run_onnx(channel, batch), atol=1e-5, rtol=0)
 
     @pytest.mark.parametrize("change", ["input scale", "alone"])
-    def test_per_tensor_weights_without_a_partner_stay(self, tiny_bert: Path, change: str) -> None:
+    def test_per_tensor_weights_without_a_partner_stay(self, tiny_bert, change):
         """Only linears that read one tensor with one scale can merge."""
         name = "bert-int8-linears-per-tensor"
         graph = traced(tiny_bert, name)
@@ -271,20 +268,20 @@ class TestFactoring:
 
 
 @pytest.fixture(scope="module")
-def gemms(tiny_bert: Path) -> Any:
+def gemms(tiny_bert):
     """Everything in INT8: pooler and classifier are Gemms in the trace."""
     found = calibrate(tiny_bert, recipe_with(rules=[{"match": "*"} | INT8]))
     return found, trace(found.model, 20)
 
 
 @pytest.mark.parametrize("form", ["channel", "factored"])
-def test_gemms_become_matmul_and_add(gemms: Any, form: str) -> None:
+def test_gemms_become_matmul_and_add(gemms, form):
     (model, plan, _), graph = gemms
     assert [n.name for n in graph.graph.node if n.op_type == "Gemm"] == [
         "/bert/pooler/dense/Gemm",
         "/classifier/Gemm",
     ]
-    done = finish_graph(graph, plan, ExportSettings(20, "fp32", form))  # type: ignore[arg-type]
+    done = finish_graph(graph, plan, ExportSettings(20, "fp32", form))
     operators = {n.name: n.op_type for n in done.graph.node}
     assert "Gemm" not in operators.values()
     assert operators["/classifier/Gemm"] == "MatMul"
@@ -300,7 +297,7 @@ ONE = [[1.0, 2.0, 4.0], [-8.0, 0.5, 127.0]]
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("transposed", [0, 1])
-def test_one_gemm_by_hand(bias: bool, transposed: int) -> None:
+def test_one_gemm_by_hand(bias, transposed):
     """Y = X W + b with a weight scale per output channel, in both layouts of W and both forms of scales."""
     weight = np.array(ONE, np.float32)  # [K, N]
     scale = np.array([0.5, 0.25, 1.0], np.float32)
@@ -330,7 +327,7 @@ def test_one_gemm_by_hand(bias: bool, transposed: int) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, float("inf")])
-def test_scales_that_no_factor_tells_apart_are_refused(scale: float) -> None:
+def test_scales_that_no_factor_tells_apart_are_refused(scale):
     constants = [
         *(helper.make_tensor(f"{name}_codes", TensorProto.INT8, [2, 2], [1, 2, 3, 4]) for name in "ab"),
         helper.make_tensor("scales", TensorProto.FLOAT, [2], [scale, scale]),

@@ -171,11 +171,11 @@ def test_a_maximum_of_int8_codes_is_that_of_the_values():
 # the reader
 
 
-def line(name: str, scale: float) -> str:
+def line(name, scale):
     return f"{name}: {struct.pack('>f', scale).hex()}"
 
 
-def written(path, *lines: str, head: str = "TRT-8601-EntropyCalibration2"):
+def written(path, *lines, head="TRT-8601-EntropyCalibration2"):
     path.write_text("\n".join([head, *lines, ""]))
     return path
 

@@ -1,8 +1,6 @@
 """`check` on a tiny BERT layer: clean when healthy, and each broken one names its node alone."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -21,17 +19,17 @@ from ...support import tiny_layer as tiny
 ORDER = "slow-weight-order"
 
 
-def checked(model: onnx.ModelProto, allow: tuple[str, ...] = (), **options: Any) -> CheckReport:
+def checked(model, allow=(), **options):
     """The report without the order of weights: the tiny layer has them [K, N], and tests of its own below."""
     return check_model(model, allow=(*allow, ORDER), **options)
 
 
-def found(report: CheckReport) -> list[tuple[str, str]]:
+def found(report):
     return [(row.code, row.node) for row in report.findings]
 
 
 @pytest.mark.parametrize(("scales", "code"), [(0, "bad-scale"), (5, "wrong-weight-axis")])
-def test_scales_that_are_none_or_of_another_number_are_refused(scales: int, code: str) -> None:
+def test_scales_that_are_none_or_of_another_number_are_refused(scales, code):
     """TensorRT-RTX 1.7.1 builds neither; the first had no finding, the second was called slow."""
     model = tiny.healthy("fp32")
     for name in ("scale", "zero_point"):
@@ -42,7 +40,7 @@ def test_scales_that_are_none_or_of_another_number_are_refused(scales: int, code
 
 
 @pytest.mark.parametrize("case", broken.CASES, ids=broken.IDS)
-def test_a_broken_model_names_the_node_and_nothing_else(case: broken.Case) -> None:
+def test_a_broken_model_names_the_node_and_nothing_else(case):
     report = checked(case.broken())
     assert found(report) == [(case.code, case.node)]
     (row,), kind = report.findings, read_kinds("graph")[case.code]
@@ -52,18 +50,18 @@ def test_a_broken_model_names_the_node_and_nothing_else(case: broken.Case) -> No
     assert checked(case.broken(), allow=(case.code,)).findings == []
 
 
-def test_every_code_has_a_broken_model() -> None:
+def test_every_code_has_a_broken_model():
     below = {"no-qdq", "recipe-missing", "recipe-surplus", "batch-dependent", ORDER}
     assert {case.code for case in broken.CASES} | below == set(read_kinds("graph"))
 
 
-def test_the_parser_agrees() -> None:
+def test_the_parser_agrees():
     """What TensorRT refuses at once, and what it takes without a word, is as the rules say."""
     trt = pytest.importorskip("tensorrt_rtx")
     logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
     builder = trt.Builder(logger)
 
-    def refused(model: onnx.ModelProto) -> bool:
+    def refused(model):
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         return not trt.OnnxParser(network, logger).parse(model.SerializeToString())
 
@@ -75,14 +73,14 @@ def test_the_parser_agrees() -> None:
 NOT_COUNTED = [name for name in broken.IDS if name.endswith(("opset-too-low", "invalid-onnx", "uint8"))]
 
 
-def in_int8(report: CheckReport) -> int | None:
+def in_int8(report):
     """Linears of the layer that `check` counts as INT8; None: it says that no engine is built."""
     rows = [row for row in report.gemms if row.node in tiny.LINEARS]
     return None if report.refusals else sum(row.state == "INT8" for row in rows)
 
 
 @pytest.mark.parametrize(("name", "case"), [*zip(broken.IDS, broken.CASES, strict=True)], ids=broken.IDS)
-def test_what_is_counted_is_what_the_engine_ran(name: str, case: broken.Case) -> None:
+def test_what_is_counted_is_what_the_engine_ran(name, case):
     report = checked(case.broken())
     if name in NOT_COUNTED:  # less, never more
         assert (in_int8(report) or 0) <= (case.int8 or 0)
@@ -95,7 +93,7 @@ def test_what_is_counted_is_what_the_engine_ran(name: str, case: broken.Case) ->
 
 
 @pytest.mark.long
-def test_the_engine_agrees(tmp_path: Path) -> None:
+def test_the_engine_agrees(tmp_path):
     """`Case.int8` is what layer tables of TensorRT-RTX say."""
     pytest.importorskip("tensorrt_rtx")
     builder = choose_backend("tensorrt_rtx")
@@ -110,7 +108,7 @@ def test_the_engine_agrees(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", tiny.FORMS)
 @pytest.mark.parametrize("int8_attention", [True, False])
-def test_the_healthy_model_is_clean(form: str, int8_attention: bool) -> None:
+def test_the_healthy_model_is_clean(form, int8_attention):
     model = tiny.healthy(form, int8_attention=int8_attention)
     before = model.SerializeToString(deterministic=True)
     report = checked(model)
@@ -124,27 +122,27 @@ def test_the_healthy_model_is_clean(form: str, int8_attention: bool) -> None:
     assert model.SerializeToString(deterministic=True) == before
 
 
-def two_casts(model: onnx.ModelProto) -> None:
+def two_casts(model):
     for number, kind in enumerate((TensorProto.FLOAT, TensorProto.FLOAT16)):
         tiny.insert(model, tiny.QUERY, 0, tiny.make("Cast", f"/cast{number}", to=kind))
 
 
-def scalar_factor(model: onnx.ModelProto) -> None:
+def scalar_factor(model):
     tiny.insert(model, tiny.QUERY, 0, tiny.make("Mul", "/mul", tiny.give(model, "factor", 0.5, np.float16)))
     divisor = tiny.give(model, "divisor", [[2]], np.float16)
     tiny.insert(model, tiny.QUERY, 0, tiny.make("Div", "/div", divisor))
 
 
-def moved(model: onnx.ModelProto) -> None:
+def moved(model):
     shape = tiny.give(model, "flat", [tiny.LENGTH, tiny.HIDDEN], np.int64)
     tiny.insert(model, tiny.QUERY, 0, tiny.make("Reshape", "/flat", shape), tiny.make("Identity", "/same"))
 
 
-def right_gemm(model: onnx.ModelProto) -> None:
+def right_gemm(model):
     broken.quantized_gemm(model, axis=0)
 
 
-def large_in_fp32_island(model: onnx.ModelProto) -> None:
+def large_in_fp32_island(model):
     """A mask of -3.4e38 that softmax reads in FP32, in a model that is FP16 elsewhere."""
     broken.mask_in_fp32(model)
     for name in ("/mask/Cast_1", "/layer/self/p/Cast"):
@@ -165,7 +163,7 @@ def large_in_fp32_island(model: onnx.ModelProto) -> None:
         ("fp16", tiny.at_opset(23)),
     ],
 )
-def test_what_the_engine_takes_in_int8_is_clean(form: str, edit: tiny.Edit) -> None:
+def test_what_the_engine_takes_in_int8_is_clean(form, edit):
     model = tiny.healthy(form)
     edit(model)
     report = checked(model)
@@ -173,7 +171,7 @@ def test_what_the_engine_takes_in_int8_is_clean(form: str, edit: tiny.Edit) -> N
     assert tiny.QUERY in report.quantized
 
 
-def test_uint8_activations_run_in_an_engine_that_multiplies_them() -> None:
+def test_uint8_activations_run_in_an_engine_that_multiplies_them():
     model = tiny.healthy()
     tiny.store(model, "/layer/query/input.zero_point", 0, np.uint8)
     report = checked(model, unsigned=True)
@@ -183,13 +181,13 @@ def test_uint8_activations_run_in_an_engine_that_multiplies_them() -> None:
     assert {row.code for row in checked(model, unsigned=True).findings} >= {"uint8"}
 
 
-def test_uint8_is_not_counted_as_quantized() -> None:
+def test_uint8_is_not_counted_as_quantized():
     model = tiny.healthy()
     tiny.store(model, "/layer/query/input.zero_point", 0, np.uint8)
     assert tiny.QUERY in checked(model).not_quantized
 
 
-def in_nk(model: onnx.ModelProto, *modules: str) -> onnx.ModelProto:
+def in_nk(model, *modules):
     """Weights as `fold_weights` stores them: codes [N, K], scales along axis 0, a Transpose behind the DQ."""
     for name in modules:
         dq = tiny.node(model, f"/layer/{name}/weight/DQ")
@@ -205,12 +203,12 @@ def in_nk(model: onnx.ModelProto, *modules: str) -> onnx.ModelProto:
 ALL = ("query", "key", "value", "output")
 
 
-def orders(model: onnx.ModelProto) -> list[tuple[str, str]]:
+def orders(model):
     return [(row.node, row.why.partition(" stored [K, N]")[0]) for row in check_model(model).findings]
 
 
 @pytest.mark.parametrize("form", tiny.FORMS)
-def test_weights_stored_k_n_are_one_warning(form: str) -> None:
+def test_weights_stored_k_n_are_one_warning(form):
     report = check_model(tiny.healthy(form))
     assert [(row.severity, row.code, row.node) for row in report.findings] == [("warning", ORDER, tiny.QUERY)]
     assert "all 4 INT8 weights are stored [K, N]" in report.findings[0].why
@@ -218,20 +216,20 @@ def test_weights_stored_k_n_are_one_warning(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", tiny.FORMS)
-def test_weights_stored_n_k_are_clean(form: str) -> None:
+def test_weights_stored_n_k_are_clean(form):
     report = check_model(in_nk(tiny.healthy(form), *ALL))
     assert report.findings == []
     assert set(tiny.LINEARS) <= set(report.quantized)
 
 
-def test_the_weights_that_are_stored_k_n_are_named() -> None:
+def test_the_weights_that_are_stored_k_n_are_named():
     two, one = in_nk(tiny.healthy(), "query", "output"), in_nk(tiny.healthy(), *ALL[:3])
     names = "/layer/key/MatMul, /layer/value/MatMul"
     assert orders(two) == [("/layer/key/MatMul", f"2 of 4 INT8 weights ({names}) are")]
     assert orders(one) == [("/layer/output/MatMul", "its INT8 weight is")]
 
 
-def gemm_without_trans_b(model: onnx.ModelProto) -> None:
+def gemm_without_trans_b(model):
     """The classifier in INT8, its weight [32, 3]."""
     right_gemm(model)
     tiny.store(model, "classifier.weight", np.ones((tiny.HIDDEN, 3)))
@@ -239,7 +237,7 @@ def gemm_without_trans_b(model: onnx.ModelProto) -> None:
     del tiny.node(model, "/classifier/Gemm").attribute[:]
 
 
-def two_transposes(model: onnx.ModelProto) -> None:
+def two_transposes(model):
     first, second = tiny.make("Transpose", "/t1", perm=[1, 0]), tiny.make("Transpose", "/t2")
     tiny.insert(model, tiny.QUERY, 1, first, second)
 
@@ -253,7 +251,7 @@ def two_transposes(model: onnx.ModelProto) -> None:
         ("factored", two_transposes, tiny.QUERY),
     ],
 )
-def test_other_forms_of_a_weight_stored_k_n(form: str, edit: tiny.Edit, where: str) -> None:
+def test_other_forms_of_a_weight_stored_k_n(form, edit, where):
     model = tiny.healthy(form)
     edit(model)
     in_nk(model, *(name for name in ALL if f"/layer/{name}/MatMul" != where))
@@ -261,7 +259,7 @@ def test_other_forms_of_a_weight_stored_k_n(form: str, edit: tiny.Edit, where: s
     assert {row.code for row in check_model(model).findings} <= {ORDER, "float-weight"}
 
 
-def single_output(model: onnx.ModelProto) -> None:
+def single_output(model):
     """One output channel: [K, 1] and [1, K] are the same bytes."""
     gemm_without_trans_b(model)
     tiny.store(model, "classifier.weight", np.ones((tiny.HIDDEN, 1)))
@@ -270,12 +268,12 @@ def single_output(model: onnx.ModelProto) -> None:
     model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 1
 
 
-def reshaped(model: onnx.ModelProto) -> None:
+def reshaped(model):
     shape = tiny.give(model, "square", [tiny.HIDDEN, tiny.HIDDEN], np.int64)
     tiny.insert(model, tiny.QUERY, 1, tiny.make("Reshape", "/square", shape))
 
 
-def float_weight_n_k(model: onnx.ModelProto) -> None:
+def float_weight_n_k(model):
     """As ModelOpt's exporter has it: FP32 [N, K] -> Q -> DQ -> Transpose."""
     broken.float_weight(model)
     in_nk(model, "query")
@@ -293,7 +291,7 @@ def float_weight_n_k(model: onnx.ModelProto) -> None:
         ("factored", tiny.stored("/layer/query/input.zero_point", 0, np.uint8), ALL[1:]),
     ],
 )
-def test_what_is_not_a_slow_order(form: str, edit: tiny.Edit, others: tuple[str, ...]) -> None:
+def test_what_is_not_a_slow_order(form, edit, others):
     model = tiny.healthy(form)
     in_nk(model, *others)
     edit(model)
@@ -302,7 +300,7 @@ def test_what_is_not_a_slow_order(form: str, edit: tiny.Edit, others: tuple[str,
 
 @pytest.mark.parametrize("perm", [[], [0], [5, 7], [0, 0], [1, 0, 2], [-9, 3]])
 @pytest.mark.parametrize("form", ["fp16", "factored"])
-def test_a_transpose_that_does_not_fit_its_weight(form: str, perm: list[int]) -> None:
+def test_a_transpose_that_does_not_fit_its_weight(form, perm):
     model = tiny.healthy(form)
     transpose = tiny.make("Transpose", "/t")
     transpose.attribute.append(helper.make_attribute("perm", perm, attr_type=onnx.AttributeProto.INTS))
@@ -325,13 +323,13 @@ LACKING = {"/classifier/Gemm": "recipe-missing"}
         (False, set(), dict.fromkeys(tiny.LINEARS, "recipe-surplus")),
     ],
 )
-def test_the_recipe_is_held_to(attention: bool, expected: set[str], wrong: dict[str, str]) -> None:
+def test_the_recipe_is_held_to(attention, expected, wrong):
     report = checked(tiny.healthy(int8_attention=attention), expected_quantized=expected)
     assert found(report) == [(code, node) for node, code in wrong.items()]
     assert "layer.kee" not in wrong or "layer.key" in report.findings[-1].why
 
 
-def without_qdq() -> onnx.ModelProto:
+def without_qdq():
     model = tiny.healthy(int8_attention=False)
     for name in ("query", "key", "value", "output"):
         tiny.skip_qdq(model, f"/layer/{name}/input")
@@ -344,14 +342,14 @@ def without_qdq() -> onnx.ModelProto:
     return model
 
 
-def test_a_twin_without_qdq() -> None:
+def test_a_twin_without_qdq():
     assert checked(without_qdq()).findings == []
     assert checked(without_qdq(), expected_quantized=()).findings == []
     assert found(checked(without_qdq(), expected_quantized=MODULES)) == [("no-qdq", "tiny")]
 
 
 @pytest.mark.parametrize(("size", "told"), [(1, False), (8, True), ("batch", True)])
-def test_ranges_of_a_whole_batch_are_told(size: int | str, told: bool) -> None:
+def test_ranges_of_a_whole_batch_are_told(size, told):
     """Dynamic quantization of two texts at once answers otherwise than of each."""
     model = tiny.healthy("fp32")
     broken.dynamic(model)
@@ -361,7 +359,7 @@ def test_ranges_of_a_whole_batch_are_told(size: int | str, told: bool) -> None:
     assert [row.node for row in checked(model).codes.get("batch-dependent", ())] == [tiny.INPUT] * told
 
 
-def test_errors_come_before_warnings() -> None:
+def test_errors_come_before_warnings():
     model = tiny.healthy("fp32")
     tiny.store(model, "fill", -3.4e38)
     broken.float_weight(model)
@@ -371,14 +369,14 @@ def test_errors_come_before_warnings() -> None:
     assert [row.code for row in report.errors] == ["non-zero-zero-point"]
 
 
-def test_a_node_without_a_name_is_called_by_its_output() -> None:
+def test_a_node_without_a_name_is_called_by_its_output():
     model = tiny.healthy()
     tiny.node(model, tiny.QUERY).name = ""
     tiny.skip_qdq(model, "/layer/query/input")
     assert found(checked(model)) == [("half-quantized", f"MatMul (output '{tiny.QUERY}.out')")]
 
 
-def test_the_report_is_json() -> None:
+def test_the_report_is_json():
     model = tiny.healthy()
     tiny.skip_qdq(model, "/layer/query/input")
     report = checked(model)
@@ -387,7 +385,7 @@ def test_the_report_is_json() -> None:
     assert CheckReport.model_validate(told) == report
 
 
-def test_a_code_that_does_not_exist() -> None:
+def test_a_code_that_does_not_exist():
     with pytest.raises(UserError, match="half-quantised; did you mean half-quantized"):
         checked(tiny.healthy(), allow=("half-quantised",))
 
@@ -404,7 +402,7 @@ def test_a_code_that_does_not_exist() -> None:
         lambda model: model.ClearField("opset_import"),
     ],
 )
-def test_a_model_that_cannot_be_read(edit: tiny.Edit) -> None:
+def test_a_model_that_cannot_be_read(edit):
     model = tiny.healthy()
     edit(model)
     with pytest.raises(UserError):

@@ -45,8 +45,8 @@ def table(tmp_path, **form):
 
 
 def mended(model):
-    done: list[str] = []
-    left: list[str] = []
+    done = []
+    left = []
     _, work = rewrite(model, FixOptions(), {}, done, left)
     return work, done, left
 

@@ -21,7 +21,7 @@ from qdqbench.quantize.lint.runs import measure_ranges, run_batches
 from qdqbench.quantize.lint.view import PLAIN_FORMS
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support.broken_layers import CASES, IDS, Case
+from ...support.broken_layers import CASES, IDS
 from ...support.foreign_layer import float_layer, samples, write_dynamic, write_static
 from ...support.graphs import model_of
 from ...support.tiny_layer import healthy, stored
@@ -36,9 +36,9 @@ SAID = {"bad-scale", "dynamic-scale"}
 MASK = np.zeros((1, 1, 1, 4), np.float32)
 
 
-def mended(model: onnx.ModelProto, **options):
-    done: list[str] = []
-    left: list[str] = []
+def mended(model, **options):
+    done = []
+    left = []
     _, work = rewrite(model, FixOptions(**options), {}, done, left)
     return work, done, left
 
@@ -61,7 +61,7 @@ MENDED = {
 
 
 @pytest.mark.parametrize("case", MENDED.values(), ids=MENDED)
-def test_a_broken_layer_is_clean_afterwards(case: Case):
+def test_a_broken_layer_is_clean_afterwards(case):
     work, done, left = mended(case.broken())
     report = check_model(work)
     assert report.findings == []
@@ -73,7 +73,7 @@ def test_a_broken_layer_is_clean_afterwards(case: Case):
         assert len(report.quantized) >= 5
 
 
-def offered(model: onnx.ModelProto) -> set[str]:
+def offered(model):
     """Codes of findings for which `qdqbench fix` is named."""
     report = check_model(model)
     return {
@@ -82,7 +82,7 @@ def offered(model: onnx.ModelProto) -> set[str]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
-def test_what_fix_is_offered_for_it_mends(case: Case):
+def test_what_fix_is_offered_for_it_mends(case):
     if codes := offered(case.broken()):
         assert not codes & {row.code for row in check_model(mended(case.broken())[0]).findings}
 
@@ -244,7 +244,7 @@ def test_calibration_sees_no_padding():
     assert measure_ranges(model, ["values"], {"ids": tokens, "attention_mask": kept}) == {"values": 5.0}
 
 
-def endless() -> onnx.ModelProto:
+def endless():
     """A Loop of 2^62 rounds."""
     value = partial(helper.make_tensor_value_info, elem_type=TensorProto.FLOAT, shape=[1])
     flag = [helper.make_tensor_value_info(name, TensorProto.BOOL, []) for name in ("go", "on")]

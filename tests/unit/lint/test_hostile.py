@@ -15,7 +15,7 @@ from ...support.foreign_layer import float_layer
 SECONDS = 5.0
 
 
-def hold(path, seconds: float = SECONDS) -> bool:
+def hold(path, seconds=SECONDS):
     """Whether the file was read; an error must be one sentence of ours."""
     started, said = time.perf_counter(), ""
     try:

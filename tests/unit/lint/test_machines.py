@@ -24,9 +24,7 @@ CPU = Cpu("any", 2, ("avx2", "avx512_vnni", "avx512_bf16"))
         ("12.0", "RTX 50", "tensorrt", "int8-residual-fused"),
     ],
 )
-def test_a_gpu_is_found_by_its_compute_capability(
-    capability: str, names: str, backend: str, recipe: str
-) -> None:
+def test_a_gpu_is_found_by_its_compute_capability(capability, names, backend, recipe):
     row = find_machine(Gpu("any", capability, None), CPU)
     assert row is not None
     assert names in row.names
@@ -44,19 +42,19 @@ def test_a_gpu_is_found_by_its_compute_capability(
         ((), "older"),
     ],
 )
-def test_a_cpu_is_found_by_what_it_can(features: tuple[str, ...], names: str) -> None:
+def test_a_cpu_is_found_by_what_it_can(features, names):
     row = find_machine(None, Cpu("any", 2, features))
     assert row is not None
     assert names in row.names
 
 
-def test_an_unknown_gpu_has_no_row() -> None:
+def test_an_unknown_gpu_has_no_row():
     gpu = Gpu("Rubin", "99.0", None)
     assert find_machine(gpu, CPU) is None
     assert describe_gain(gpu, CPU) == "what INT8 can bring on Rubin: not known"
 
 
-def test_what_the_table_names_exists() -> None:
+def test_what_the_table_names_exists():
     for row in read_machines():
         assert row.start in family_free_recipes()
         assert all(each in FEATURES or "." in each for each in row.match)
@@ -77,9 +75,7 @@ def test_what_the_table_names_exists() -> None:
         (("7.0", "no TensorRT"), "bert", 768, ""),
     ],
 )
-def test_auto_takes_kernels_where_they_are_known_to_be_fastest(
-    here: tuple[str, str | None], family: str, hidden: int, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_kernels_where_they_are_known_to_be_fastest(here, family, hidden, why, monkeypatch):
     monkeypatch.setattr(machines, "find_gpu", lambda: Gpu("any", here[0], None))
     missing = {"cuda": None, "tensorrt_rtx": here[1]}
     monkeypatch.setattr(machines, "find_missing_builder", lambda name: missing[name])

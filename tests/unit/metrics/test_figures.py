@@ -10,19 +10,16 @@ from qdqbench.quantize.report.figures import coverage, uncovered
 from ...support.records import comparison, speedup
 
 
-def test_the_share_in_int8() -> None:
+def test_the_share_in_int8():
     assert coverage(35, 36, "linears") == "35 of 36 linears in INT8"
     assert uncovered(1) == "1 GEMM that should be in INT8 is not"
 
 
 @pytest.mark.parametrize(
     ("how", "within", "beyond"),
-    [
-        ({}, "-0.0010 ± 0.0020", "-0.0100 ± 0.0020"),
-        ({"in_percent": True}, "-0.10 ± 0.20", "-1.00 ± 0.20"),
-    ],
+    [({}, "-0.0010 ± 0.0020", "-0.0100 ± 0.0020"), ({"in_percent": True}, "-0.10 ± 0.20", "-1.00 ± 0.20")],
 )
-def test_a_change_and_whether_it_is_noise(how: dict[str, bool], within: str, beyond: str) -> None:
+def test_a_change_and_whether_it_is_noise(how, within, beyond):
     small, large = (comparison({"accuracy": delta}, 0.002) for delta in (-0.001, -0.01))
     assert figures.change(small, **how) == Cell(within, note="within noise", short=f"{within} ~", sort=-0.001)
     assert figures.change(large, **how) == Cell(beyond, sort=-0.01)
@@ -56,13 +53,13 @@ LOADED = speedup(0.73, 0.14, 4.07).model_copy(update={"cpu": speedup(1.1, 1.05, 
         ),
     ],
 )
-def test_a_speed_up_is_a_cell_and_a_place(ratio, cell, place) -> None:
+def test_a_speed_up_is_a_cell_and_a_place(ratio, cell, place):
     assert figures.speed(ratio) == cell
     assert figures.speed_place(ratio) == f"{place} over FP16 engine at 32 x 128"
     assert figures.speed(None) == Cell()
 
 
-def test_the_verdict_on_speed_is_the_worst_of_all_that_was_timed() -> None:
+def test_the_verdict_on_speed_is_the_worst_of_all_that_was_timed():
     fast, slow = speedup(1.31, 1.2, 1.4), speedup(0.89, 0.87, 0.89, config="8 x 128")
     again = [
         speedup(1.5, 1.4, 1.6, config="8 x 128"),  # a later bench takes no measured loss away
@@ -85,7 +82,7 @@ def test_the_verdict_on_speed_is_the_worst_of_all_that_was_timed() -> None:
     assert figures.speed_verdict([])[1] == ""
 
 
-def test_milliseconds() -> None:
+def test_milliseconds():
     shown = {None: "", 0.67123: "0.6712", 9.94: "9.94", 31.52: "31.52", 1234.5: "1234", 123456.7: "123457"}
     assert {value: figures.latency(value) for value in shown} == shown
     assert figures.latency(speedup(2, ms=1.5)) == "1.5"

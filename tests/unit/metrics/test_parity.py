@@ -1,8 +1,6 @@
 """Layer-local parity: it passes for the right graph, and any fault in one layer fails and is named."""
 
 import functools
-from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -10,7 +8,7 @@ import pytest
 import torch
 
 from qdqbench.eval.metrics.parity import BORDER, LIMIT_FRACTION, Boundary, _fed, compare_layers, force
-from qdqbench.eval.metrics.results import MAX_OUTPUT_ERROR, Parity, ParityRow
+from qdqbench.eval.metrics.results import MAX_OUTPUT_ERROR, ParityRow
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.index import GraphIndex, module_of
 from qdqbench.quantize.lint.check import check_model
@@ -21,7 +19,6 @@ from ...support.tiny_bert import (
     ATTENTIONS,
     INT8,
     LINEARS,
-    Quantized,
     calibrate,
     copied,
     exported,
@@ -40,22 +37,22 @@ QUERY, OUTPUT, FFN1, FFN2 = LINEARS[0], LINEARS[3], LINEARS[4], LINEARS[5]
 
 
 @pytest.fixture(scope="module")
-def roberta(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def roberta(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("roberta") / "model", "roberta")
 
 
-def compared(folder: Path, graph: onnx.ModelProto, name: str = "bert-int8-linears") -> Parity:
+def compared(folder, graph, name="bert-int8-linears"):
     return compare_layers(graph, quantized(folder, name).model, BATCHES)
 
 
-def failing(parity: Parity) -> list[str]:
+def failing(parity):
     return [row.name for row in parity.rows if not row.holds]
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
 @pytest.mark.parametrize("weights", ["channel", "factored"])
 @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-linears-per-tensor", "bert-int8-attention"])
-def test_the_right_graph_passes(tiny_bert: Path, name: str, weights: str, compute: str) -> None:
+def test_the_right_graph_passes(tiny_bert, name, weights, compute):
     graph = exported(tiny_bert, name, compute, weights)
     before = graph.SerializeToString(deterministic=True)
     parity = compared(tiny_bert, graph, name)
@@ -78,7 +75,7 @@ def test_the_right_graph_passes(tiny_bert: Path, name: str, weights: str, comput
 
 
 @pytest.mark.parametrize("lengths", [(8, 8), (9, 4, 16), (16,) * 16])
-def test_the_right_graph_passes_whatever_the_batch(tiny_bert: Path, lengths: tuple[int, ...]) -> None:
+def test_the_right_graph_passes_whatever_the_batch(tiny_bert, lengths):
     """FP16 moves a few codes over a border, and few codes are compared here."""
     graph, model = exported(tiny_bert), quantized(tiny_bert).model
     for seed in range(4):
@@ -88,7 +85,7 @@ def test_the_right_graph_passes_whatever_the_batch(tiny_bert: Path, lengths: tup
 
 
 @pytest.mark.parametrize("lengths", [(3, 4, 40), (40, 3, 5, 4, 6, 3)])
-def test_padding_of_one_position_counts_not_at_all(roberta: Path, lengths: tuple[int, ...]) -> None:
+def test_padding_of_one_position_counts_not_at_all(roberta, lengths):
     """RoBERTa's padding is one vector over and over: a value at a border of it would decide."""
     name = "roberta-int8-residual"
     graph, model = exported(roberta, name), quantized(roberta, name).model
@@ -101,25 +98,25 @@ def test_padding_of_one_position_counts_not_at_all(roberta: Path, lengths: tuple
     assert all(linear in failing(compare_layers(graph, model, [batch])) for batch in batches[:3])
 
 
-def code_block(graph: onnx.ModelProto, name: str) -> None:
+def code_block(graph, name):
     codes = tensor(graph, f"{name}.weight_int8")
     codes[:8, :8] = -codes[:8, :8]
     store(graph, f"{name}.weight_int8", codes)
 
 
-def weight_scale(graph: onnx.ModelProto, name: str) -> None:
+def weight_scale(graph, name):
     scale = tensor(graph, f"{name}.weight_scale")
     scale[:4] *= 1.5
     store(graph, f"{name}.weight_scale", scale)
 
 
-def bias(graph: onnx.ModelProto, name: str) -> None:
+def bias(graph, name):
     value = tensor(graph, f"{name}.bias_fp16").astype(np.float32)
     value[:4] += 0.5
     store(graph, f"{name}.bias_fp16", value)
 
 
-def input_scale(graph: onnx.ModelProto, name: str) -> None:
+def input_scale(graph, name):
     scale = next(
         node.input[1]
         for node in graph.graph.node
@@ -130,9 +127,7 @@ def input_scale(graph: onnx.ModelProto, name: str) -> None:
 
 @pytest.mark.parametrize("fault", [code_block, weight_scale, bias, input_scale])
 @pytest.mark.parametrize("name", LINEARS)
-def test_a_fault_in_one_layer_is_named(
-    tiny_bert: Path, name: str, fault: Callable[[onnx.ModelProto, str], None]
-) -> None:
+def test_a_fault_in_one_layer_is_named(tiny_bert, name, fault):
     graph = exported(tiny_bert)
     fault(graph, name)
     parity = compared(tiny_bert, graph)
@@ -144,7 +139,7 @@ def test_a_fault_in_one_layer_is_named(
     assert {f.split(".")[3] for f in failed} <= {name.split(".")[3], "1"}
 
 
-def test_a_wrong_scale_of_the_softmax_is_named(tiny_bert: Path) -> None:
+def test_a_wrong_scale_of_the_softmax_is_named(tiny_bert):
     graph = exported(tiny_bert, "bert-int8-attention")
     node = next(n for n in graph.graph.node if "p_bmm_quantizer" in n.name and n.op_type == "QuantizeLinear")
     assert float(tensor(graph, node.input[1])) == pytest.approx(1 / 127)
@@ -153,7 +148,7 @@ def test_a_wrong_scale_of_the_softmax_is_named(tiny_bert: Path) -> None:
     assert OUTPUT in failed
 
 
-def test_a_dropped_mask_is_seen_in_every_attention(tiny_bert: Path) -> None:
+def test_a_dropped_mask_is_seen_in_every_attention(tiny_bert):
     graph = exported(tiny_bert)
     halves = (t.name for t in graph.graph.initializer if t.data_type == onnx.TensorProto.FLOAT16)
     (fill,) = (name for name in halves if (tensor(graph, name) == MASK_FILL).any())
@@ -165,7 +160,7 @@ def test_a_dropped_mask_is_seen_in_every_attention(tiny_bert: Path) -> None:
     assert failing(unpadded) == []  # which is why the batches have to be padded
 
 
-def test_swapped_layers_and_a_norm_between_two_quantizers_are_seen(tiny_bert: Path) -> None:
+def test_swapped_layers_and_a_norm_between_two_quantizers_are_seen(tiny_bert):
     graph = exported(tiny_bert)
     first, second = (tensor(graph, f"{name}.weight_int8") for name in (QUERY, LINEARS[1]))
     store(graph, f"{QUERY}.weight_int8", second)
@@ -177,7 +172,7 @@ def test_swapped_layers_and_a_norm_between_two_quantizers_are_seen(tiny_bert: Pa
     assert failing(compared(tiny_bert, graph)) == LINEARS[6:9]
 
 
-def test_nan_fails_and_stays_out_of_the_numbers(tiny_bert: Path) -> None:
+def test_nan_fails_and_stays_out_of_the_numbers(tiny_bert):
     graph = exported(tiny_bert)
     name = f"{FFN1}.bias_fp16"
     store(graph, name, np.full(tensor(graph, name).shape, np.nan))
@@ -187,7 +182,7 @@ def test_nan_fails_and_stays_out_of_the_numbers(tiny_bert: Path) -> None:
     assert np.isfinite(parity.logits_max_abs_diff)
 
 
-def test_each_quantizer_is_cut(tiny_bert: Path) -> None:
+def test_each_quantizer_is_cut(tiny_bert):
     name = "bert-int8-attention"
     forced, boundaries, outputs = force(exported(tiny_bert, name))
     readers = [reader for boundary in boundaries for reader in boundary.quantizers]
@@ -195,7 +190,7 @@ def test_each_quantizer_is_cut(tiny_bert: Path) -> None:
     assert sorted(readers) == sorted(n for n, state in record.items() if state.kind != "weight")
     for boundary in boundaries:
         for reader, scale in boundary.quantizers.items():
-            assert scale == pytest.approx(record[reader].amax / 127, rel=1e-6)  # type: ignore[operator]
+            assert scale == pytest.approx(record[reader].amax / 127, rel=1e-6)
     assert list(outputs) == LINEARS
     onnx.shape_inference.infer_shapes(forced, strict_mode=True)
 
@@ -213,13 +208,13 @@ def test_each_quantizer_is_cut(tiny_bert: Path) -> None:
         ({"output_rel_error": float("nan")}, False),
     ],
 )
-def test_limits(change: dict[str, float], passes: bool) -> None:
+def test_limits(change, passes):
     row = ParityRow(name="a", int8_values=1000, differing=1, max_step=1, output_rel_error=None)
     assert row.model_copy(update=change).holds == passes
 
 
 @pytest.fixture(scope="module")
-def uneven_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uneven_bert(tmp_path_factory):
     """A tiny BERT whose channels differ by orders, so that smoothing has something to do."""
     model = new_bert()
     for name, value in model.named_parameters():
@@ -229,7 +224,7 @@ def uneven_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @functools.cache
-def smoothed(folder: Path) -> Quantized:
+def smoothed(folder):
     """Everything at once: smoothing of every kind, an INT8 attention, and corrected biases."""
     rules = [{"match": "encoder.layer.*"} | INT8, {"match": "*.attention.output.dense", "smoothing": 0.5}]
     changes = {"smoothing": 0.65, "bias_correction": True}
@@ -237,13 +232,13 @@ def smoothed(folder: Path) -> Quantized:
 
 
 @functools.cache
-def _smoothed_graph(folder: Path, compute: str, weights: str) -> onnx.ModelProto:
+def _smoothed_graph(folder, compute, weights):
     model, plan, _ = smoothed(folder)
-    settings = export.ExportSettings(20, compute, weights)  # type: ignore[arg-type]
+    settings = export.ExportSettings(20, compute, weights)
     return export.finish_graph(export.trace(model, 20), plan, settings)
 
 
-def multipliers(graph: onnx.ModelProto) -> dict[str, str]:
+def multipliers(graph):
     """Factors in front of the Q of each linear's input: module to initializer."""
     index, found = GraphIndex(graph), {}
     for node in graph.graph.node:
@@ -259,7 +254,7 @@ def multipliers(graph: onnx.ModelProto) -> dict[str, str]:
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
 @pytest.mark.parametrize("weights", ["channel", "factored"])
-def test_the_whole_path_with_smoothing_and_correction(uneven_bert: Path, weights: str, compute: str) -> None:
+def test_the_whole_path_with_smoothing_and_correction(uneven_bert, weights, compute):
     model, plan, record = smoothed(uneven_bert)
     assert len(record.biases) > 3
     graph = copied(_smoothed_graph(uneven_bert, compute, weights))
@@ -275,14 +270,14 @@ def test_the_whole_path_with_smoothing_and_correction(uneven_bert: Path, weights
     assert max(row.max_step for row in parity.rows if not row.name.endswith("softmax")) <= 1
 
 
-def test_another_factor_is_seen(uneven_bert: Path) -> None:
+def test_another_factor_is_seen(uneven_bert):
     graph = copied(_smoothed_graph(uneven_bert, "fp16", "channel"))
     factors = multipliers(graph)[FFN1]
     store(graph, factors, np.ones_like(tensor(graph, factors)))
     assert failing(compare_layers(graph, smoothed(uneven_bert).model, BATCHES)) == [FFN1]
 
 
-def test_a_dropped_correction_is_seen(uneven_bert: Path) -> None:
+def test_a_dropped_correction_is_seen(uneven_bert):
     graph = copied(_smoothed_graph(uneven_bert, "fp32", "channel"))
     model, _, record = smoothed(uneven_bert)
     name = max(record.biases, key=lambda n: np.abs(record.biases[n]).max())
@@ -299,7 +294,7 @@ def test_a_dropped_correction_is_seen(uneven_bert: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["v_bmm", "p_bmm", "residual"])
-def test_what_goes_on_as_it_is_is_rounded_once(kind: str) -> None:
+def test_what_goes_on_as_it_is_is_rounded_once(kind):
     """A border value that two roundings tell apart would be a whole step, and more behind an attention."""
     made = f"layer.0.attention.{kind}_quantizer"
     boundary = Boundary("tensor", {"layer.0.query.input_quantizer": 0.1, made: 0.1})
@@ -308,7 +303,7 @@ def test_what_goes_on_as_it_is_is_rounded_once(kind: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def bordered(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+def bordered(tmp_path_factory):
     """Channels of a LayerNorm that are the same in every token, each on a border of rounding."""
     model, channels = new_bert(), slice(0, 4)
     norm = model.bert.encoder.layer[0].attention.output.LayerNorm
@@ -325,7 +320,7 @@ def bordered(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
-def test_a_value_that_is_at_a_border_in_every_token_is_no_fault(bordered: Quantized, compute: str) -> None:
+def test_a_value_that_is_at_a_border_in_every_token_is_no_fault(bordered, compute):
     graph = exported_of(bordered.model, bordered.plan, "channel", compute)
     parity = compare_layers(graph, bordered.model, BATCHES)
     assert failing(parity) == []
@@ -342,7 +337,7 @@ def test_a_value_that_is_at_a_border_in_every_token_is_no_fault(bordered: Quanti
     assert FFN1 in failing(compare_layers(graph, bordered.model, BATCHES))
 
 
-def test_a_value_that_both_round_to_a_code_of_their_own_is_moved_off_the_border() -> None:
+def test_a_value_that_both_round_to_a_code_of_their_own_is_moved_off_the_border():
     """ModelOpt multiplies by 1 / scale and ONNX divides: a value in between has two codes."""
     scale = float(np.float32(0.1))
     value = np.float32([10.5 * scale, -3.5 * scale, 7.2 * scale])

@@ -1,8 +1,6 @@
 """The attention that can be quantized is transformers' own eager attention, in every family."""
 
 import copy
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +23,7 @@ LENGTHS = (9, 1, 16)
 WINDOW_LENGTHS = (1, 3, 2 * WINDOW, 40, 128)
 
 
-def batch(pad_id: int, *, left: bool) -> dict[str, Any]:
+def batch(pad_id, *, left):
     """Random tokens [3, 16], padded behind or before."""
     rng = np.random.default_rng(0)
     mask = np.arange(max(LENGTHS)) < np.array(LENGTHS)[:, None]
@@ -36,13 +34,13 @@ def batch(pad_id: int, *, left: bool) -> dict[str, Any]:
     return {name: torch.from_numpy(array[:, ::step].astype(np.int64)) for name, array in made.items()}
 
 
-def test_every_model_type_has_a_tiny_model() -> None:
+def test_every_model_type_has_a_tiny_model():
     missing = set(MODEL_TYPES) - set(SIZES)
     assert not missing, f"add {missing} to SIZES of tests/support/families.py"
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_logits_are_those_of_eager_attention(model_type: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_eager_attention(model_type, tmp_path):
     from transformers import AutoModelForSequenceClassification
 
     write_model(tmp_path, model_type)
@@ -60,14 +58,14 @@ def test_logits_are_those_of_eager_attention(model_type: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("seen", [[1, 1, 0], [True, True, False]])
-def test_what_is_not_seen_is_filled_and_the_rest_is_not_moved(seen: list[Any], dtype: torch.dtype) -> None:
+def test_what_is_not_seen_is_filled_and_the_rest_is_not_moved(seen, dtype):
     added = make_additive_mask(torch.tensor(seen), dtype)
     assert torch.equal(added, torch.tensor([0.0, 0.0, MASK_FILL], dtype=dtype))
     assert (added + torch.tensor(0.1875, dtype=dtype))[0] == 0.1875
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_a_graph_chooses_its_mask_and_never_multiplies_by_it(model_type: str, tmp_path: Path) -> None:
+def test_a_graph_chooses_its_mask_and_never_multiplies_by_it(model_type, tmp_path):
     """OpenVINO takes (1 - mask) * c for a dequantization."""
     graph = trace(load_model(str(write_model(tmp_path, model_type))), 20)
     index = GraphIndex(graph)
@@ -79,18 +77,18 @@ def test_a_graph_chooses_its_mask_and_never_multiplies_by_it(model_type: str, tm
     assert filled == {"Where"}
 
 
-def batch_of(length: int) -> dict[str, Any]:
+def batch_of(length):
     """Padded to less and to more than the window."""
     return padded_batch((length, max(1, length // 2), max(1, length - 2)), seed=length)
 
 
-def logits(model: Any, batch: dict[str, Any]) -> Any:
+def logits(model, batch):
     with torch.inference_mode():
         return model(**{name: torch.from_numpy(each) for name, each in batch.items()}).logits.numpy()
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
-def test_a_window_is_that_of_transformers(pooling: str) -> None:
+def test_a_window_is_that_of_transformers(pooling):
     model = new_modernbert(pooling=pooling)
     eager = copy.deepcopy(model)
     eager.set_attn_implementation("eager")
@@ -103,7 +101,7 @@ def test_a_window_is_that_of_transformers(pooling: str) -> None:
 
 
 @pytest.mark.parametrize(("compute", "limit"), [("fp32", 1e-4), ("fp16", 0.02)])
-def test_a_graph_has_the_window_and_the_angles_at_every_length(compute: str, limit: float) -> None:
+def test_a_graph_has_the_window_and_the_angles_at_every_length(compute, limit):
     model = prepare_model(new_modernbert())
     graph = trace(model, 20)
     if compute == "fp16":
@@ -113,9 +111,9 @@ def test_a_graph_has_the_window_and_the_angles_at_every_length(compute: str, lim
         np.testing.assert_allclose(run_onnx(graph, batch), logits(model, batch), atol=limit)
 
 
-def test_a_window_hides_what_is_further_away() -> None:
+def test_a_window_hides_what_is_further_away():
     model = prepare_model(new_modernbert())
-    seen: list[Any] = []
+    seen = []
     model.model.layers[1].attn.register_forward_hook(lambda _, __, output: seen.append(output[1]))
     model.model.layers[0].attn.register_forward_hook(lambda _, __, output: seen.append(output[1]))
     logits(model, select_inputs(model, padded_batch((20,))))

@@ -2,8 +2,6 @@
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -30,7 +28,7 @@ from ...support.tiny_embedder import CLS, KINDS, LAST, MEAN, expected, hidden_st
 SHORT = {MEAN: "mean", CLS: "cls", LAST: "last"}
 
 
-def embed(model: Any, batch: dict[str, Any]) -> Any:
+def embed(model, batch):
     import torch
 
     with torch.inference_mode():
@@ -39,7 +37,7 @@ def embed(model: Any, batch: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("mode", [MEAN, CLS, LAST])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_embeddings_are_those_of_sentence_transformers(tmp_path: Path, mode: str, normalize: bool) -> None:
+def test_embeddings_are_those_of_sentence_transformers(tmp_path, mode, normalize):
     folder = write_sentence_folder(tmp_path, mode, normalize=normalize)
     model = load_model(str(folder), kind=PAIRS)
     for lengths in ((9, 4, 16), (1, 128), (3,), (7, 7)):
@@ -49,7 +47,7 @@ def test_embeddings_are_those_of_sentence_transformers(tmp_path: Path, mode: str
 
 
 @pytest.mark.parametrize("mode", ["mean", "last"])
-def test_padding_in_front_counts_no_more_than_behind(mode: str) -> None:
+def test_padding_in_front_counts_no_more_than_behind(mode):
     import torch
 
     from qdqbench.quantize.models.embedder import pool_tokens
@@ -61,7 +59,7 @@ def test_padding_in_front_counts_no_more_than_behind(mode: str) -> None:
     torch.testing.assert_close(pool_tokens(hidden, mask, mode), wanted)
 
 
-def test_half_precision_neither_overflows_nor_loses_the_mask() -> None:
+def test_half_precision_neither_overflows_nor_loses_the_mask():
     """The sum of these 512 hidden states is beyond FP16, and so is the square of any of them."""
     import torch
 
@@ -77,7 +75,7 @@ def test_half_precision_neither_overflows_nor_loses_the_mask() -> None:
     np.testing.assert_allclose(made.numpy(), wanted, atol=1e-6, rtol=0)
 
 
-def test_an_embedding_of_zeros_stays_zero() -> None:
+def test_an_embedding_of_zeros_stays_zero():
     import torch
 
     from qdqbench.quantize.models.embedder import SentencePooling
@@ -86,18 +84,18 @@ def test_an_embedding_of_zeros_stays_zero() -> None:
     assert zeros.tolist() == [[0, 0, 0, 0]]
 
 
-def test_modules_are_called_as_in_a_classifier(tmp_path: Path) -> None:
+def test_modules_are_called_as_in_a_classifier(tmp_path):
     model = load_model(str(write_sentence_folder(tmp_path)), kind=PAIRS)
     assert [name for name, info in module_table(model).items() if info.kind == "Linear"] == LINEARS
     assert type(model).__name__ == "BertSentenceEmbedding"
     assert not any("pooler" in name for name, _ in model.named_parameters())  # nothing unused is exported
 
 
-def test_a_dense_is_between_pooling_and_normalization(tmp_path: Path) -> None:
+def test_a_dense_is_between_pooling_and_normalization(tmp_path):
     import torch
 
     folder = write_sentence_folder(tmp_path, dense={"width": 8, "activation": "Tanh"})
-    model: Any = load_model(str(folder), kind=PAIRS)
+    model = load_model(str(folder), kind=PAIRS)
     batch = padded_batch()
     mean = expected(hidden_states(folder, batch), batch["attention_mask"], MEAN, normalize=False)
     dense = model.pooling.dense
@@ -109,7 +107,7 @@ def test_a_dense_is_between_pooling_and_normalization(tmp_path: Path) -> None:
     assert plan_of(recipe_with(), model).high == ("pooling.dense",)  # a recipe may quantize it
 
 
-def test_a_dropout_changes_nothing(tmp_path: Path) -> None:
+def test_a_dropout_changes_nothing(tmp_path):
     folder = write_sentence_folder(tmp_path)
     plain = embed(load_model(str(folder), kind=PAIRS), padded_batch())
     listed = json.loads((folder / "modules.json").read_text())
@@ -119,14 +117,14 @@ def test_a_dropout_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dense", [None, {"width": 8, "activation": "Identity"}])
-def test_saved_it_is_loaded_without_being_told_how(tmp_path: Path, dense: dict[str, Any] | None) -> None:
+def test_saved_it_is_loaded_without_being_told_how(tmp_path, dense):
     model = load_model(str(write_sentence_folder(tmp_path / "a", LAST, dense=dense)), kind=PAIRS)
     model.save_pretrained(tmp_path / "b")
     again = load_model(str(tmp_path / "b"), kind=PAIRS)
     np.testing.assert_array_equal(embed(again, padded_batch()), embed(model, padded_batch()))
 
 
-def test_an_older_folder_has_its_encoder_inside(tmp_path: Path) -> None:
+def test_an_older_folder_has_its_encoder_inside(tmp_path):
     old = write_sentence_folder(tmp_path / "old", inside="0_Transformer")
     new = write_sentence_folder(tmp_path / "new")
     batch = padded_batch()
@@ -136,7 +134,7 @@ def test_an_older_folder_has_its_encoder_inside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["modules.json", "1_Pooling/config.json", "0_Transformer/model.safetensors"])
-def test_the_fingerprint_covers(tmp_path: Path, file: str) -> None:
+def test_the_fingerprint_covers(tmp_path, file):
     folder = write_sentence_folder(tmp_path, inside="0_Transformer")
     before = model_fingerprint(str(folder))
     with (folder / file).open("ab") as stream:
@@ -145,14 +143,14 @@ def test_the_fingerprint_covers(tmp_path: Path, file: str) -> None:
 
 
 @pytest.mark.parametrize("mode", [MEAN, CLS, LAST])
-def test_a_plain_encoder_is_told_how(tmp_path: Path, mode: str) -> None:
+def test_a_plain_encoder_is_told_how(tmp_path, mode):
     folder, batch = tiny_embedder.plain_encoder(write_sentence_folder(tmp_path)), padded_batch()
     model = load_model(str(folder), kind=PAIRS, pooling=Pooling(mode=SHORT[mode], normalize=True))
     wanted = expected(hidden_states(folder, batch), batch["attention_mask"], mode)
     np.testing.assert_allclose(embed(model, batch), wanted, atol=2e-6, rtol=0)
 
 
-def refusal(folder: Path, pooling: Pooling | None = None) -> str:
+def refusal(folder, pooling=None):
     with pytest.raises(UserError) as error:
         load_model(str(folder), kind=PAIRS, pooling=pooling)
     assert "\n" not in str(error.value)
@@ -160,7 +158,7 @@ def refusal(folder: Path, pooling: Pooling | None = None) -> str:
 
 
 class TestRefused:
-    def test_a_plain_encoder_untold_or_contradicted(self, tmp_path: Path) -> None:
+    def test_a_plain_encoder_untold_or_contradicted(self, tmp_path):
         message = refusal(tiny_embedder.plain_encoder(write_sentence_folder(tmp_path)))
         assert "does not say how it pools tokens" in message
         assert "give --pooling mean, cls or last" in message
@@ -169,7 +167,7 @@ class TestRefused:
         load_model(str(tmp_path), kind=PAIRS, pooling=Pooling(mode="mean", normalize=True))
 
     @pytest.mark.parametrize("modules", [("LSTM", "WeightedLayerPooling"), ("Dense",), ("Normalize",)])
-    def test_modules(self, tmp_path: Path, modules: tuple[str, ...]) -> None:
+    def test_modules(self, tmp_path, modules):
         message = refusal(write_sentence_folder(tmp_path, modules=modules))
         assert f"is made of Transformer, Pooling, Normalize, {', '.join(modules)} (modules.json)" in message
         assert "supported here: a Transformer, a Pooling (mean, cls or last token), a Dense and a" in message
@@ -178,7 +176,7 @@ class TestRefused:
         ("says", "nearest"),
         [("CrossEncoder", "bge-reranker"), ("SparseEncoder", "from Python"), ("Strange", "not supported")],
     )
-    def test_what_the_folder_says_that_it_is(self, tmp_path: Path, says: str, nearest: str) -> None:
+    def test_what_the_folder_says_that_it_is(self, tmp_path, says, nearest):
         folder = write_sentence_folder(tmp_path)
         (folder / "config_sentence_transformers.json").write_text(json.dumps({"model_type": says}))
         message = refusal(folder)
@@ -187,7 +185,7 @@ class TestRefused:
         with pytest.raises(UserError, match=says):
             has_pooling(str(folder))
 
-    def test_a_cross_encoder_of_one_module_is_a_classifier(self, tmp_path: Path) -> None:
+    def test_a_cross_encoder_of_one_module_is_a_classifier(self, tmp_path):
         folder = write_sentence_folder(tmp_path)
         (folder / "config_sentence_transformers.json").write_text('{"model_type": "CrossEncoder"}')
         modules = [{"type": "sentence_transformers.models.Transformer", "path": ""}]
@@ -209,7 +207,7 @@ class TestRefused:
             ([{"idx": 0}], "is no list of modules"),
         ],
     )
-    def test_folders_of_other_modules(self, tmp_path: Path, kinds: list[Any], said: str) -> None:
+    def test_folders_of_other_modules(self, tmp_path, kinds, said):
         folder = write_sentence_folder(tmp_path)
         listed = [
             each if isinstance(each, dict) else {"type": each if "." in each else f"{KINDS}.{each}"}
@@ -228,17 +226,17 @@ class TestRefused:
             ({MEAN: False, "pooling_mode": ["cls", "mean"]}, "cls, mean"),
         ],
     )
-    def test_ways_of_pooling(self, tmp_path: Path, flags: dict[str, Any], named: str) -> None:
+    def test_ways_of_pooling(self, tmp_path, flags, named):
         folder = write_sentence_folder(tmp_path)
         path = folder / "1_Pooling" / "config.json"
         path.write_text(json.dumps(dict.fromkeys((MEAN, CLS), False) | {MEAN: True} | flags))
         assert f"pools by {named}; supported here is one of mean, cls and last token" in refusal(folder)
 
-    def test_a_task_that_needs_a_head(self, tmp_path: Path) -> None:
+    def test_a_task_that_needs_a_head(self, tmp_path):
         with pytest.raises(UserError, match=r"is an embedder \(modules.json\) without a head for re-ranking"):
             load_model(str(write_sentence_folder(tmp_path)), kind=RERANKING)
 
-    def test_a_dense_that_cannot_be_read(self, tmp_path: Path) -> None:
+    def test_a_dense_that_cannot_be_read(self, tmp_path):
         message = refusal(write_sentence_folder(tmp_path, dense={"width": 8, "activation": "SiLU"}))
         assert "has the activation 'SiLU' after its Dense (2_Dense/config.json)" in message
         folder = write_sentence_folder(tmp_path / "sizes", dense={"width": 8, "activation": "Tanh"})
@@ -250,26 +248,26 @@ class TestRefused:
         assert "has no 2_Dense/model.safetensors" in refusal(folder)
 
     @pytest.mark.parametrize("text", ["{", "{}", '[{"path": ""}]', "[1]"])
-    def test_a_broken_list_of_modules(self, tmp_path: Path, text: str) -> None:
+    def test_a_broken_list_of_modules(self, tmp_path, text):
         folder = write_sentence_folder(tmp_path)
         (folder / "modules.json").write_text(text)
         assert str(folder) in refusal(folder)
 
 
 @pytest.mark.parametrize("named", [{"pooling_mode": "mean"}, {"pooling_mode": ["mean"]}])
-def test_newer_files_name_the_mode(tmp_path: Path, named: dict[str, Any]) -> None:
+def test_newer_files_name_the_mode(tmp_path, named):
     folder = write_sentence_folder(tmp_path)
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"embedding_dimension": HIDDEN, **named}))
     assert load_model(str(folder), kind=PAIRS).config.sentence_embedding["mode"] == "mean"
 
 
-def test_the_graph_pools_in_fp32_and_gives_the_embedding(tmp_path: Path) -> None:
+def test_the_graph_pools_in_fp32_and_gives_the_embedding(tmp_path):
     """A hidden state of 300 has a square that FP16 does not hold."""
     import torch
 
     from qdqbench.quantize.graph import export
 
-    model: Any = load_model(str(write_sentence_folder(tmp_path)), kind=PAIRS)
+    model = load_model(str(write_sentence_folder(tmp_path)), kind=PAIRS)
     with torch.no_grad():
         for parameter in model.bert.encoder.layer[-1].output.LayerNorm.parameters():
             parameter.mul_(300)
@@ -285,7 +283,7 @@ def test_the_graph_pools_in_fp32_and_gives_the_embedding(tmp_path: Path) -> None
     np.testing.assert_allclose(np.linalg.norm(made, axis=1), 1, atol=1e-6)  # FP16 would leave 1e-3
 
 
-def test_a_model_in_memory_is_quantized_and_exported_with_its_dense(tmp_path: Path) -> None:
+def test_a_model_in_memory_is_quantized_and_exported_with_its_dense(tmp_path):
     import qdqbench
 
     folder = write_sentence_folder(tmp_path / "model", dense={"width": 8, "activation": "Tanh"})
@@ -304,7 +302,7 @@ def test_a_model_in_memory_is_quantized_and_exported_with_its_dense(tmp_path: Pa
 
 
 class TestPrompts:
-    def test_they_are_chosen_by_name_or_given(self, tmp_path: Path) -> None:
+    def test_they_are_chosen_by_name_or_given(self, tmp_path):
         folder = str(write_sentence_folder(tmp_path))
         assert choose_prompts(folder, None, (), 2) == ()
         assert choose_prompts(folder, None, ["query: ", "passage: "], 2) == ("query: ", "passage: ")
@@ -328,7 +326,7 @@ class TestPrompts:
             (["query"], "does not pool the tokens of a prompt (1_Pooling/config.json, key include_prompt)"),
         ],
     )
-    def test_others_are_refused(self, asked: list[str], told: str, tmp_path: Path) -> None:
+    def test_others_are_refused(self, asked, told, tmp_path):
         folder = write_sentence_folder(tmp_path, include_prompt=False)
         about = {"prompts": {"query": "query: "}}
         (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(about))
@@ -336,6 +334,6 @@ class TestPrompts:
             choose_prompts(str(folder), None, asked, 1)
         assert told in str(error.value)
 
-    def test_a_classifier_has_none(self) -> None:
+    def test_a_classifier_has_none(self):
         with pytest.raises(UserError, match="--prompt is of embedding models; drop it"):
             RunOptions(prompt=["query: "]).config(recipe_with())

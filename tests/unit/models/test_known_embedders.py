@@ -1,8 +1,6 @@
 """Published embedders and re-rankers: they load as they are, or a refusal names the nearest that does."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ OWN = "their layers are code of their own, which is never run"
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_it_answers_as_its_own_library_does(name: str, tmp_path: Path) -> None:
+def test_it_answers_as_its_own_library_does(name, tmp_path):
     import torch
     from transformers import AutoModelForSequenceClassification
 
@@ -49,12 +47,12 @@ def test_it_answers_as_its_own_library_does(name: str, tmp_path: Path) -> None:
     np.testing.assert_allclose(made, wanted, atol=5e-6)
 
 
-def edit(folder: Path, **changes: Any) -> None:
+def edit(folder, **changes):
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def list_modules(folder: Path, *types: str) -> None:
+def list_modules(folder, *types):
     listed = [
         {"idx": n, "name": str(n), "path": f"{n}" * (n > 0), "type": each} for n, each in enumerate(types)
     ]
@@ -84,9 +82,7 @@ def list_modules(folder: Path, *types: str) -> None:
         ({"position_embedding_type": "relative_key"}, "only models with position_embedding_type 'absolute'"),
     ],
 )
-def test_a_model_that_would_answer_something_else_is_refused(
-    changes: dict[str, Any], told: str, tmp_path: Path
-) -> None:
+def test_a_model_that_would_answer_something_else_is_refused(changes, told, tmp_path):
     edit(write_sentence_folder(tmp_path), **changes)
     with pytest.raises(UserError) as error:
         load_model(str(tmp_path), kind=PAIRS)
@@ -110,9 +106,7 @@ SPARSE = "sentence_transformers.sparse_encoder.models"
         ((), "GTE-ModernColBERT-v1: each token has a vector"),  # of Stanford's library: no modules.json
     ],
 )
-def test_sparse_and_multi_vector_models_are_refused_by_name(
-    types: tuple[str, ...], told: str, tmp_path: Path
-) -> None:
+def test_sparse_and_multi_vector_models_are_refused_by_name(types, told, tmp_path):
     folder = write_sentence_folder(tmp_path)
     if types:
         list_modules(folder, *types)
@@ -124,7 +118,7 @@ def test_sparse_and_multi_vector_models_are_refused_by_name(
     assert told in str(error.value)
 
 
-def test_a_splade_model_is_quantized_from_python(tmp_path: Path) -> None:
+def test_a_splade_model_is_quantized_from_python(tmp_path):
     import onnx
     import torch
     from transformers import AutoModelForMaskedLM, BertConfig
@@ -145,9 +139,7 @@ def test_a_splade_model_is_quantized_from_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
-def test_word_embeddings_are_fp16_where_a_graph_would_be_too_large(
-    compute: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_word_embeddings_are_fp16_where_a_graph_would_be_too_large(compute, tmp_path, monkeypatch):
     """As of bge-m3, bge-reranker-v2-m3 and multilingual-e5-large, whose FP32 weights exceed 2 GiB."""
     import onnx
     import torch

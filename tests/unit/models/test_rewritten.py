@@ -1,8 +1,5 @@
 """MPNet's and DeBERTa's attention with one additive tensor is that of transformers' own modelling."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -17,7 +14,7 @@ from qdqbench.quantize.utils.system.quiet import quiet
 from ...support import families
 from ...support.tiny_bert import padded_batch, plan_of, recipe_with, run_onnx
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+MODELS = {
     "mpnet": ("mpnet", {}),
     "deberta-v3": ("deberta-v2", {}),
     "every distance": ("deberta-v2", {"position_buckets": -1, "norm_rel_ebd": "none"}),
@@ -27,14 +24,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 every_model = pytest.mark.parametrize("name", list(MODELS))
 
 
-def new_model(name: str, **changes: Any) -> Any:
+def new_model(name, **changes):
     model_type, given = MODELS[name]
     model = families.new_model(model_type, labels=3, **(given | changes))
     model.set_attn_implementation("eager")
     return model
 
 
-def batch_of(model: Any, lengths: tuple[int, ...]) -> dict[str, Any]:
+def batch_of(model, lengths):
     batch = padded_batch(lengths)
     batch["input_ids"][batch["attention_mask"] == 0] = model.config.pad_token_id
     return batch
@@ -42,7 +39,7 @@ def batch_of(model: Any, lengths: tuple[int, ...]) -> dict[str, Any]:
 
 @every_model
 @pytest.mark.parametrize("attention", [ATTENTION, "sdpa"])
-def test_logits_are_those_of_eager_attention(name: str, attention: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_eager_attention(name, attention, tmp_path):
     theirs = new_model(name)
     with quiet("transformers"):
         theirs.save_pretrained(tmp_path)
@@ -58,7 +55,7 @@ def test_logits_are_those_of_eager_attention(name: str, attention: str, tmp_path
 
 
 @every_model
-def test_positions_matter_and_padding_does_not(name: str) -> None:
+def test_positions_matter_and_padding_does_not(name):
     model = prepare_model(new_model(name))
     batch = batch_of(model, (9, 4, 16))
     together = forward(model, batch)
@@ -71,7 +68,7 @@ def test_positions_matter_and_padding_does_not(name: str) -> None:
 
 
 @every_model
-def test_the_graph_has_no_length_baked_in(name: str) -> None:
+def test_the_graph_has_no_length_baked_in(name):
     model = prepare_model(new_model(name))
     graph = trace(model, 20)
     taken = {value.name for value in graph.graph.input}
@@ -82,7 +79,7 @@ def test_the_graph_has_no_length_baked_in(name: str) -> None:
 
 
 @every_model
-def test_the_graph_projects_no_positions_and_takes_no_logarithm(name: str) -> None:
+def test_the_graph_projects_no_positions_and_takes_no_logarithm(name):
     graph = trace(prepare_model(new_model(name)), 20).graph
     found = [node.op_type for node in graph.node]
     assert "Log" not in found
@@ -92,7 +89,7 @@ def test_the_graph_projects_no_positions_and_takes_no_logarithm(name: str) -> No
     assert found.count("MatMul") == 2 * per_layer + embedded
 
 
-def test_the_logits_follow_from_the_relative_embeddings() -> None:
+def test_the_logits_follow_from_the_relative_embeddings():
     model = prepare_model(new_model("deberta-v3"))
     batch = batch_of(model, (9, 16))
     before = forward(model, batch)
@@ -109,7 +106,7 @@ def test_the_logits_follow_from_the_relative_embeddings() -> None:
         ("relative_attention", False),
     ],
 )
-def test_what_no_code_is_for_is_refused(field: str, value: Any, tmp_path: Path) -> None:
+def test_what_no_code_is_for_is_refused(field, value, tmp_path):
     with quiet("transformers"):
         new_model("deberta-v3", **{field: value}).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=rf"has {field} {value} in config\.json; of family deberta-v2 only"):
@@ -120,7 +117,7 @@ INT8 = ["mpnet-int8-attention", "deberta-v2-int8-attention", "deberta-v2-int8-li
 
 
 @pytest.mark.parametrize("recipe", INT8)
-def test_smoothing_moves_no_score_and_heads_are_joined(recipe: str) -> None:
+def test_smoothing_moves_no_score_and_heads_are_joined(recipe):
     name = "mpnet" if recipe.startswith("mpnet") else "deberta-v3"
     model, notes = prepare_model(new_model(name)), list[str]()
     batch = batch_of(model, (9, 16))

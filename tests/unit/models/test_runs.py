@@ -16,7 +16,7 @@ BATCH = padded_batch()
 
 
 @pytest.mark.parametrize("model_type", SIZES)
-def test_from_every_layer_on_the_answers_are_the_same(model_type: str) -> None:
+def test_from_every_layer_on_the_answers_are_the_same(model_type):
     model = prepare_model(new_model(model_type))
     with record_first_inputs(model) as embedded:
         expected = forward(model, BATCH)
@@ -36,7 +36,7 @@ def test_from_every_layer_on_the_answers_are_the_same(model_type: str) -> None:
     np.testing.assert_array_equal(forward(model, BATCH), expected)
 
 
-def test_the_head_alone_is_computed_from_what_it_is_given() -> None:
+def test_the_head_alone_is_computed_from_what_it_is_given():
     model = prepare_model(new_model("distilbert"))
     hidden = torch.randn(3, 16, 32)
     with resume_from(model, 2, hidden):
@@ -46,7 +46,7 @@ def test_the_head_alone_is_computed_from_what_it_is_given() -> None:
         np.testing.assert_allclose(found, model.classifier(pooled), atol=1e-6)
 
 
-def test_nothing_is_left_behind_when_the_model_fails() -> None:
+def test_nothing_is_left_behind_when_the_model_fails():
     model = prepare_model(new_model("albert"))
     with pytest.raises(RuntimeError), resume_from(model, 1, torch.zeros(3, 16, 7)):
         forward(model, BATCH)

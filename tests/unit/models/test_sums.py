@@ -1,7 +1,5 @@
 """DistilBERT's residuals as modules: the same answers, and a place for the quantizers of INT8 residuals."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -22,7 +20,7 @@ NAMES = ("attention_sum", "ffn_sum")
 SUMS = [f"distilbert.transformer.layer.{n}.{name}" for n in range(LAYERS) for name in NAMES]
 
 
-def test_answers_and_hidden_states_are_those_of_transformers() -> None:
+def test_answers_and_hidden_states_are_those_of_transformers():
     plain, summed = new_model("distilbert"), prepare_model(new_model("distilbert"))
     plain.set_attn_implementation("qdq_eager")
     ids = torch.from_numpy(padded_batch((12, 12))["input_ids"])
@@ -35,7 +33,7 @@ def test_answers_and_hidden_states_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("smoothing", ["none", 0.5])
-def test_int8_residuals_round_as_the_linears_that_read_them(tmp_path: Path, smoothing: float | str) -> None:
+def test_int8_residuals_round_as_the_linears_that_read_them(tmp_path, smoothing):
     model = load_model(str(write_model(tmp_path / "model", "distilbert")))
     recipe = load_recipe("distilbert-int8-residual-qat")
     settings = recipe.calibration.model_copy(update={"outlier_channel_splitting": 8, "smoothing": smoothing})

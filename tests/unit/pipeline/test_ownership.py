@@ -84,7 +84,7 @@ def test_overwrite_moves_everything_aside_and_deletes_nothing(tmp_path):
     (folder / "link").symlink_to(tmp_path / "run.old")
     before = {name: text for name, text in everything(folder).items() if name != ".lock"}
     hears = Reporter()
-    hears.log = told.append  # type: ignore[method-assign, assignment]
+    hears.log = told.append
     with reporting_to(hears), owned_folder(folder, other, overwrite=True):
         assert sorted(path.name for path in folder.iterdir()) == [".lock", HOLDER, MARK]
     old = tmp_path / "run.old-2"

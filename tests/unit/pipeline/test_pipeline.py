@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-from typing import Any
 
 import pytest
 
@@ -37,9 +36,9 @@ class Line:
 
     def __init__(self, folder):
         self.session = open_run(config(), folder)
-        self.inputs: dict[str, Any] = {"a": 1, "b": 1, "c": 1}
-        self.ran: list[str] = []
-        self.fail_in: str | None = None
+        self.inputs = {"a": 1, "b": 1, "c": 1}
+        self.ran = []
+        self.fail_in = None
         self.stages = [
             Stage("a", self.writer("a"), (), lambda _: self.inputs["a"]),
             Stage("b", self.writer("b", "a"), ("a",), lambda _: self.inputs["b"]),
@@ -265,7 +264,7 @@ def test_an_outcome_that_no_longer_holds_is_made_again(line):
 
 def test_announced_before_it_runs(line):
     line.inputs["b"] = 2
-    told: list[tuple[str, bool]] = []
+    told = []
     run_stages(line.session, line.stages, lambda name, reused: told.append((name, reused)))
     assert told == [("a", True), ("b", False), ("c", False)]
 

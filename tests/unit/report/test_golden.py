@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from qdqbench.quantize.report.document import Report
 from qdqbench.quantize.report.render import render_html, render_markdown
 
 from ...support.findings import LINTED
@@ -27,13 +26,13 @@ BESIDES = ("run-alone", "run-two-splits", "bench-many-shapes", "bench-measured")
 PAGES = ("run", "compare", "bench", "check")
 
 
-def on_page(report: Report) -> str:
+def on_page(report):
     """The page without what all pages share, and of charts what they are called."""
     html = re.sub(r"(?s)<(style|script)>.*?</\1>\n?", "", render_html(report))
     return re.sub(r'(?s)<svg [^>]*aria-label="([^"]*)".*?</svg>', r"<svg>\1</svg>", html)
 
 
-def on_screen(report: Report) -> str:
+def on_screen(report):
     """What a terminal shows, and the tiles, which only a page has."""
     tiles = [f"{tile.title}: {tile.value} [{tile.state}] {tile.remark}" for tile in report.tiles]
     lines = [*on_terminal(report).splitlines(), *(["", "Tiles of the page:"] if tiles else []), *tiles]
@@ -41,7 +40,7 @@ def on_screen(report: Report) -> str:
 
 
 @pytest.mark.parametrize("name", [name for name in HELD if name not in BESIDES])
-def test_a_report_is_as_it_was(name: str) -> None:
+def test_a_report_is_as_it_was(name):
     report = HELD[name]()
     texts = {"md": render_markdown(report), "txt": on_screen(report)}
     texts |= {"html": on_page(report)} if name in PAGES else {}
@@ -53,6 +52,6 @@ def test_a_report_is_as_it_was(name: str) -> None:
         assert text == path.read_text(encoding="utf-8"), f"{path.name}: {__doc__}"
 
 
-def test_no_file_is_left_over() -> None:
+def test_no_file_is_left_over():
     held = {name for name in HELD if name not in BESIDES}
     assert {path.stem for path in GOLDEN.iterdir()} == held

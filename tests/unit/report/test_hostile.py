@@ -1,7 +1,6 @@
 """Names of others stay text in every medium, and reports of odd results are whole."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 
@@ -13,7 +12,6 @@ from qdqbench.eval.selection.auto.report import auto_report
 from qdqbench.eval.selection.calibration_comparison import calibration_report
 from qdqbench.eval.selection.search.report import search_report
 from qdqbench.eval.selection.sensitivity.report import sensitivity_report
-from qdqbench.quantize.report.document import Report
 from qdqbench.quantize.report.render import render_html, render_markdown
 from qdqbench.quantize.utils.trackers import LogRow
 
@@ -27,13 +25,13 @@ from ...support.trainings import failed_run, finetuning, hostile_finetuning, hos
 ALL = {name: [HOSTILE] for name in ("errors", "notes", "warnings")}
 
 
-def hostile_bench() -> Report:
+def hostile_bench():
     bench = sample_bench(**ALL, command=HOSTILE)
     bench.target.name = HOSTILE
     return bench_report(bench)
 
 
-def hostile_comparison() -> Report:
+def hostile_comparison():
     found = sample_comparison().model_copy(update={"notes": [HOSTILE], "command": HOSTILE})
     for sample in found.samples:
         sample.text = sample.label = HOSTILE
@@ -41,7 +39,7 @@ def hostile_comparison() -> Report:
     return comparison_report(found)
 
 
-HOSTILES: dict[str, Callable[[], Report]] = {
+HOSTILES = {
     "run": lambda: run_report(hostile()),
     "effects": lambda: run_report(effects(HOSTILE, notes=[HOSTILE])),
     "qat": lambda: run_report(hostile_qat()),
@@ -54,7 +52,7 @@ HOSTILES: dict[str, Callable[[], Report]] = {
     "sensitivity": lambda: sensitivity_report(sample_sensitivity(HOSTILE)),
 }
 BROKEN = [LogRow(step=10, epoch=0.1, loss=math.nan), LogRow(step=10, epoch=0.1, score=math.inf)]
-ODD: dict[str, Callable[[], Report]] = {
+ODD = {
     "no log": lambda: finetuning_report(finetuning([run_of(0).model_copy(update={"log": []})])),
     "many seeds": lambda: finetuning_report(finetuning([run_of(n, log=log_of(n, 20, 1)) for n in range(20)])),
     "nothing": lambda: finetuning_report(finetuning([])),
@@ -65,7 +63,7 @@ ODD: dict[str, Callable[[], Report]] = {
 
 
 @pytest.mark.parametrize("name", [*HOSTILES, *ODD])
-def test_a_report_is_whole_and_of_others_only_text(name: str) -> None:
+def test_a_report_is_whole_and_of_others_only_text(name):
     report = (HOSTILES | ODD)[name]()
     offline(render_html(report))
     assert plain(render_markdown(report))

@@ -1,10 +1,7 @@
 """Every kind of report in a real browser: offline, on a phone, in the dark, by tap and by keyboard."""
 
-from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,17 +15,17 @@ from ...support.reports import REPORTS
 from ...support.runs import sample as sample_run
 
 
-def _run(folder: Path) -> None:
+def _run(folder):
     write_bench(folder / "bench.json", sample_bench())
     write_reports(sample_run(), folder)
 
 
-def _write(kind: str, folder: Path) -> None:
+def _write(kind, folder):
     write_report(REPORTS[kind](), folder, kind)
 
 
 OTHERS = ("search", "methods", "sensitivity", "bench", "finetune", "auto", "compare")
-KINDS: dict[str, Callable[[Path], Any]] = {"report": _run} | {name: partial(_write, name) for name in OTHERS}
+KINDS = {"report": _run} | {name: partial(_write, name) for name in OTHERS}
 
 # Luminance contrast (WCAG 2.2, 1.4.3) of every element with text of its own against what it lies on.
 PALE = """() => {
@@ -52,18 +49,18 @@ PALE = """() => {
 
 
 @pytest.fixture(scope="module")
-def written(made_once: Callable[[str, Callable[[Path], object]], Path]) -> Callable[[str], Path]:
+def written(made_once):
     return lambda kind: made_once(f"page-{kind}", KINDS[kind]) / f"{kind}.html"
 
 
 @pytest.fixture
-def opened(browser: Any, written: Callable[[str], Path]) -> Iterator[Callable[..., Any]]:
+def opened(browser, written):
     """A page that asks for nothing else and says nothing on the console."""
-    asked: list[str] = []
-    said: list[str] = []
+    asked = []
+    said = []
     made = []
 
-    def open_page(kind: str, width: int, scheme: str = "light", **more: Any) -> Any:
+    def open_page(kind, width, scheme="light", **more):
         page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme, **more)
         page.on("request", lambda request: asked.append(request.url))
         page.on("console", lambda message: said.append(message.text))
@@ -83,7 +80,7 @@ LIKE_OTHERS = ("auto", "methods", "compare", "search", "finetune")  # blocks are
 
 
 @pytest.mark.parametrize("kind", mark_long(KINDS, LIKE_OTHERS))
-def test_a_page_fits_a_phone_and_can_be_read(kind: str, opened: Callable[..., Any]) -> None:
+def test_a_page_fits_a_phone_and_can_be_read(kind, opened):
     page = opened(kind, 400, "dark")
     for width in (400, 360):
         page.set_viewport_size({"width": width, "height": 800})
@@ -110,7 +107,7 @@ def test_a_page_fits_a_phone_and_can_be_read(kind: str, opened: Callable[..., An
     assert page.locator("#again > pre").inner_text().startswith("qdqbench ")
 
 
-def test_explanations_come_by_tap_and_by_keyboard(opened: Callable[..., Any]) -> None:
+def test_explanations_come_by_tap_and_by_keyboard(opened):
     page = opened("report", 400, has_touch=True)
     cells, tip = page.locator(".grid [data-tip]"), page.locator("#tip")
     assert not tip.is_visible()
@@ -126,7 +123,7 @@ def test_explanations_come_by_tap_and_by_keyboard(opened: Callable[..., Any]) ->
     assert not tip.is_visible()
 
 
-def test_tables_sort_and_filter(opened: Callable[..., Any]) -> None:
+def test_tables_sort_and_filter(opened):
     page = opened("compare", 1280)
     rows = page.locator("#layers-1 tbody tr")
     column = "#layers-1 tbody td:nth-child(2)"
@@ -142,7 +139,7 @@ def test_tables_sort_and_filter(opened: Callable[..., Any]) -> None:
     assert page.get_by_role("status").nth(1).inner_text() == f"3 of {rows.count()}"
 
 
-def test_numbers_with_units_sort_as_numbers(opened: Callable[..., Any]) -> None:
+def test_numbers_with_units_sort_as_numbers(opened):
     page = opened("sensitivity", 1280)
     column = page.locator("#linears tbody td:nth-child(2)")
     page.locator("#linears thead button").nth(1).click()
@@ -152,9 +149,7 @@ def test_numbers_with_units_sort_as_numbers(opened: Callable[..., Any]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_page_is_whole_on_paper_and_without_scripts(
-    kind: str, browser: Any, written: Callable[[str], Path]
-) -> None:
+def test_a_page_is_whole_on_paper_and_without_scripts(kind, browser, written):
     context = browser.new_context(java_script_enabled=False, viewport={"width": 400, "height": 800})
     page = context.new_page()
     page.goto(f"file://{written(kind)}")

@@ -97,7 +97,7 @@ def test_a_terminal_shows_what_is_for_it_and_the_first_remarks():
 
 
 def test_neither_file_is_written_where_a_chart_fails(tmp_path):
-    def fail() -> str:
+    def fail():
         raise ValueError("no chart")
 
     broken = doc.Report(REPORT.page, [doc.Section("a", "A", [doc.Chart(fail)])])

@@ -6,9 +6,8 @@ A command is added by one line in `COMMANDS`, and its modules that make sentence
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,8 +22,8 @@ from qdqbench.eval.runs.gate import judge_speed
 from qdqbench.eval.runs.report.report import refresh_reports, run_report, too_slow
 from qdqbench.eval.runs.results import read_results, write_results
 from qdqbench.eval.selection.search.report import search_report
-from qdqbench.eval.selection.search.results import Search, SearchOutcome
-from qdqbench.quantize.report.document import Block, Cell, Columns, Fold, Report, Table
+from qdqbench.eval.selection.search.results import SearchOutcome
+from qdqbench.quantize.report.document import Columns, Fold, Report, Table
 from qdqbench.quantize.utils.errors import CheckFailed
 
 from ...support import runs
@@ -59,7 +58,7 @@ class Outcome(NamedTuple):
     others: Any = None
 
 
-def _run(changes: dict[str, Any], folder: Path) -> Outcome:
+def _run(changes, folder):
     """A run whose gate is judged from these differences, and reported."""
     speed = [speedup(1.4, 1.3, 1.5), speedup(0.9, 0.8, 0.95), speedup(1.0, 0.9, 1.1)]
     drops = comparison({"accuracy": -changes.pop("drop", 0.0)}, {"accuracy": 0.002}, n=872)
@@ -72,11 +71,11 @@ def _run(changes: dict[str, Any], folder: Path) -> Outcome:
     return Outcome(run_report(results), results, status, len(too_slow(folder)))
 
 
-def _search(found: Search) -> Outcome:
+def _search(found):
     return Outcome(search_report(found), found, 0 if found.outcome.passed else 2)
 
 
-def _bench(bench: Bench, folder: Path, min_speedup: float | None = None) -> Outcome:
+def _bench(bench, folder, min_speedup=None):
     """A bench of a run directory, whose gate and report take its speed."""
     gate = runs.sample().gate.model_copy(update={"min_speedup": min_speedup})
     write_results(folder, runs.sample(gate=gate))
@@ -94,7 +93,7 @@ def _bench(bench: Bench, folder: Path, min_speedup: float | None = None) -> Outc
     return Outcome(bench_report(bench), record, status, (speeds, codes, len(view.errors)))
 
 
-def _failed_bench() -> Bench:
+def _failed_bench():
     bench = sample_bench(errors=[_shout("1 x 128: int8 engine: NaN for 2 of 2 inputs")], complete=False)
     bench.configs[0].rows[0] = BenchRow(system="int8", status="error", reason=_shout("NaN logits"))
     bench.configs[0].rows[5] = BenchRow(system="compile-fp16", status="skipped", reason=_shout("no g++"))
@@ -103,7 +102,7 @@ def _failed_bench() -> Bench:
 
 
 DETAIL = [GateIssue(code="verification", state="failed", detail="Layer.1 is wrong")]
-COMMANDS: dict[str, Callable[[Path], Outcome]] = {
+COMMANDS = {
     "run, passed": lambda folder: _run({}, folder),
     "run, a drop": lambda folder: _run({"drop": 0.05}, folder),
     "run, a drop within noise": lambda folder: _run({"drop": 0.011}, folder),
@@ -128,7 +127,7 @@ COMMANDS: dict[str, Callable[[Path], Outcome]] = {
 LOUD = False
 
 
-def _shout(value: Any) -> Any:
+def _shout(value):
     """Return a sentence, or several, in upper case while the test rewrites them."""
     if not LOUD:
         return value
@@ -138,10 +137,10 @@ def _shout(value: Any) -> Any:
 
 
 @pytest.fixture
-def loud(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+def loud(monkeypatch):
     """Upper-case what every function of `MODULES` returns that is annotated as a text or as texts."""
 
-    def rewrite() -> int:
+    def rewrite():
         monkeypatch.setattr(sys.modules[__name__], "LOUD", True)
         known = {}
         for name in MODULES:
@@ -162,7 +161,7 @@ def loud(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     return rewrite
 
 
-def _tables(blocks: list[Block]) -> Iterator[Table]:
+def _tables(blocks):
     for block in blocks:
         if isinstance(block, Table):
             yield block
@@ -172,15 +171,15 @@ def _tables(blocks: list[Block]) -> Iterator[Table]:
             yield from _tables([each for part in block.parts for each in part])
 
 
-def _numbers(text: str) -> list[str]:
+def _numbers(text):
     return NUMBER.findall(text.upper())
 
 
-def _cell(cell: Cell) -> tuple[Any, ...]:
+def _cell(cell):
     return cell.state, _numbers(cell.text), _numbers(cell.note), cell.sort, cell.look, cell.bar
 
 
-def states(outcome: Outcome) -> Any:
+def states(outcome):
     """Return everything of an outcome that is no sentence."""
     report, verdict = outcome.report, outcome.report.verdict
     tables = [table for section in report.sections for table in _tables([*section.blocks])]
@@ -207,9 +206,7 @@ def states(outcome: Outcome) -> Any:
         for name in COMMANDS
     ],
 )
-def test_sentences_in_upper_case_change_no_state_code_or_number(
-    name: str, loud: Callable[[], int], tmp_path: Path
-) -> None:
+def test_sentences_in_upper_case_change_no_state_code_or_number(name, loud, tmp_path):
     before = COMMANDS[name](tmp_path)
     assert loud() > 30
     after = COMMANDS[name](tmp_path)

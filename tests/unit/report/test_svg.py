@@ -10,7 +10,7 @@ from qdqbench.quantize.report.svg import figure_of, svg_of
 @pytest.mark.parametrize(
     "name", ['"><script>alert(1)</script>', "a & b < c", 'it\'s "quoted"', "$x$ \\frac", "plain"]
 )
-def test_a_hostile_name_stays_a_name(name: str) -> None:
+def test_a_hostile_name_stays_a_name(name):
     figure = figure_of(2.0)
     figure.subplots().set_title(name)
     text = svg_of(figure, "chart", f"metric of {name}")

@@ -2,7 +2,6 @@
 
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,7 @@ FRAME = re.compile(r"[─-╿]")  # of panels
 
 
 @pytest.mark.parametrize("name", REPORTS)
-def test_80_columns_hold_every_word_of_it(name: str) -> None:
+def test_80_columns_hold_every_word_of_it(name):
     report = REPORTS[name]()
     narrow, wide = (FRAME.sub(" ", on_terminal(report, width)) for width in (80, 400))
     assert max(map(len, narrow.splitlines())) <= 80
@@ -24,7 +23,7 @@ def test_80_columns_hold_every_word_of_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["auto", "methods", "sensitivity"])
-def test_what_is_only_to_know_is_no_warning(name: str, tmp_path: Path) -> None:
+def test_what_is_only_to_know_is_no_warning(name, tmp_path):
     report = REPORTS[name]()
     shown = on_terminal(report)
     assert 0 < shown.index("\nwarning: a warning") < shown.index("\nnote: a note")

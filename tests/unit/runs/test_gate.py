@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.eval.metrics.gate import MOST_SAMPLES, judge, samples_to_tell
-from qdqbench.eval.metrics.results import Comparison, Gate
+from qdqbench.eval.metrics.results import Gate
 from qdqbench.eval.runs.gate import cannot_hold, issue_sentence, judge_speed
 from qdqbench.eval.selection.search.confirm import judge_confirmed
 from qdqbench.eval.selection.search.results import ConfirmedRecipe
@@ -21,13 +21,13 @@ from ...support import records
 from ...support.runs import run_gate
 
 
-def comparison(**drops: tuple[float, float]) -> Comparison:
+def comparison(**drops):
     """Of a drop and its standard error by metric."""
     deltas = {name: -drop for name, (drop, _) in drops.items()}
     return records.comparison(deltas, {name: error for name, (_, error) in drops.items()}, n=277)
 
 
-def confirmation(max_drop: float, **stages: Comparison) -> list[str]:
+def confirmation(max_drop, **stages):
     """States of the same differences where a search confirms its choice."""
     engine = {"validation": stages["engine"]} if "engine" in stages else {}
     scores = {"validation": stages["fake_quant"]}
@@ -35,7 +35,7 @@ def confirmation(max_drop: float, **stages: Comparison) -> list[str]:
     return [issue.state for issue in judge_confirmed(row, Asked(max_drop=max_drop), "accuracy")]
 
 
-def test_what_a_search_confirms_a_run_does_not_fail() -> None:
+def test_what_a_search_confirms_a_run_does_not_fail():
     """Seen on a held-out task: the search confirmed both drops as noise, and `run` then failed the second."""
     drops = {"engine": (0.0084, 0.0112), "fake_quant": (0.0115, 0.0113)}
     stages = {name: comparison(accuracy=drop) for name, drop in drops.items()}
@@ -50,7 +50,7 @@ def test_what_a_search_confirms_a_run_does_not_fail() -> None:
     )
 
 
-def test_noise_of_a_drop_counts_from_max_drop() -> None:
+def test_noise_of_a_drop_counts_from_max_drop():
     assert judge(0.01, 0.0, 0.01) is None
     assert judge(0.0299, 0.01, 0.01) == "within_noise"  # beyond noise from 0, but not from max_drop
     assert judge(0.0301, 0.01, 0.01) == "failed"
@@ -59,7 +59,7 @@ def test_noise_of_a_drop_counts_from_max_drop() -> None:
 
 
 @given(drop=st.floats(-0.2, 0.2), error=st.floats(0, 0.05), max_drop=st.sampled_from([0.0, 0.003, 0.01, 0.1]))
-def test_every_command_judges_alike(drop: float, error: float, max_drop: float) -> None:
+def test_every_command_judges_alike(drop, error, max_drop):
     expected = judge(drop, error, max_drop) != "failed"
     versus = comparison(accuracy=(drop, error))
     assert run_gate("sst2", max_drop, fake_quant=versus).passed == expected
@@ -70,13 +70,13 @@ def test_every_command_judges_alike(drop: float, error: float, max_drop: float) 
     assert choose_point([everything, _point(1, 0.1, drop, error)], max_drop)[1] == expected
 
 
-def _point(kept: int, noise: float, drop: float, error: float) -> CurvePoint:
+def _point(kept, noise, drop, error):
     compared = records.comparison({"accuracy": -drop}, error, **records.sqnr(noise))
     return CurvePoint(kept=kept, linears=["a"] * kept, attention=[], comparison=compared)
 
 
 @pytest.mark.parametrize("stage", ["fake_quant", "onnxruntime", "engine"])
-def test_every_stage_and_split_is_judged_but_ptq_before_training(stage: str) -> None:
+def test_every_stage_and_split_is_judged_but_ptq_before_training(stage):
     bad = comparison(accuracy=(0.0, 0.001), accuracy_mm=(0.05, 0.001))
     found = run_gate("mnli", 0.01, ptq=bad, **{stage: bad}).failures
     assert [(issue.code, issue.stage, issue.metric) for issue in found] == [
@@ -88,7 +88,7 @@ def test_every_stage_and_split_is_judged_but_ptq_before_training(stage: str) -> 
     ("least", "found"),
     [(None, []), (25.0, []), (26.0, [("min_sqnr_db", "within_noise")]), (27.0, [("min_sqnr_db", "failed")])],
 )
-def test_a_gate_can_ask_for_an_sqnr(least: float | None, found: list[tuple[str, str]]) -> None:
+def test_a_gate_can_ask_for_an_sqnr(least, found):
     versus = comparison(accuracy=(0.0, 0.001)).model_copy(update={"sqnr_db": 25.2, "sqnr_db_stderr": 0.5})
     gate = run_gate("sst2", 0.01, min_sqnr_db=least, engine=versus)
     noise = [issue for issue in gate.issues if issue.code == "min_sqnr_db"]
@@ -101,11 +101,11 @@ def test_a_gate_can_ask_for_an_sqnr(least: float | None, found: list[tuple[str, 
         assert "engine: SQNR is 25.2 dB (standard error 0.5), the gate asks for 2" in issue_sentence(issue)
 
 
-def test_metrics_beside_the_primary_one_are_not_judged() -> None:
+def test_metrics_beside_the_primary_one_are_not_judged():
     assert run_gate("mrpc", 0.01, fake_quant=comparison(f1=(0.0, 0.0), accuracy=(0.3, 0.0))).passed
 
 
-def test_twenty_samples_cannot_tell_a_drop_of_a_point_though_none_differs() -> None:
+def test_twenty_samples_cannot_tell_a_drop_of_a_point_though_none_differs():
     assert samples_to_tell(0.0, 0.0, 0.01, 20, counted=True) == 347
     assert samples_to_tell(0.0, 0.0, 0.01, 872, counted=True) is None
     assert samples_to_tell(0.0, 0.0, 0.01, 20, counted=False) is None  # a correlation that did not change
@@ -118,7 +118,7 @@ def test_twenty_samples_cannot_tell_a_drop_of_a_point_though_none_differs() -> N
     max_drop=st.sampled_from([0.003, 0.01, 0.1]),
     n=st.integers(2, 10_000),
 )
-def test_as_many_samples_as_it_asks_for_can_tell(drop: float, error: float, max_drop: float, n: int) -> None:
+def test_as_many_samples_as_it_asks_for_can_tell(drop, error, max_drop, n):
     needed = samples_to_tell(drop, error, max_drop, n, counted=False)
     shrunk = error if needed is None else error * (n / needed) ** 0.5
     assert needed is None or needed > n
@@ -128,7 +128,7 @@ def test_as_many_samples_as_it_asks_for_can_tell(drop: float, error: float, max_
 
 
 @pytest.mark.parametrize(("drop", "error"), [(0.002, 0.006), (0.0115, 0.0113)])
-def test_a_drop_that_these_samples_cannot_tell_is_open(drop: float, error: float) -> None:
+def test_a_drop_that_these_samples_cannot_tell_is_open(drop, error):
     gate = run_gate("sst2", 0.01, fake_quant=comparison(accuracy=(drop, error)))
     assert (gate.passed, gate.state) == (True, "inconclusive")
     issue = gate.having("inconclusive")[0]
@@ -136,7 +136,7 @@ def test_a_drop_that_these_samples_cannot_tell_is_open(drop: float, error: float
     assert "samples, there are 277." in issue_sentence(issue)
 
 
-def test_speed_is_open_until_it_is_measured_and_then_judged_cell_by_cell() -> None:
+def test_speed_is_open_until_it_is_measured_and_then_judged_cell_by_cell():
     asked = Gate(passed=True, max_drop=0.01, min_speedup=1.2)
     before = judge_speed(asked, [])
     assert before.state == "not_evaluated"
@@ -154,7 +154,7 @@ def test_speed_is_open_until_it_is_measured_and_then_judged_cell_by_cell() -> No
 
 
 @pytest.mark.parametrize("backend", get_args(BackendName))
-def test_a_gate_that_cannot_hold_is_known_before_anything_is_computed(backend: BackendName) -> None:
+def test_a_gate_that_cannot_hold_is_known_before_anything_is_computed(backend):
     recipe = load_recipe("bert-int8-residual")
     there = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"backend": backend})})
     assert bool(cannot_hold(there)) == (backend in CPU_BACKENDS)

@@ -1,19 +1,16 @@
 """What a stage command prints: one line a stage with its figures, and what does not hold."""
 
 import re
-from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from rich.console import Console
 
-from qdqbench.eval.metrics.results import Gate, GateIssue, Parity, StageResult
+from qdqbench.eval.metrics.results import Gate, GateIssue, StageResult
 from qdqbench.eval.runs.gate import issue_sentence, judge_stages
 from qdqbench.eval.runs.report.report import stages_report
 from qdqbench.eval.runs.results import FileRow, Results
-from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.lint.findings import FindingRow
 from qdqbench.quantize.pipeline.pipeline import Timing
 from qdqbench.quantize.report.render import render_screen
@@ -22,11 +19,11 @@ from ...support.records import comparison, engine_result
 from ...support.runs import parity_of, parity_row
 
 
-def partial_results(*stages: str, failures: Sequence[str] = (), **fields) -> Results:
+def partial_results(*stages, failures=(), **fields):
     """Results of these stages, the first one reused."""
     cost = {"wall_s": 12.3, "cpu_s": 20.5, "peak_rss_bytes": 1}
     timings = {name: Timing(**cost, reused=name == stages[0]) for name in stages}
-    about: dict[str, Any] = dict.fromkeys(("created", "command"), "") | {"seed": 0}
+    about = dict.fromkeys(("created", "command"), "") | {"seed": 0}
     about |= {name: {} for name in ("recipe", "model", "task", "environment")}
     issues = [GateIssue(code="verification", state="failed", detail=text) for text in failures]
     gate = Gate(passed=not issues, max_drop=0.01, issues=issues)
@@ -34,14 +31,14 @@ def partial_results(*stages: str, failures: Sequence[str] = (), **fields) -> Res
     return Results(**about | given | fields)
 
 
-def engine(**changes) -> EngineResult:
+def engine(**changes):
     layer = {"name": "k", "kind": "gemm", "onnx": ["/a/MatMul"], "inputs": ["f32"], "constants": []}
     fields = {"backend": "openvino", "version": "2026.4", "ahead_of_time": False, "file": "model.int8.engine"}
     fields |= {"bytes": 23_400_000, "attention_fused": 2, "attention_int8": 1, "expected_attention_int8": 1}
     return engine_result(12, **fields | {"layers": [layer | {"outputs": ["f32"]}]} | changes)
 
 
-def parity(differing: int) -> Parity:
+def parity(differing):
     return parity_of([parity_row("a", 1000, 0, 0, 0.001), parity_row("b", 1000, differing, 1, 0.001)])
 
 
@@ -95,7 +92,7 @@ def test_what_does_not_hold_is_named():
     assert len(failures_of(partial_results("verify", **lost), None)) == 1
 
 
-def failures_of(results: Results, require_int8: str | None = "all") -> list[str]:
+def failures_of(results, require_int8="all"):
     gate = SimpleNamespace(require_int8=require_int8, max_drop=0.01)
     judged = judge_stages(SimpleNamespace(recipe=SimpleNamespace(gate=gate)), results)
     assert judged.passed == (not judged.issues)

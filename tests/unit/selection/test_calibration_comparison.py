@@ -1,7 +1,6 @@
 """Calibration methods side by side: the rows, one pass for all methods, and the table."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +16,7 @@ from ...support.tiny_bert import recipe_with
 OWN = Calibration()
 
 
-def differing(section: Calibration, own: Calibration) -> set[str]:
+def differing(section, own):
     return {name for name, value in section if value != getattr(own, name)}
 
 
@@ -30,7 +29,7 @@ def differing(section: Calibration, own: Calibration) -> set[str]:
         Calibration(smoothing=0.65),
     ],
 )
-def test_default_rows_change_one_thing_beside_the_grid(own: Calibration) -> None:
+def test_default_rows_change_one_thing_beside_the_grid(own):
     found = list_sections(own, (), ())
     assert found[0] == own
     assert len(found) == len({section.model_dump_json() for section in found})
@@ -45,7 +44,7 @@ def test_default_rows_change_one_thing_beside_the_grid(own: Calibration) -> None
     assert 10 <= len(found) <= 19
 
 
-def test_a_softmax_over_the_largest_of_each_row_is_compared_with_scales() -> None:
+def test_a_softmax_over_the_largest_of_each_row_is_compared_with_scales():
     own = OWN.model_copy(update={"softmax_scale": "row-max", "centering": True})
     found = list_sections(own, (), ())
     assert [each.softmax_scale for each in found if differing(each, own) == {"softmax_scale"}] == [
@@ -54,7 +53,7 @@ def test_a_softmax_over_the_largest_of_each_row_is_compared_with_scales() -> Non
     assert [each.centering for each in found if differing(each, own) == {"centering"}] == [False]
 
 
-def test_named_methods_and_smoothings_make_the_grid() -> None:
+def test_named_methods_and_smoothings_make_the_grid():
     found = list_sections(OWN, ("max", "mse"), ("none", "0.4", "gain"))
     assert {(section.method, section.smoothing) for section in found} == {
         (method, smoothing) for method in ("max", "mse") for smoothing in ("none", 0.4, "gain")
@@ -73,14 +72,14 @@ def test_named_methods_and_smoothings_make_the_grid() -> None:
         ([], ["nan"], "nan"),
     ],
 )
-def test_what_is_no_method_is_named(methods: list[str], smooths: list[str], named: str) -> None:
+def test_what_is_no_method_is_named(methods, smooths, named):
     with pytest.raises(UserError, match=re.escape(named)) as caught:
         list_sections(OWN, methods, smooths)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("match", ["encoder.layer.*", "encoder.layer.*.self.*"])
-def test_splitting_is_a_row_where_there_is_something_to_split(tiny_bert: Path, match: str) -> None:
+def test_splitting_is_a_row_where_there_is_something_to_split(tiny_bert, match):
     rules = [{"match": match, "type": "Linear", "weights": "int8/per-channel", "input": "int8/per-tensor"}]
     task = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
     config = RunConfig(recipe=recipe_with(rules=rules), model=str(tiny_bert), task=task, data="none")
@@ -89,7 +88,7 @@ def test_splitting_is_a_row_where_there_is_something_to_split(tiny_bert: Path, m
     assert split == ({0, 64} if match == "encoder.layer.*" else {0})
 
 
-def test_reconstruction_is_a_row_where_it_is_named(tiny_bert: Path) -> None:
+def test_reconstruction_is_a_row_where_it_is_named(tiny_bert):
     task = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
     config = RunConfig(recipe=recipe_with("bert-int8-linears"), model=str(tiny_bert), task=task, data="none")
     session = Session(config, tiny_bert)

@@ -1,7 +1,5 @@
 """The picture of the README: of a measured run's page, and small."""
 
-from pathlib import Path
-
 import pytest
 from tools.make_picture import HEIGHT, ROOT, WIDTH, write_page
 
@@ -9,7 +7,7 @@ PNG, MOST_BYTES = b"\x89PNG\r\n\x1a\n", 200_000
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_pictures_are_there_and_small(scheme: str) -> None:
+def test_the_pictures_are_there_and_small(scheme):
     picture = (ROOT / "docs" / "pictures" / f"report-{scheme}.png").read_bytes()
     assert picture.startswith(PNG)
     assert len(picture) < MOST_BYTES
@@ -17,7 +15,7 @@ def test_the_pictures_are_there_and_small(scheme: str) -> None:
     assert (width, height) == (WIDTH, HEIGHT)
 
 
-def test_the_page_is_of_the_measured_run_with_its_bench(tmp_path: Path) -> None:
+def test_the_page_is_of_the_measured_run_with_its_bench(tmp_path):
     page = write_page(tmp_path).read_text(encoding="utf-8")
     assert "minilm-l6-sst2" in page
     assert "Gate passed" in page

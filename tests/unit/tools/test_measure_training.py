@@ -10,7 +10,7 @@ from ...support.tiny_bert import VOCABULARY, new_bert, write_tiny_bert
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_each_system_trains_and_is_judged(tmp_path: Path) -> None:
+def test_each_system_trains_and_is_judged(tmp_path):
     write_tiny_bert(tmp_path / "model", new_bert(labels=2))
     words = VOCABULARY[5:30]
     for name, count in (("train", 64), ("validation", 12)):

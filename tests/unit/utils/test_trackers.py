@@ -21,7 +21,7 @@ CONFIG = {"recipe": "bert-int8-linears"}
 @pytest.fixture
 def libraries(monkeypatch):
     """Modules by name, and what each was given: (name, value, step)."""
-    given: list[tuple[str, float, int]] = []
+    given = []
 
     def log_all(values, step):
         given.extend((name, value, step) for name, value in values.items())

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -32,31 +30,31 @@ BATCH = padded_batch((16, 16, 4, 9, 12, 16))
 Edit = Callable[[onnx.ModelProto], None]
 
 
-def faulty(edit: Edit) -> Any:
+def faulty(edit):
     """A runner on which every graph has a fault, if it holds what the fault is in."""
 
-    def run(model: onnx.ModelProto, feeds: Any) -> dict[str, Any]:
+    def run(model, feeds):
         edit(twin := deepcopy(model))
         return run_onnxruntime(twin, feeds)
 
     return run
 
 
-def scaled(name: str, factor: float) -> Edit:
-    def edit(graph: onnx.ModelProto) -> None:
+def scaled(name, factor):
+    def edit(graph):
         if any(t.name == name for t in graph.graph.initializer):
             store(graph, name, tensor(graph, name) * factor)
 
     return edit
 
 
-def found(folder: Path, edit: Edit, graph: onnx.ModelProto, tmp_path: Path, **options: Any) -> BisectResult:
+def found(folder, edit, graph, tmp_path, **options):
     path = tmp_path / "model.onnx"
     onnx.save(graph, path)
     return bisect(path, BATCH, faulty(edit), run_onnxruntime, family=BERT, **options)
 
 
-def linear(name: str) -> str:
+def linear(name):
     return f"{PLACE}/{name}"
 
 
@@ -72,8 +70,8 @@ def linear(name: str) -> str:
 )
 @pytest.mark.parametrize("per_step", [1, 8, 100])
 def test_the_first_wrong_tensor_is_named(  # noqa: PLR0917
-    tiny_bert: Path, tmp_path: Path, part: str, value: float, node: str, cause: str, per_step: int
-) -> None:
+    tiny_bert, tmp_path, part, value, node, cause, per_step
+):
     node, edit = linear(node), scaled(f"{MODULE}.{part}", value)
     kernels = {"kernel": ["/other", node], f"{node}_myl0_3": [], "other": ["/other"]}
     none = dict.fromkeys(("inputs", "constants", "outputs"), ())
@@ -91,15 +89,15 @@ def test_the_first_wrong_tensor_is_named(  # noqa: PLR0917
     BisectResult.model_validate_json(result.model_dump_json())
 
 
-def test_a_right_engine_has_no_bad_block(tiny_bert: Path, tmp_path: Path) -> None:
+def test_a_right_engine_has_no_bad_block(tiny_bert, tmp_path):
     result = found(tiny_bert, lambda graph: None, exported(tiny_bert), tmp_path)
     assert (result.block, result.tensor, result.engines) == (None, None, 1)
     assert list(result.blocks) == ["embeddings", *(f"layer.{i}" for i in range(LAYERS)), "head"]
     assert "no block is wrong" in bisect_lines(result)
 
 
-def test_the_first_of_two_bad_blocks_is_searched_and_the_other_named(tiny_bert: Path, tmp_path: Path) -> None:
-    def edit(graph: onnx.ModelProto) -> None:
+def test_the_first_of_two_bad_blocks_is_searched_and_the_other_named(tiny_bert, tmp_path):
+    def edit(graph):
         for layer in range(LAYERS):
             scaled(f"bert.encoder.layer.{layer}.output.dense.weight_scale", 3.0)(graph)
 
@@ -108,7 +106,7 @@ def test_the_first_of_two_bad_blocks_is_searched_and_the_other_named(tiny_bert: 
     assert any("layer.1" in note for note in result.notes)
 
 
-def multiply(graph: onnx.ModelProto, after: str, factors: Any) -> None:
+def multiply(graph, after, factors):
     """Let the readers of a node's output, where it is there, read it times factors; it keeps its name."""
     place = next((i for i, node in enumerate(graph.graph.node) if node.name == after), None)
     if place is not None:
@@ -118,13 +116,13 @@ def multiply(graph: onnx.ModelProto, after: str, factors: Any) -> None:
         graph.graph.node.insert(place + 1, helper.make_node("Mul", inputs, [name], name=name))
 
 
-def overflow(after: str, size: int) -> Edit:
+def overflow(after, size):
     """Channels of a tensor over the range of FP16, as a raw INT32 accumulator would be."""
     factors = np.where(np.arange(size) % 2, 1, np.inf).astype(np.float16)
     return lambda graph: multiply(graph, after, factors)
 
 
-def test_an_overflow_after_an_int8_gemm(tiny_bert: Path, tmp_path: Path) -> None:
+def test_an_overflow_after_an_int8_gemm(tiny_bert, tmp_path):
     node = linear("attention/self/value/MatMul")
     result = found(tiny_bert, overflow(node, HIDDEN), exported(tiny_bert), tmp_path)
     assert (result.block, result.node) == (BLOCK, node)
@@ -133,15 +131,15 @@ def test_an_overflow_after_an_int8_gemm(tiny_bert: Path, tmp_path: Path) -> None
     assert result.cause.startswith("FP16 overflow after the INT8 GEMM")
 
 
-def test_an_overflowing_norm(tiny_bert: Path, tmp_path: Path) -> None:
+def test_an_overflowing_norm(tiny_bert, tmp_path):
     node = linear("attention/output/LayerNorm/LayerNormalization")
     result = found(tiny_bert, overflow(node, HIDDEN), exported(tiny_bert, "bert-fp16"), tmp_path)
     assert result.node == node
     assert result.cause.startswith("LayerNorm in FP16")
 
 
-def test_a_wrong_mask(tiny_bert: Path, tmp_path: Path) -> None:
-    def edit(graph: onnx.ModelProto) -> None:
+def test_a_wrong_mask(tiny_bert, tmp_path):
+    def edit(graph):
         for node in graph.graph.node:
             if node.op_type == "Add" and node.name == linear("attention/self/Add"):
                 node.op_type = "Sub"
@@ -151,10 +149,10 @@ def test_a_wrong_mask(tiny_bert: Path, tmp_path: Path) -> None:
     assert "attention mask" in result.cause
 
 
-def test_a_fault_that_vanishes_when_marked_is_said(tiny_bert: Path, tmp_path: Path) -> None:
+def test_a_fault_that_vanishes_when_marked_is_said(tiny_bert, tmp_path):
     """An engine that is wrong only while the GELU is fused, and so not an output: another mark shows it."""
 
-    def edit(graph: onnx.ModelProto) -> None:
+    def edit(graph):
         if not any("Gelu" in value.name for value in graph.graph.output):
             scaled(f"{MODULE}.output.dense.weight_scale", 4.0)(graph)
 
@@ -164,10 +162,10 @@ def test_a_fault_that_vanishes_when_marked_is_said(tiny_bert: Path, tmp_path: Pa
     assert any("vanishes" in note and "Gelu_output_0" in note for note in result.notes)
 
 
-def test_a_fault_of_a_fused_pair_only(tiny_bert: Path, tmp_path: Path) -> None:
+def test_a_fault_of_a_fused_pair_only(tiny_bert, tmp_path):
     """Any mark inside of the block repairs it."""
 
-    def edit(graph: onnx.ModelProto) -> None:
+    def edit(graph):
         inner = [v.name for v in graph.graph.output if PLACE in v.name and "output/LayerNorm" not in v.name]
         if not inner:
             scaled(f"{MODULE}.output.dense.weight_scale", 4.0)(graph)
@@ -184,13 +182,13 @@ def test_a_fault_of_a_fused_pair_only(tiny_bert: Path, tmp_path: Path) -> None:
     ("shape", "count"),
     [((2, 3, 8), 4 * 8), ((2, 5, 3, 4), 4 * 5 * 4), ((2, 5, 3, 3), 5 * (9 + 1)), ((2, 7), 14)],
 )
-def test_padding_is_left_out(shape: tuple[int, ...], count: int) -> None:
+def test_padding_is_left_out(shape, count):
     mask = np.array([[1, 1, 1], [1, 0, 0]], bool)
     assert kept_positions(np.ones(shape), mask).size == count
 
 
 @given(seed=st.integers(0, 99), factor=st.floats(0.1, 10))
-def test_error_of_a_tensor(seed: int, factor: float) -> None:
+def test_error_of_a_tensor(seed, factor):
     truth = np.random.default_rng(seed).normal(size=(4, 6, 8)).astype(np.float32)
     row = compare_tensors("t", truth * np.float32(factor), truth, np.ones((4, 6), bool), 0.05)
     assert row.error == pytest.approx(abs(factor - 1), rel=1e-3, abs=1e-5)
@@ -199,7 +197,7 @@ def test_error_of_a_tensor(seed: int, factor: float) -> None:
     assert not compare_tensors("t", truth * np.nan, truth, np.ones((4, 6), bool), 0.05).holds
 
 
-def test_without_a_run_or_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_run_or_a_gpu(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="is no run directory"):
         bisect_run(tmp_path)
     recipe = load_recipe("bert-int8-linears")

@@ -7,7 +7,7 @@ import numpy as np
 import onnx
 import pytest
 
-from qdqbench.eval.verification.bisect import BisectResult, bisect_kernels, bisect_lines, compare_kernel
+from qdqbench.eval.verification.bisect import bisect_kernels, bisect_lines, compare_kernel
 from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.models.families.known import BERT
@@ -25,7 +25,7 @@ def graph(made_once):
     return onnx.load(made_once(f"cuda-wide-{name}", lambda path: write_wide(path, name, 32)) / "model.onnx")
 
 
-def found(graph, **spoilt) -> BisectResult:
+def found(graph, **spoilt):
     """The result for an engine whose arrays are other ones."""
     plan, arrays = pack(match_graph(graph))
     return bisect_kernels(Interpreted(plan, arrays | spoilt), graph, batch_for(graph), BERT)

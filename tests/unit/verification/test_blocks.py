@@ -1,9 +1,5 @@
 """The cut graph computes what the fake-quant model computes, and a fault shows in its block alone."""
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import onnx
 import pytest
@@ -12,7 +8,6 @@ import torch
 from qdqbench.eval.verification.bisect import run_onnxruntime
 from qdqbench.eval.verification.blocks import (
     HEAD,
-    Stitched,
     computed_floats,
     extract,
     layer_errors,
@@ -20,7 +15,6 @@ from qdqbench.eval.verification.blocks import (
     stitch,
 )
 from qdqbench.eval.verification.checks import BlockSums
-from qdqbench.eval.verification.results import BlockCheck
 from qdqbench.quantize.calibration.fakequant.native import use_frozen_weights
 from qdqbench.quantize.calibration.record import get_state_shifts
 from qdqbench.quantize.calibration.techniques.bias_correction import add_biases_temporarily
@@ -53,13 +47,11 @@ FAULTY = "layer.1"
 MODULE = "bert.encoder.layer.1"
 
 
-def judged(folder: Path, graph: onnx.ModelProto, name: str, half: bool = True) -> dict[str, BlockCheck]:
+def judged(folder, graph, name, half=True):
     return judge(stitch(graph, BERT), quantized(folder, name).model, load_model(str(folder)), BATCHES, half)
 
 
-def judge(
-    stitched: Stitched, model: Any, fp32: Any, batches: list[Any], half: bool = True
-) -> dict[str, BlockCheck]:
+def judge(stitched, model, fp32, batches, half=True):
     sums = {block.name: BlockSums(block.name) for block in stitched.blocks}
     for batch in batches:
         made = reference_blocks(model, fp32, batch, half=half)
@@ -72,16 +64,14 @@ def judge(
     return {block: each.check() for block, each in sums.items()}
 
 
-def failing(checks: dict[str, BlockCheck]) -> list[str]:
+def failing(checks):
     return [name for name, row in checks.items() if not row.holds]
 
 
 @pytest.mark.parametrize("compute", ["fp16", "fp32"])
 @pytest.mark.parametrize("weights", ["channel", "factored"])
 @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-linears-per-tensor", "bert-int8-attention"])
-def test_the_right_graph_passes_in_every_block(
-    tiny_bert: Path, name: str, weights: str, compute: str
-) -> None:
+def test_the_right_graph_passes_in_every_block(tiny_bert, name, weights, compute):
     graph = exported(tiny_bert, name, compute, weights)
     before = graph.SerializeToString(deterministic=True)
     checks = judged(tiny_bert, graph, name, compute == "fp16")
@@ -92,7 +82,7 @@ def test_the_right_graph_passes_in_every_block(
     assert graph.SerializeToString(deterministic=True) == before
 
 
-def test_layers_that_end_with_a_sum_are_cut_behind_it() -> None:
+def test_layers_that_end_with_a_sum_are_cut_behind_it():
     made = of_modernbert(new_modernbert(), attention=True)
     graph = exported_of(made.model, made.plan, "factored", "fp16")
     stitched, batch = stitch(graph, MODERNBERT), select_inputs(made.model, BATCHES[0])
@@ -103,17 +93,17 @@ def test_layers_that_end_with_a_sum_are_cut_behind_it() -> None:
         assert name == HEAD or (row.quantization_error > 0.005) == (name != "embeddings")
 
 
-def test_the_cut_graph_with_its_own_values_is_the_whole_graph(tiny_bert: Path) -> None:
+def test_the_cut_graph_with_its_own_values_is_the_whole_graph(tiny_bert):
     graph, batch = exported(tiny_bert), BATCHES[0]
     stitched = stitch(graph, BERT)
-    feeds: dict[str, Any] = dict(batch)
+    feeds = dict(batch)
     feeds |= {b.input: np.zeros((*batch["input_ids"].shape, HIDDEN), np.float16) for b in stitched.blocks[1:]}
     for block, following in zip(stitched.blocks, stitched.blocks[1:], strict=False):
         feeds[following.input] = run_onnxruntime(stitched.model, feeds)[block.output]
     assert np.array_equal(run_onnxruntime(stitched.model, feeds)["logits"], run_onnx(graph, dict(batch)))
 
 
-def test_new_inputs_have_the_shape_and_type_of_the_border(tiny_bert: Path) -> None:
+def test_new_inputs_have_the_shape_and_type_of_the_border(tiny_bert):
     for compute, kind in (("fp16", onnx.TensorProto.FLOAT16), ("fp32", onnx.TensorProto.FLOAT)):
         stitched = stitch(exported(tiny_bert, compute=compute), BERT)
         inputs = {value.name: value.type.tensor_type for value in stitched.model.graph.input}
@@ -125,7 +115,7 @@ def test_new_inputs_have_the_shape_and_type_of_the_border(tiny_bert: Path) -> No
         onnx.shape_inference.infer_shapes(stitched.model, strict_mode=True)
 
 
-def test_quantization_inside_of_a_block_stays(tiny_bert: Path) -> None:
+def test_quantization_inside_of_a_block_stays(tiny_bert):
     graph = exported(tiny_bert, "bert-int8-attention")
     cut = stitch(graph, BERT).model
     assert [(n.name, n.op_type) for n in graph.graph.node] == [(n.name, n.op_type) for n in cut.graph.node]
@@ -133,7 +123,7 @@ def test_quantization_inside_of_a_block_stays(tiny_bert: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_block_alone_computes_the_same(tiny_bert: Path, name: str) -> None:
+def test_a_block_alone_computes_the_same(tiny_bert, name):
     stitched, batch = stitch(exported(tiny_bert), BERT), BATCHES[0]
     model = quantized(tiny_bert).model
     made = reference_blocks(model, None, batch, half=True)
@@ -145,7 +135,7 @@ def test_a_block_alone_computes_the_same(tiny_bert: Path, name: str) -> None:
     assert np.array_equal(own, whole)
 
 
-def test_marked_tensors_come_out(tiny_bert: Path) -> None:
+def test_marked_tensors_come_out(tiny_bert):
     stitched = stitch(exported(tiny_bert), BERT)
     inner = computed_floats(extract(stitched, FAULTY))
     assert all(name.startswith(("/bert/encoder/layer.1/", "/bert/Where")) for name in inner)
@@ -156,45 +146,43 @@ def test_marked_tensors_come_out(tiny_bert: Path) -> None:
     assert [value.name for value in marked.graph.output] == [*inner[:3], stitched.blocks[2].output]
 
 
-def test_a_graph_without_names_is_refused() -> None:
+def test_a_graph_without_names_is_refused():
     with pytest.raises(UserError, match="cannot be cut into blocks"):
         stitch(healthy(), BERT)
 
 
-def wrong_scale(graph: onnx.ModelProto) -> None:
+def wrong_scale(graph):
     name = f"{MODULE}.output.dense.weight_scale"
     store(graph, name, tensor(graph, name) * 1.1)
 
 
-def dropped_bias(graph: onnx.ModelProto) -> None:
+def dropped_bias(graph):
     name = f"{MODULE}.output.dense.bias_fp16"
     store(graph, name, tensor(graph, name) * 0)
 
 
-def swapped(graph: onnx.ModelProto) -> None:
+def swapped(graph):
     names = [f"{MODULE}.attention.self.{part}.weight_int8" for part in ("query", "key")]
     values = [tensor(graph, name) for name in names]
     for name, value in zip(names, reversed(values), strict=True):
         store(graph, name, value)
 
 
-def one_channel(graph: onnx.ModelProto) -> None:
+def one_channel(graph):
     name = f"{MODULE}.output.LayerNorm.bias_fp16"
     value = tensor(graph, name)
     value[3] += 0.5
     store(graph, name, value)
 
 
-def nan(graph: onnx.ModelProto) -> None:
+def nan(graph):
     name = f"{MODULE}.output.dense.bias_fp16"  # behind the last Q, which would make a number of it
     store(graph, name, np.full_like(tensor(graph, name), np.nan))
 
 
 @pytest.mark.parametrize("fault", [wrong_scale, dropped_bias, swapped, one_channel, nan])
 @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention"])
-def test_a_fault_fails_its_block_and_no_other(
-    tiny_bert: Path, fault: Callable[[onnx.ModelProto], None], name: str
-) -> None:
+def test_a_fault_fails_its_block_and_no_other(tiny_bert, fault, name):
     graph = exported(tiny_bert, name)
     fault(graph)
     checks = judged(tiny_bert, graph, name)
@@ -202,8 +190,8 @@ def test_a_fault_fails_its_block_and_no_other(
     assert bool(checks[FAULTY].nonfinite) == (fault is nan)
 
 
-def test_types_of_feeds(tiny_bert: Path) -> None:
-    stitched: Stitched = stitch(exported(tiny_bert), BERT)
+def test_types_of_feeds(tiny_bert):
+    stitched = stitch(exported(tiny_bert), BERT)
     values = {name: np.ones((1, 2, HIDDEN), np.float32) for name in NAMES[1:]}
     assert {array.dtype for array in stitched.feeds(values).values()} == {np.dtype(np.float16)}
 

@@ -3,7 +3,6 @@
 import json
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +26,7 @@ from qdqbench.eval.verification.checks import (
     verification_failures,
 )
 from qdqbench.eval.verification.engine import batch_of, block_cases, shape_cases
-from qdqbench.eval.verification.results import BlockCheck, Verification
+from qdqbench.eval.verification.results import Verification
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.models.load import load_model
@@ -48,7 +47,7 @@ PROFILE = Profile((1, 16), (32, 128), (64, 128))
 RUN = "runs/x"
 
 
-def hidden(seed: int = 0, shape: tuple[int, ...] = (12, 20, 24)) -> tuple[Any, Any, Any]:
+def hidden(seed=0, shape=(12, 20, 24)):
     """Reference, FP32 output 10% away from it, and a mask; padded positions are huge."""
     rng = np.random.default_rng(seed)
     reference = rng.normal(size=shape).astype(np.float32)
@@ -57,14 +56,14 @@ def hidden(seed: int = 0, shape: tuple[int, ...] = (12, 20, 24)) -> tuple[Any, A
     return reference, reference + 0.1 * rng.normal(size=shape).astype(np.float32), mask.astype(np.int64)
 
 
-def check(got: Any, reference: Any, plain: Any, mask: Any) -> BlockCheck:
+def check(got, reference, plain, mask):
     sums = BlockSums("layer.0")
     sums.add(got, reference, plain, mask)
     return sums.check()
 
 
 @given(seed=st.integers(0, 999), size=st.floats(0, 0.07))
-def test_noise_below_the_cost_of_quantization_holds(seed: int, size: float) -> None:
+def test_noise_below_the_cost_of_quantization_holds(seed, size):
     reference, plain, mask = hidden(seed)
     noise = np.random.default_rng(seed + 1).normal(size=reference.shape)
     row = check(reference + size * noise, reference, plain, mask)
@@ -75,7 +74,7 @@ def test_noise_below_the_cost_of_quantization_holds(seed: int, size: float) -> N
 
 
 @given(seed=st.integers(0, 999), factor=st.floats(1.03, 3))
-def test_a_wrong_scale_below_the_cost_of_quantization_fails(seed: int, factor: float) -> None:
+def test_a_wrong_scale_below_the_cost_of_quantization_fails(seed, factor):
     """3% is far under the 10% that quantization costs, but rounding noise is no factor."""
     reference, plain, mask = hidden(seed)
     row = check(reference * factor, reference, plain, mask)
@@ -84,7 +83,7 @@ def test_a_wrong_scale_below_the_cost_of_quantization_fails(seed: int, factor: f
 
 
 @given(seed=st.integers(0, 999), size=st.floats(0.04, 2))
-def test_a_lost_bias_fails(seed: int, size: float) -> None:
+def test_a_lost_bias_fails(seed, size):
     reference, plain, mask = hidden(seed)
     rng = np.random.default_rng(seed + 1)
     bias = size * rng.choice([-1.0, 1.0], reference.shape[2])
@@ -93,7 +92,7 @@ def test_a_lost_bias_fails(seed: int, size: float) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_one_number_that_is_not_finite_fails(bad: float) -> None:
+def test_one_number_that_is_not_finite_fails(bad):
     reference, plain, mask = hidden()
     got = reference.copy()
     got[3, 1, 5] = bad
@@ -105,7 +104,7 @@ def test_one_number_that_is_not_finite_fails(bad: float) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, 1e30])
-def test_padding_does_not_count(value: float) -> None:
+def test_padding_does_not_count(value):
     reference, plain, mask = hidden()
     got = reference.copy()
     got[mask == 0] = value
@@ -115,7 +114,7 @@ def test_padding_does_not_count(value: float) -> None:
     assert row.n == mask.sum()
 
 
-def test_one_wrong_position_of_many_fails() -> None:
+def test_one_wrong_position_of_many_fails():
     reference, plain, mask = hidden(shape=(64, 40, 24))
     got = reference.copy()
     got[5, 2] = -got[5, 2]
@@ -127,9 +126,7 @@ def test_one_wrong_position_of_many_fails() -> None:
 
 
 @pytest.mark.parametrize(("factor", "holds"), [(0.95, True), (1.05, False)])
-def test_a_position_may_be_four_times_as_far_as_quantization_takes_the_worst_one(
-    factor: float, holds: bool
-) -> None:
+def test_a_position_may_be_four_times_as_far_as_quantization_takes_the_worst_one(factor, holds):
     """A correct engine of BERT-base reached 2.2 times at one of 3,473 positions."""
     reference, plain, mask = hidden(shape=(64, 40, 24))
     cost = (plain - reference)[mask == 1]
@@ -139,7 +136,7 @@ def test_a_position_may_be_four_times_as_far_as_quantization_takes_the_worst_one
     assert check(got, reference, plain, mask).holds is holds
 
 
-def test_without_quantization_one_percent_is_the_limit_and_twice_of_that_in_bf16() -> None:
+def test_without_quantization_one_percent_is_the_limit_and_twice_of_that_in_bf16():
     reference, _, mask = hidden()
     noise, sums = np.random.default_rng(1).normal(size=reference.shape), BlockSums("layer.0")
     assert check(reference + 0.004 * noise, reference, reference, mask).holds
@@ -150,7 +147,7 @@ def test_without_quantization_one_percent_is_the_limit_and_twice_of_that_in_bf16
 
 
 @given(shape=array_shapes(min_dims=3, max_dims=3, min_side=2, max_side=6), seed=st.integers(0, 99))
-def test_batches_add_up(shape: tuple[int, ...], seed: int) -> None:
+def test_batches_add_up(shape, seed):
     reference, plain, mask = hidden(seed, (shape[0], shape[1] + 3, shape[2]))
     got = reference + 0.03 * np.random.default_rng(seed).normal(size=reference.shape)
     sums = BlockSums("layer.0")
@@ -163,7 +160,7 @@ def test_batches_add_up(shape: tuple[int, ...], seed: int) -> None:
         assert parts[name] == expected
 
 
-def logits(n: int = 256, labels: int = 2, noise: float = 0.0, seed: int = 0) -> Any:
+def logits(n=256, labels=2, noise=0.0, seed=0):
     """One set of answers; `noise` is added by another seed, so that sets with noise are paired."""
     base = np.random.default_rng(7).normal(size=(n, labels)) * 2
     return (base + noise * np.random.default_rng(seed).normal(size=base.shape)).astype(np.float32)
@@ -172,7 +169,7 @@ def logits(n: int = 256, labels: int = 2, noise: float = 0.0, seed: int = 0) -> 
 COST = QuantizationCost.of(logits(noise=0.2, seed=1), logits(), 256)
 
 
-def answers(got: Any, task: Any = SST2, reference: Any = None, max_drop: float = 0.01) -> Any:
+def answers(got, task=SST2, reference=None, max_drop=0.01):
     labels_of = got.shape[1]
     fp32 = logits(len(got), labels_of)
     reference = logits(len(got), labels_of, 0.2, 1) if reference is None else reference
@@ -185,7 +182,7 @@ def answers(got: Any, task: Any = SST2, reference: Any = None, max_drop: float =
     )
 
 
-def words(got: Any, reference: Any, many: int) -> Any:
+def words(got, reference, many):
     """The check of sentences of `many` words."""
     samples = np.repeat(np.arange(len(got) // many), many)
     gold = Tagged(reference.argmax(1), np.bincount(samples), ("O", "B-A"))
@@ -198,14 +195,14 @@ def words(got: Any, reference: Any, many: int) -> Any:
 
 @settings(max_examples=10)
 @given(many=st.integers(1, 20), shift=st.floats(0, 0.5))
-def test_words_of_a_sentence_that_say_the_same_are_one_answer(many: int, shift: float) -> None:
+def test_words_of_a_sentence_that_say_the_same_are_one_answer(many, shift):
     """However many they are, they tell no more than one of them of how answers are distributed."""
     base = logits()
     one, more = (words(*(np.repeat(a, n, 0) for a in (base + np.float32(shift), base)), n) for n in (1, many))
     assert (more.ks_statistic, more.ks_p) == (one.ks_statistic, one.ks_p)
 
 
-def repeated(got: Any, reference: Any, share: float) -> Any:
+def repeated(got, reference, share):
     """The check of texts of which a share is one text, in batches that sum in another order."""
     n = len(reference)
     texts = np.where(np.arange(n) < share * n, 0, np.arange(n))
@@ -215,7 +212,7 @@ def repeated(got: Any, reference: Any, share: float) -> Any:
 
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.5, 1.0])
 @pytest.mark.parametrize("n", [60, 872, 5000])
-def test_repeated_texts_count_once(n: int, share: float) -> None:
+def test_repeated_texts_count_once(n, share):
     reference = logits(n, 2, 0.2, 1)
     rounded = reference + np.float32(1e-3) * np.abs(logits(n, 2, 1.0, 7))
     assert repeated(rounded, reference, share).ks_p > 0.5
@@ -223,14 +220,14 @@ def test_repeated_texts_count_once(n: int, share: float) -> None:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.5])
-def test_a_wrong_distribution_fails_among_repeated_texts(share: float) -> None:
+def test_a_wrong_distribution_fails_among_repeated_texts(share):
     reference = logits(872, 2, 0.2, 1)
     wrong = repeated(reference + np.float32(1.0), reference, share)
     assert wrong.ks_p < wrong.ks_p_limit
     assert not wrong.holds
 
 
-def test_many_words_within_rounding_pass_and_a_wrong_distribution_fails() -> None:
+def test_many_words_within_rounding_pass_and_a_wrong_distribution_fails():
     """Most words are O, all with nearly the same logits: there a rounding moves the whole distribution."""
     rng = np.random.default_rng(3)
     reference = np.repeat([[2.0, -2.0]], 6000, 0) + 0.05 * rng.normal(size=(6000, 2))
@@ -245,19 +242,19 @@ def test_many_words_within_rounding_pass_and_a_wrong_distribution_fails() -> Non
 
 
 @given(counts=st.lists(st.integers(0, 5), min_size=1, max_size=30), seed=st.integers(0, 9))
-def test_one_answer_of_each_sample_that_has_any(counts: list[int], seed: int) -> None:
+def test_one_answer_of_each_sample_that_has_any(counts, seed):
     samples = np.repeat(np.arange(len(counts)), counts)
     drawn = checks.one_of_each(samples, seed)
     assert samples[drawn].tolist() == [sample for sample, count in enumerate(counts) if count]
 
 
-def test_every_answer_of_a_sample_can_be_drawn() -> None:
+def test_every_answer_of_a_sample_can_be_drawn():
     samples = np.zeros(3, dtype=np.int64)
     assert {int(checks.one_of_each(samples, seed)[0]) for seed in range(40)} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(("task", "labels"), [(SST2, 2), (get_task("mnli"), 3), (STSB, 1)])
-def test_another_rounding_of_the_recipe_passes(task: Any, labels: int) -> None:
+def test_another_rounding_of_the_recipe_passes(task, labels):
     """As far from FP32 as the reference is, and independent of it: rounding can do no worse."""
     row = answers(logits(labels=labels, noise=0.2, seed=2), task)
     assert row.holds, row
@@ -267,7 +264,7 @@ def test_another_rounding_of_the_recipe_passes(task: Any, labels: int) -> None:
 
 @pytest.mark.parametrize(("task", "labels"), [(SST2, 2), (STSB, 1)])
 @pytest.mark.parametrize("fault", ["relative error 0.8", "constant", "other samples", "shifted"])
-def test_wrong_answers_fail(task: Any, labels: int, fault: str) -> None:
+def test_wrong_answers_fail(task, labels, fault):
     right = logits(labels=labels, noise=0.2, seed=1)
     wrong = {
         "relative error 0.8": logits(labels=labels, noise=1.6, seed=3),
@@ -278,7 +275,7 @@ def test_wrong_answers_fail(task: Any, labels: int, fault: str) -> None:
     assert not answers(wrong, task).holds
 
 
-def test_nan_answers_fail_without_numbers() -> None:
+def test_nan_answers_fail_without_numbers():
     got = logits()
     got[4, 0] = np.nan
     row = answers(got)
@@ -287,7 +284,7 @@ def test_nan_answers_fail_without_numbers() -> None:
     json.loads(row.model_dump_json())
 
 
-def test_a_drop_over_the_gate_fails() -> None:
+def test_a_drop_over_the_gate_fails():
     reference = logits(noise=0.2, seed=1)
     truth = logits(noise=1.0, seed=5).argmax(1)
     got = reference.copy()
@@ -301,7 +298,7 @@ def test_a_drop_over_the_gate_fails() -> None:
 
 @settings(max_examples=30)
 @given(size=st.floats(0, 0.1), seed=st.integers(0, 99))
-def test_padding_noise_passes_and_a_changed_answer_does_not(size: float, seed: int) -> None:
+def test_padding_noise_passes_and_a_changed_answer_does_not(size, seed):
     base = logits(16)
     settings_of = np.stack(
         [base + size * np.random.default_rng(seed + i).normal(size=base.shape) for i in range(3)]
@@ -316,7 +313,7 @@ def test_padding_noise_passes_and_a_changed_answer_does_not(size: float, seed: i
     assert (row.holds, row.nonfinite) == (False, 16)
 
 
-def test_a_rare_answer_that_rounding_changes_much_is_no_fault_of_padding() -> None:
+def test_a_rare_answer_that_rounding_changes_much_is_no_fault_of_padding():
     """An MPNet on MRPC: 0.04 in the mean, 2.9 at worst; 1.4 for one of 16 was refused as a false alarm."""
     fp32, rng = logits(), np.random.default_rng(2)
     cost = 0.04 * rng.normal(size=fp32.shape)
@@ -330,14 +327,14 @@ def test_a_rare_answer_that_rounding_changes_much_is_no_fault_of_padding() -> No
     assert not check_padding(settings_of, judged).holds
 
 
-def test_the_cost_has_a_floor_where_nothing_is_quantized() -> None:
+def test_the_cost_has_a_floor_where_nothing_is_quantized():
     same = logits()
     cost = QuantizationCost.of(same, same, len(same))
     assert cost.mean == pytest.approx(0.01 * np.sqrt((same**2).mean()), rel=1e-4)
     assert cost.worst == pytest.approx(5 * cost.mean)
 
 
-def test_a_shape() -> None:
+def test_a_shape():
     got, reference = logits(4), logits(4)
     got[0, 0], got[1, 1] = np.nan, got[1, 1] + 0.5
     row = check_shape(got, reference, (4, 16), "padded")
@@ -345,7 +342,7 @@ def test_a_shape() -> None:
     assert check_shape(np.full_like(got, np.inf), reference, (4, 16), "padded").max_abs_logit_diff is None
 
 
-def encoded(lengths: Any) -> Encoded:
+def encoded(lengths):
     tokens = [np.arange(1, n + 1, dtype=np.int64) for n in lengths]
     return Encoded(tokens, [np.ones_like(t) for t in tokens], np.zeros(len(tokens), np.int64), 0)
 
@@ -354,7 +351,7 @@ lengths_of = st.lists(st.integers(1, 128), min_size=1, max_size=60).map(lambda v
 
 
 @given(lengths=lengths_of, seed=st.integers(0, 9))
-def test_cases_fit_the_profile_and_cover_it(lengths: Any, seed: int) -> None:
+def test_cases_fit_the_profile_and_cover_it(lengths, seed):
     cases = shape_cases(lengths, [PROFILE], seed)
     for case in [*cases, *block_cases(lengths, PROFILE, seed)]:
         batch = batch_of(encoded(lengths), case, pad_id=0)
@@ -372,7 +369,7 @@ def test_cases_fit_the_profile_and_cover_it(lengths: Any, seed: int) -> None:
     assert cases == shape_cases(lengths, [PROFILE], seed)
 
 
-def test_samples_that_are_longer_than_the_engine_takes_are_left_out() -> None:
+def test_samples_that_are_longer_than_the_engine_takes_are_left_out():
     lengths = np.array([8, 20, 100])
     short = Profile((1, 16), (4, 32), (8, 64))
     cases = [*shape_cases(lengths, [short], 0), *block_cases(lengths, short, 0)]
@@ -383,7 +380,7 @@ def test_samples_that_are_longer_than_the_engine_takes_are_left_out() -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])
-def test_blocks_in_small_batches_get_the_shortest_and_the_longest(batch: int) -> None:
+def test_blocks_in_small_batches_get_the_shortest_and_the_longest(batch):
     lengths = np.array([9, 5, 90, 31, 12])
     cases = block_cases(lengths, Profile((1, 16), (1, 128), (batch, 128)), 0)
     assert [len(case.rows) for case in cases] == [batch, batch, batch, 1]
@@ -391,11 +388,11 @@ def test_blocks_in_small_batches_get_the_shortest_and_the_longest(batch: int) ->
     assert set(cases[0].rows) >= {1, 2} or batch == 1
 
 
-def test_the_same_samples_in_three_settings() -> None:
+def test_the_same_samples_in_three_settings():
     lengths = np.array([20, 5, 90, 31])
     seen = []
 
-    def run(batch: dict[str, Any]) -> Any:
+    def run(batch):
         seen.append(batch["input_ids"].shape)
         return np.stack([batch["input_ids"].sum(1), batch["attention_mask"].sum(1)], 1).astype(np.float32)
 
@@ -410,7 +407,7 @@ def test_the_same_samples_in_three_settings() -> None:
     assert engine.widest([Profile((1, 8), (2, 8), (2, 8)), PROFILE]) == PROFILE
 
 
-def test_every_fault_is_a_sentence_that_names_the_place_and_the_next_step() -> None:
+def test_every_fault_is_a_sentence_that_names_the_place_and_the_next_step():
     assert verification_failures(verification(), RUN) == []
     reference, plain, mask = hidden()
     bad = reference.copy()
@@ -435,7 +432,7 @@ def test_every_fault_is_a_sentence_that_names_the_place_and_the_next_step() -> N
     assert all(part in line for line, part in zip(lines, parts, strict=True))
 
 
-def test_a_case_is_padded_with_the_pad_token() -> None:
+def test_a_case_is_padded_with_the_pad_token():
     batch = batch_of(encoded([3, 2]), engine.InputCase("padded", [0, 1], 5), pad_id=9)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 9, 9], [1, 2, 9, 9, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]
@@ -447,21 +444,21 @@ class OnnxRunner:
 
     spoil: Any = staticmethod(lambda batch, got: got)
 
-    def __init__(self, path: Any, graph: Any, *, pad_id: int, outputs: Any) -> None:
+    def __init__(self, path, graph, *, pad_id, outputs):
         assert pad_id == 0
         self.run = onnxruntime_runner(graph)
 
-    def __call__(self, batch: Any) -> Any:
+    def __call__(self, batch):
         return type(self).spoil(batch, self.run(batch))
 
-    def __enter__(self) -> "OnnxRunner":
+    def __enter__(self):
         return self
 
-    def __exit__(self, *_: Any) -> None: ...
+    def __exit__(self, *_): ...
 
 
 @contextmanager
-def onnx_engine(model: onnx.ModelProto, sidecar: Any, gemms: Any = ()) -> Any:
+def onnx_engine(model, sidecar, gemms=()):
     """The cut graph on ONNX Runtime."""
     run = SimpleNamespace(run=lambda feeds: run_onnxruntime(model, feeds))
     yield run, SimpleNamespace(int8_gemms=len(gemms))
@@ -473,7 +470,7 @@ SAMPLES = [
 
 
 @pytest.fixture(scope="module")
-def logits_of(tiny_bert: Path) -> dict[str, Any]:
+def logits_of(tiny_bert):
     """The answers of the tiny model to all samples, in FP32 and fake-quantized."""
     models = {"fp32": load_model(str(tiny_bert)), "fake_quant": quantized(tiny_bert).model}
     return {
@@ -483,9 +480,7 @@ def logits_of(tiny_bert: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def session(
-    tiny_bert: Path, logits_of: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Any:
+def session(tiny_bert, logits_of, tmp_path, monkeypatch):
     """A run of the tiny model whose engine is ONNX Runtime."""
     task, made = get_task("mnli"), quantized(tiny_bert)
     fp32 = load_model(str(tiny_bert))
@@ -520,7 +515,7 @@ def session(
     )
 
 
-def test_a_right_engine_is_verified(session: Any) -> None:
+def test_a_right_engine_is_verified(session):
     found = engine.verify_engine(session)
     assert found.failures == []
     assert found.passed
@@ -532,7 +527,7 @@ def test_a_right_engine_is_verified(session: Any) -> None:
     assert Verification.model_validate_json(found.model_dump_json()) == found
 
 
-def test_a_graph_that_cannot_be_cut_is_not_checked_and_says_why(session: Any) -> None:
+def test_a_graph_that_cannot_be_cut_is_not_checked_and_says_why(session):
     """Its answers are judged all the same, and the run goes on."""
     uncut = replace(session.plan.family, norms={})
     session.plan = replace(session.plan, family=uncut)
@@ -552,7 +547,7 @@ def test_a_graph_that_cannot_be_cut_is_not_checked_and_says_why(session: Any) ->
         (lambda batch, got: got if batch["attention_mask"].all() else -got, "answers differ from fake_quant"),
     ],
 )
-def test_a_wrong_engine_is_not(session: Any, monkeypatch: pytest.MonkeyPatch, spoil: Any, part: str) -> None:
+def test_a_wrong_engine_is_not(session, monkeypatch, spoil, part):
     monkeypatch.setattr(OnnxRunner, "spoil", staticmethod(spoil))
     found = engine.verify_engine(session)
     assert not found.passed
@@ -561,16 +556,14 @@ def test_a_wrong_engine_is_not(session: Any, monkeypatch: pytest.MonkeyPatch, sp
     Verification.model_validate_json(found.model_dump_json())
 
 
-def test_without_a_gpu_the_stage_says_why(session: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_stage_says_why(session, monkeypatch):
     for gpu, why in ((None, "no GPU here"), (Gpu("H200", "9.0", None), "is for compute capability 8.9")):
         monkeypatch.setattr("qdqbench.eval.stages.stages.find_gpu", lambda gpu=gpu: gpu)
         (record,) = stages.verify_stage(session)
         assert why in json.loads(record.read_text())["skipped"]
 
 
-def test_the_stage_writes_what_was_found_and_a_nan_engine_is_not_evaluated(
-    session: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_stage_writes_what_was_found_and_a_nan_engine_is_not_evaluated(session, monkeypatch):
     monkeypatch.setattr("qdqbench.eval.stages.stages.find_gpu", lambda: Gpu("L4", "8.9", None))
     monkeypatch.setattr(OnnxRunner, "spoil", staticmethod(lambda batch, got: got * np.nan))
     (record,) = stages.verify_stage(session)
@@ -579,7 +572,7 @@ def test_the_stage_writes_what_was_found_and_a_nan_engine_is_not_evaluated(
     assert "NaN" in json.loads(skipped.read_text())["skipped"]
 
 
-def test_logits_near_zero_are_no_fault_of_the_head() -> None:
+def test_logits_near_zero_are_no_fault_of_the_head():
     """Rounding is relative to the terms of a sum; one sample's two logits may be as small as it."""
     rng = np.random.default_rng(0)
     truth = rng.normal(size=(64, 2))
@@ -597,10 +590,10 @@ def test_logits_near_zero_are_no_fault_of_the_head() -> None:
 
 @pytest.mark.parametrize(("task", "labels"), [(SST2, 2), (STSB, 1)])
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 10, 30])
-def test_another_rounding_of_few_samples_is_no_fault(n: int, task: Any, labels: int) -> None:
+def test_another_rounding_of_few_samples_is_no_fault(n, task, labels):
     """At one row 16 of 100 failed: what quantization costs one sample was taken for what it may cost."""
 
-    def drawn(seed: int, kind: int) -> Any:
+    def drawn(seed, kind):
         return np.random.default_rng((seed, kind)).normal(size=(n, labels)).astype(np.float32)
 
     for seed in range(60):
@@ -615,13 +608,13 @@ def test_another_rounding_of_few_samples_is_no_fault(n: int, task: Any, labels: 
 
 
 @pytest.mark.parametrize(("n", "wrong"), [(10, 8), (96, 16), (256, 22)])
-def test_how_many_answers_quantization_flips_is_an_estimate(n: int, wrong: int) -> None:
+def test_how_many_answers_quantization_flips_is_an_estimate(n, wrong):
     """It flipped none of 96 here, the limit was 2.9, and a correct engine with 3 others failed."""
     base = np.full((n, 2), [0.1, 0.0], np.float32)
     base[:, 0] += np.linspace(0, 3, n, dtype=np.float32)
     truth, cost = np.zeros(n, np.int64), QuantizationCost(5.0, 5.0, 0.0)
 
-    def check_flipped(flipped: int) -> Any:
+    def check_flipped(flipped):
         got = base.copy()
         got[:flipped] = got[:flipped, ::-1]
         return checks.check_answers(

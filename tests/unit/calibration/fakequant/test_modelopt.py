@@ -1,7 +1,6 @@
 """Which private names of ModelOpt are used, where, and that ModelOpt still has them."""
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import modelopt
@@ -31,11 +30,11 @@ PRIVATE = {
 NAMES = {name for names in PRIVATE.values() for name in names}
 
 
-def parsed(path: Path) -> ast.Module:
+def parsed(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def names_in(tree: ast.AST) -> Iterator[str]:
+def names_in(tree):
     """Attributes, functions, imports from ModelOpt and texts of some code."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -48,14 +47,14 @@ def names_in(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
 
 
-def test_they_stand_in_one_file() -> None:
+def test_they_stand_in_one_file():
     others = [path for folder in ("quantize", "eval", "api") for path in (ROOT / folder).rglob("*.py")]
     assert len(others) > 100
     found = {str(path): set(names_in(parsed(path))) & NAMES for path in others if path != HERE}
     assert {name: names for name, names in found.items() if names} == {}
 
 
-def test_those_that_are_listed_are_used_and_no_others() -> None:
+def test_those_that_are_listed_are_used_and_no_others():
     tree = parsed(HERE)
     used = list(names_in(tree))
     own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
@@ -63,7 +62,7 @@ def test_those_that_are_listed_are_used_and_no_others() -> None:
     assert {name for name in used if name.startswith("_") and name[1:2] != "_"} - own - torchs == NAMES
 
 
-def test_modelopt_has_them() -> None:
+def test_modelopt_has_them():
     from modelopt.torch.quantization import model_calib
     from modelopt.torch.quantization.calib import HistogramCalibrator
     from modelopt.torch.quantization.nn import TensorQuantizer
@@ -87,7 +86,7 @@ def test_modelopt_has_them() -> None:
 
 
 @pytest.mark.parametrize("version", ["0.48.0", "0.470.1", "0.46.9"])
-def test_another_version_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_refused(version, monkeypatch):
     monkeypatch.setattr(modelopt, "__version__", version)
     with pytest.raises(UserError, match=rf"modelopt {version} is installed and qdqbench is made for 0\.47"):
         import_modelopt()

@@ -3,9 +3,6 @@
 import copy
 import functools
 import itertools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,11 +18,10 @@ from qdqbench.quantize.calibration.fakequant import modelopt as private
 from qdqbench.quantize.calibration.fakequant import native, quantizers
 from qdqbench.quantize.graph.weights import quantize_weights
 from qdqbench.quantize.models.load import load_model
-from qdqbench.quantize.recipe.plan import Plan
 
 from ....support import tiny_bert as bert
 
-RECIPES: dict[str, dict[str, Any]] = {
+RECIPES = {
     "linears": {},
     "per-tensor": {"name": "bert-int8-linears-per-tensor"},
     "smoothing": {"calibration": {"smoothing": 0.5}},
@@ -47,30 +43,30 @@ ranges = st.floats(-20, 16).map(lambda exponent: float(np.float32(2**exponent)))
 
 
 @pytest.fixture(params=RECIPES)
-def fake_quant(tiny_bert: Path, request: Any) -> bert.Quantized:
+def fake_quant(tiny_bert, request):
     return fresh(tiny_bert, request.param)
 
 
-def fresh(folder: Path, name: str) -> bert.Quantized:
+def fresh(folder, name):
     return copy.deepcopy(calibrated(folder, name))
 
 
 @functools.cache
-def calibrated(folder: Path, name: str) -> bert.Quantized:
+def calibrated(folder, name):
     """Of all tests, which get copies."""
     return bert.calibrate(folder, bert.recipe_with(**{"name": "bert-int8-linears", **RECIPES[name]}))
 
 
-def inputs() -> dict[str, torch.Tensor]:
+def inputs():
     return {name: torch.from_numpy(array) for name, array in bert.padded_batch().items()}
 
 
-def logits(model: Any) -> torch.Tensor:
+def logits(model):
     with torch.no_grad():
-        return model(**inputs()).logits  # type: ignore[no-any-return]
+        return model(**inputs()).logits
 
 
-def train(model: Any, steps: int = 2, rate: float = 1e-2) -> None:
+def train(model, steps=2, rate=1e-2):
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, fused=True)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -79,7 +75,7 @@ def train(model: Any, steps: int = 2, rate: float = 1e-2) -> None:
         native.keep_positive(model)
 
 
-def quantizer_of(amax: Any, axis: int | None, **attributes: Any) -> Any:
+def quantizer_of(amax, axis, **attributes):
     """A ModelOpt quantizer."""
     from modelopt.torch.quantization.config import QuantizerAttributeConfig
     from modelopt.torch.quantization.nn import TensorQuantizer
@@ -89,7 +85,7 @@ def quantizer_of(amax: Any, axis: int | None, **attributes: Any) -> Any:
     return quantizer
 
 
-def case(x: Any, amax: float, axis: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+def case(x, amax, axis):
     """Values of up to three times the range, and an amax for each row or for all."""
     rows = amax * np.linspace(1, 2, len(x), dtype=np.float32)[:, None]
     chosen = rows.astype(np.float32) if axis == 0 else np.float32(amax)
@@ -100,7 +96,7 @@ def case(x: Any, amax: float, axis: int | None) -> tuple[torch.Tensor, torch.Ten
 @pytest.mark.parametrize("narrow", [False, True])
 @settings(deadline=None)
 @given(x=values, amax=ranges)
-def test_codes_are_those_of_modelopt(x: Any, amax: float, axis: int | None, narrow: bool) -> None:
+def test_codes_are_those_of_modelopt(x, amax, axis, narrow):
     x, bound = case(x, amax, axis)
     quantizer = quantizer_of(bound, axis, narrow_range=narrow)
     theirs, ours = quantizer(x).double(), private.fake_quantize(x, quantizer).double()
@@ -115,7 +111,7 @@ def test_codes_are_those_of_modelopt(x: Any, amax: float, axis: int | None, narr
 @axes
 @settings(deadline=None)
 @given(x=values, amax=ranges)
-def test_gradient_is_straight_through_inside_and_zero_outside(x: Any, amax: float, axis: int | None) -> None:
+def test_gradient_is_straight_through_inside_and_zero_outside(x, amax, axis):
     x, bound = case(x, amax, axis)
     incoming = torch.linspace(-2, 2, x.numel()).reshape(x.shape) + 0.1
     found = []
@@ -134,7 +130,7 @@ def test_gradient_is_straight_through_inside_and_zero_outside(x: Any, amax: floa
 @axes
 @settings(deadline=None)
 @given(x=values, amax=ranges)
-def test_bf16_is_rounded_once_from_fp32(x: Any, amax: float, axis: int | None) -> None:
+def test_bf16_is_rounded_once_from_fp32(x, amax, axis):
     x, bound = case(x, amax, axis)
     quantizer, half = quantizer_of(bound, axis), x.bfloat16()
     ours = private.fake_quantize(half, quantizer)
@@ -144,7 +140,7 @@ def test_bf16_is_rounded_once_from_fp32(x: Any, amax: float, axis: int | None) -
 
 @settings(deadline=None)
 @given(st.lists(st.floats(2.0**-30, 2.0**17, width=32), min_size=1, max_size=20))
-def test_weight_scales_are_rounded_as_calibration_does(scales: list[float]) -> None:
+def test_weight_scales_are_rounded_as_calibration_does(scales):
     quantizer = quantizer_of(torch.tensor(scales)[:, None] * 127, 0)
     ours = native.round_up((quantizer.amax / 127).flatten())
     quantizers.round_weight_scales({"x.weight_quantizer": quantizer})
@@ -157,7 +153,7 @@ def test_weight_scales_are_rounded_as_calibration_does(scales: list[float]) -> N
 @settings(deadline=None)
 @given(x=values, amax=st.floats(2.0**-7, 2.0**7, width=32), ratio=st.floats(0.25, 1.5, width=32))
 @example(x=SMALLEST, amax=0.125, ratio=1.0)
-def test_gradient_of_lsq(x: Any, amax: float, ratio: float, axis: int | None, rounded: bool) -> None:
+def test_gradient_of_lsq(x, amax, ratio, axis, rounded):
     x, bound = case(x, amax, axis)
     quantizer = quantizer_of(bound, axis)
     parameter = torch.nn.Parameter(torch.full((len(x),) if axis == 0 else (), ratio))
@@ -184,7 +180,7 @@ def test_gradient_of_lsq(x: Any, amax: float, ratio: float, axis: int | None, ro
     assert unsure or torch.equal(leaf.grad, incoming * inside)
 
 
-def test_learned_gradient_is_that_of_torch() -> None:
+def test_learned_gradient_is_that_of_torch():
     x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
     quantizer = quantizer_of(1.7, None)
     ratio = torch.nn.Parameter(torch.tensor(0.8))
@@ -196,11 +192,11 @@ def test_learned_gradient_is_that_of_torch() -> None:
     theirs = learnable(other, leaf, torch.zeros(1), -128, 127, (32 * 127) ** -0.5)
     theirs.square().sum().backward()
     assert leaf.grad is not None
-    assert torch.equal(x.grad, other.grad)  # type: ignore[arg-type]
+    assert torch.equal(x.grad, other.grad)
     torch.testing.assert_close(ratio.grad, (leaf.grad * scale / ratio).reshape(()), rtol=1e-4, atol=0)
 
 
-def test_same_model_and_undone(fake_quant: bert.Quantized) -> None:
+def test_same_model_and_undone(fake_quant):
     model, expected = fake_quant.model, logits(fake_quant.model)
     before = {name: (type(m), {**m.__dict__}) for name, m in model.named_modules()}
     native.use_native(model)
@@ -223,9 +219,7 @@ def test_same_model_and_undone(fake_quant: bert.Quantized) -> None:
         assert getattr(module, "backend", None) is None
 
 
-def test_evaluated_on_a_gpu_by_torch_s_kernels_and_put_back(
-    fake_quant: bert.Quantized, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluated_on_a_gpu_by_torch_s_kernels_and_put_back(fake_quant, monkeypatch):
     model, expected = fake_quant.model, logits(fake_quant.model)
     kinds = {name: type(module) for name, module in model.named_modules()}
     monkeypatch.setattr(runners, "gpu", lambda: torch.device("cpu"))  # stands for one
@@ -237,7 +231,7 @@ def test_evaluated_on_a_gpu_by_torch_s_kernels_and_put_back(
     assert {name: type(module) for name, module in model.named_modules()} == kinds
 
 
-def test_evaluated_on_a_cpu_as_modelopt_does_to_the_bit(fake_quant: bert.Quantized) -> None:
+def test_evaluated_on_a_cpu_as_modelopt_does_to_the_bit(fake_quant):
     model = fake_quant.model
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     batches = [*bert.calibration_batches(), bert.padded_batch()]
@@ -251,7 +245,7 @@ def test_evaluated_on_a_cpu_as_modelopt_does_to_the_bit(fake_quant: bert.Quantiz
 
 
 @axes
-def test_frozen_weights_have_the_codes_of_the_graph(tiny_bert: Path, axis: int | None) -> None:
+def test_frozen_weights_have_the_codes_of_the_graph(tiny_bert, axis):
     # 119 / 8192 is such a scale: its odd multiples of a half are FP16 values, and 1 / scale is rounded up
     model = fresh(tiny_bert, "linears" if axis == 0 else "per-tensor").model
     linear = model.get_submodule("bert.encoder.layer.0.attention.self.query")
@@ -274,7 +268,7 @@ def test_frozen_weights_have_the_codes_of_the_graph(tiny_bert: Path, axis: int |
     spread=st.floats(0.01, 100),
     form=st.sampled_from(["narrow", "wide", "unsigned"]),
 )
-def test_exact_rounding_is_that_of_modelopt(seed: int, amax: float, spread: float, form: str) -> None:
+def test_exact_rounding_is_that_of_modelopt(seed, amax, spread, form):
     values = spread * torch.randn((2, 5, 11), generator=torch.Generator().manual_seed(seed))
     values = values.abs() if form == "unsigned" else values
     quantizer = quantizer_of(amax, None, unsigned=form == "unsigned", narrow_range=form == "narrow")
@@ -284,7 +278,7 @@ def test_exact_rounding_is_that_of_modelopt(seed: int, amax: float, spread: floa
         assert torch.equal(quantizer(values), expected)
 
 
-def test_a_scale_that_is_zero_to_fp16_gives_zeros_as_modelopt_has_it() -> None:
+def test_a_scale_that_is_zero_to_fp16_gives_zeros_as_modelopt_has_it():
     quantizer = quantizer_of([[2e-8], [1.0]], axis=0)
     values = torch.tensor([[1e-8, 2e-8], [0.3, -2.0]])
     with torch.inference_mode():
@@ -294,7 +288,7 @@ def test_a_scale_that_is_zero_to_fp16_gives_zeros_as_modelopt_has_it() -> None:
     assert not expected[0].any()
 
 
-def test_every_weight_gets_a_gradient(fake_quant: bert.Quantized) -> None:
+def test_every_weight_gets_a_gradient(fake_quant):
     model = fake_quant.model
     native.use_native(model)
     with torch.inference_mode():
@@ -308,7 +302,7 @@ def test_every_weight_gets_a_gradient(fake_quant: bert.Quantized) -> None:
     assert all((ratio.grad != 0).any() for ratio in ratios)
 
 
-def test_quantizers_of_one_tensor_quantize_it_once(fake_quant: bert.Quantized) -> None:
+def test_quantizers_of_one_tensor_quantize_it_once(fake_quant):
     model = fake_quant.model
     native.use_native(model)
     layer = bert.ATTENTIONS[0].removesuffix(".attention.self")
@@ -328,7 +322,7 @@ def test_quantizers_of_one_tensor_quantize_it_once(fake_quant: bert.Quantized) -
     assert shared.output is None
 
 
-def test_a_shared_tensor_is_quantized_again_when_anything_changed(tiny_bert: Path) -> None:
+def test_a_shared_tensor_is_quantized_again_when_anything_changed(tiny_bert):
     model = fresh(tiny_bert, "linears").model
     native.learn_amax(model)
     query, key = (model.get_submodule(name).input_quantizer for name in bert.LINEARS[:2])
@@ -345,7 +339,7 @@ def test_a_shared_tensor_is_quantized_again_when_anything_changed(tiny_bert: Pat
     assert query(x).abs().max() < 0.1
 
 
-def test_new_scales_are_noticed(tiny_bert: Path) -> None:
+def test_new_scales_are_noticed(tiny_bert):
     model = fresh(tiny_bert, "linears").model
     expected = logits(model)
     native.use_native(model)
@@ -358,7 +352,7 @@ def test_new_scales_are_noticed(tiny_bert: Path) -> None:
     assert torch.allclose(logits(model), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_scales_are_made_once_and_without_a_host_sync(tiny_bert: Path) -> None:
+def test_scales_are_made_once_and_without_a_host_sync(tiny_bert):
     model = fresh(tiny_bert, "attention").model
     native.use_native(model)
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
@@ -370,7 +364,7 @@ def test_scales_are_made_once_and_without_a_host_sync(tiny_bert: Path) -> None:
     assert counts["aten::fake_quantize_per_tensor_affine"] == len(bert.LINEARS) - 4 + 4 * len(bert.ATTENTIONS)
 
 
-def test_learning_starts_where_calibration_ended(fake_quant: bert.Quantized) -> None:
+def test_learning_starts_where_calibration_ended(fake_quant):
     model = fake_quant.model
     native.use_native(model)
     expected = logits(model)
@@ -384,7 +378,7 @@ def test_learning_starts_where_calibration_ended(fake_quant: bert.Quantized) -> 
     assert sum(name.endswith(native.PARAMETER) for name in model.state_dict()) == len(ratios)
 
 
-def test_settled_scales_are_those_of_training(tiny_bert: Path, fake_quant: bert.Quantized) -> None:
+def test_settled_scales_are_those_of_training(tiny_bert, fake_quant):
     model, plan, record = fake_quant
     keys = model.state_dict().keys()
     native.learn_amax(model)
@@ -411,7 +405,7 @@ def test_settled_scales_are_those_of_training(tiny_bert: Path, fake_quant: bert.
         assert scales != {record.quantizers[f"{attention}.query.input_quantizer"].amax}
 
 
-def test_means_go_into_biases_and_come_back(fake_quant: bert.Quantized) -> None:
+def test_means_go_into_biases_and_come_back(fake_quant):
     model = fake_quant.model
     native.use_native(model)
     before, plain = logits(model), {name: value.clone() for name, value in model.named_parameters()}
@@ -421,7 +415,7 @@ def test_means_go_into_biases_and_come_back(fake_quant: bert.Quantized) -> None:
     mean = linear.get_buffer(native.MEAN)
     assert mean.shape == (linear.in_features,)
     assert not torch.equal(linear.bias, plain[f"{bert.LINEARS[-1]}.bias"])
-    rows: list[torch.Tensor] = []
+    rows = []
     hook = linear.register_forward_hook(lambda _, __, output: rows.append(output.detach().flatten(0, -2)))
     logits(model)
     with torch.no_grad():
@@ -440,7 +434,7 @@ def test_means_go_into_biases_and_come_back(fake_quant: bert.Quantized) -> None:
     assert not any(native.MEAN in module._buffers for module in model.modules())
 
 
-def restored_from_json(folder: Path, plan: Plan, record: Any, model: Any) -> dict[str, Any]:
+def restored_from_json(folder, plan, record, model):
     """Quantizers of a model that was rebuilt from the JSON of `model`'s scales."""
     states = {
         name: record.quantizers[name].model_copy(
@@ -454,7 +448,7 @@ def restored_from_json(folder: Path, plan: Plan, record: Any, model: Any) -> dic
     return quantizers.list_quantizers(twin)
 
 
-def test_a_copy_learns_alone(tiny_bert: Path) -> None:
+def test_a_copy_learns_alone(tiny_bert):
     model = fresh(tiny_bert, "linears").model
     native.learn_amax(model)
     expected = logits(model)
@@ -467,7 +461,7 @@ def test_a_copy_learns_alone(tiny_bert: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [{"fused": True}, {"foreach": True}], ids=str)
-def test_a_step_of_the_optimizer_is_noticed(tiny_bert: Path, kind: dict[str, bool]) -> None:
+def test_a_step_of_the_optimizer_is_noticed(tiny_bert, kind):
     """A fused one leaves no trace on the parameters."""
     model = fresh(tiny_bert, "linears").model
     ratios = native.learn_amax(model)
@@ -478,7 +472,7 @@ def test_a_step_of_the_optimizer_is_noticed(tiny_bert: Path, kind: dict[str, boo
     torch.testing.assert_close(ours, logits(model), rtol=1e-4, atol=1e-5)
 
 
-def test_ratios_stay_positive_and_are_not_lost(tiny_bert: Path) -> None:
+def test_ratios_stay_positive_and_are_not_lost(tiny_bert):
     model = fresh(tiny_bert, "linears").model
     native.keep_positive(model)  # nothing to do
     ratios = native.learn_amax(model)
@@ -496,7 +490,7 @@ def test_ratios_stay_positive_and_are_not_lost(tiny_bert: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo itself
 @pytest.mark.parametrize("learn", [pytest.param(False, marks=pytest.mark.long), True])
-def test_compiled_layers_compute_the_same(tiny_bert: Path, learn: bool) -> None:
+def test_compiled_layers_compute_the_same(tiny_bert, learn):
     """In one graph: nothing in it needs Python."""
     model = fresh(tiny_bert, "linears").model
     native.use_native(model)
@@ -504,7 +498,7 @@ def test_compiled_layers_compute_the_same(tiny_bert: Path, learn: bool) -> None:
         native.learn_amax(model)
     layer = model.bert.encoder.layer[0].attention
     x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
-    run: Callable[..., Any] = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True)
     results = []
     for compute in (layer, run):
         layer.zero_grad()

@@ -2,11 +2,8 @@
 
 import importlib.util
 import itertools
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from onnx import helper, numpy_helper
 
@@ -25,8 +22,8 @@ from qdqbench.quantize.lint.check import check_model
 from qdqbench.quantize.lint.inspection import inspect_layers, read_graph
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
-from qdqbench.quantize.recipe.plan import Plan, resolve
-from qdqbench.quantize.recipe.schema import Recipe, parse_recipe
+from qdqbench.quantize.recipe.plan import resolve
+from qdqbench.quantize.recipe.schema import parse_recipe
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 from ....support import tiny_bert as bert
@@ -41,44 +38,44 @@ READERS = {
 NORMS = sorted(f"/{name.replace('.', '/')}/LayerNorm/LayerNormalization" for name in ADDERS)
 NORMS = [name.replace("layer/", "layer.") for name in NORMS]
 BATCHES = [bert.padded_batch((9, 4, 16)), bert.padded_batch((12, 12, 3, 7), seed=1)]
-WAYS: dict[str, dict[str, Any]] = {
+WAYS = {
     "plain": {},
     "smoothed": {"calibration": {"smoothing": 1.0, "bias_correction": True}},
     "attention": {"base": "bert-int8-attention", "calibration": {"method": "percentile/99.9"}},
 }
 
 
-def recipe_of(way: str, **changes: Any) -> Recipe:
+def recipe_of(way, **changes):
     values = {"residual": "int8"} | WAYS[way] | changes
     return bert.recipe_with(values.pop("base", "bert-int8-linears"), **values)
 
 
 @pytest.fixture(scope="module")
-def made(tiny_bert: Path) -> dict[str, bert.Quantized]:
+def made(tiny_bert):
     return {way: bert.calibrate(tiny_bert, recipe_of(way)) for way in WAYS}
 
 
 @pytest.fixture(scope="module")
-def graphs(made: dict[str, bert.Quantized]) -> dict[tuple[str, str], onnx.ModelProto]:
+def graphs(made):
     """Finished graphs by way and compute precision; copy one to change it."""
     found = {}
     for way, (model, plan, _) in made.items():
         traced = export.trace(model, 20)
         for compute in ("fp32", "fp16"):
-            settings = export.ExportSettings(20, compute, "factored")  # type: ignore[arg-type]
+            settings = export.ExportSettings(20, compute, "factored")
             found[way, compute] = export.finish_graph(traced, plan, settings)
     return found
 
 
-def expected(plan: Plan) -> set[str]:
+def expected(plan):
     return {*plan.int8, *plan.attention, *plan.residual}
 
 
-def codes_of(findings: list[Any]) -> dict[str, str]:
+def codes_of(findings):
     return {row.node: row.code for row in findings}
 
 
-def unquantized(graph: onnx.ModelProto, module: str) -> onnx.ModelProto:
+def unquantized(graph, module):
     """The graph whose residual of one module is added as it was before its Q."""
     broken = bert.copied(graph)
     index = GraphIndex(broken)
@@ -90,21 +87,19 @@ def unquantized(graph: onnx.ModelProto, module: str) -> onnx.ModelProto:
     return broken
 
 
-def rescaled(
-    graph: onnx.ModelProto, module: str, factor: float, kinds: tuple[str, ...] = QDQ
-) -> onnx.ModelProto:
+def rescaled(graph, module, factor, kinds=QDQ):
     """The graph whose residual of one module has a scale of its own."""
     broken = bert.copied(graph)
     index = GraphIndex(broken)
     for node in broken.graph.node:
         if node.op_type in kinds and _of(node, module):
-            scale = np.asarray(index.constant(node.input[1]) * np.float32(factor))  # type: ignore[operator]
+            scale = np.asarray(index.constant(node.input[1]) * np.float32(factor))
             broken.graph.initializer.append(numpy_helper.from_array(scale, f"{node.name}/own"))
             node.input[1] = f"{node.name}/own"
     return broken
 
 
-def _of(node: onnx.NodeProto, module: str) -> bool:
+def _of(node, module):
     return node.name.startswith(f"/{module.replace('.', '/').replace('layer/', 'layer.')}/residual_quantizer")
 
 
@@ -130,7 +125,7 @@ def _of(node: onnx.NodeProto, module: str) -> bool:
         ),
     ],
 )
-def test_recipes_that_make_no_sense(text: str, why: str) -> None:
+def test_recipes_that_make_no_sense(text, why):
     rules = (
         ""
         if "rules" in text
@@ -153,14 +148,14 @@ def test_recipes_that_make_no_sense(text: str, why: str) -> None:
         ),
     ],
 )
-def test_which_residuals_are_int8(tiny_bert: Path, changes: dict[str, Any], wanted: list[str]) -> None:
+def test_which_residuals_are_int8(tiny_bert, changes, wanted):
     rules = [{"match": "encoder.layer.*", "type": "Linear"} | bert.INT8, *changes.pop("rules", [])]
     plan = bert.plan_of(bert.recipe_with(rules=rules, **changes), load_model(str(tiny_bert)))
     assert list(plan.residual) == wanted
     assert all(plan.scaling[name] == plan.scaling[reader] for name in wanted for reader in _readers(name))
 
 
-def _readers(name: str) -> list[str]:
+def _readers(name):
     layer = name.removesuffix(".attention.output").removesuffix(".output")
     inside = "attention.self." if name.endswith(".attention.output") else ""
     ends = READERS[name.replace(".1.", ".0.")]
@@ -179,13 +174,13 @@ def _readers(name: str) -> list[str]:
         ),
     ],
 )
-def test_the_readers_of_an_int8_residual(tiny_bert: Path, rule: dict[str, Any], why: str) -> None:
+def test_the_readers_of_an_int8_residual(tiny_bert, rule, why):
     rules = [{"match": "encoder.layer.*", "type": "Linear"} | bert.INT8, rule]
     with pytest.raises(UserError, match=f"residual: int8 needs .*{why}.*type Residual"):
         bert.plan_of(bert.recipe_with(rules=rules, residual="int8"), load_model(str(tiny_bert)))
 
 
-def test_streams_without_known_residuals_or_readers(tiny_bert: Path) -> None:
+def test_streams_without_known_residuals_or_readers(tiny_bert):
     model = load_model(str(tiny_bert))
     table = {name: info for name, info in module_table(model).items() if info.kind != "Residual"}
     with pytest.raises(UserError, match="family bert has no place for a quantizer"):
@@ -197,7 +192,7 @@ def test_streams_without_known_residuals_or_readers(tiny_bert: Path) -> None:
 
 
 @pytest.mark.parametrize("start", [list_candidates, make_space])
-def test_what_moves_single_linears_refuses_int8_residuals(tiny_bert: Path, start: Any) -> None:
+def test_what_moves_single_linears_refuses_int8_residuals(tiny_bert, start):
     model = load_model(str(tiny_bert))
     with pytest.raises(UserError, match="set residual: fp16 in a copy of the recipe"):
         start(recipe_of("plain"), module_table(model), "bert")
@@ -207,7 +202,7 @@ def test_what_moves_single_linears_refuses_int8_residuals(tiny_bert: Path, start
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_residual_is_rounded_as_its_readers_round_it(made: dict[str, bert.Quantized], way: str) -> None:
+def test_a_residual_is_rounded_as_its_readers_round_it(made, way):
     model, plan, record = made[way]
     assert list(plan.residual) == ADDERS
     found = set(quantizers.list_quantizers(model))
@@ -226,7 +221,7 @@ def test_a_residual_is_rounded_as_its_readers_round_it(made: dict[str, bert.Quan
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_layernorm_adds_is_rounded(made: dict[str, bert.Quantized], way: str) -> None:
+def test_what_a_layernorm_adds_is_rounded(made, way):
     model = made[way].model
     for name in ADDERS:
         module, seen = model.get_submodule(name), {}
@@ -247,7 +242,7 @@ def test_what_a_layernorm_adds_is_rounded(made: dict[str, bert.Quantized], way: 
         assert (added - seen["plain"]).abs().max() > 1e-3  # so the rounding shows
 
 
-def test_smoothing_changes_nothing_without_rounding(tiny_bert: Path, made: dict[str, bert.Quantized]) -> None:
+def test_smoothing_changes_nothing_without_rounding(tiny_bert, made):
     from qdqbench.quantize.calibration.fakequant.quantizers import quantizers_off
 
     plain = load_model(str(tiny_bert))
@@ -258,7 +253,7 @@ def test_smoothing_changes_nothing_without_rounding(tiny_bert: Path, made: dict[
         assert quantizers.forward(model, BATCHES[0]).equal(quantizers.forward(plain, BATCHES[0]))
 
 
-def test_restored_bit_for_bit_and_without_traces(tiny_bert: Path, made: dict[str, bert.Quantized]) -> None:
+def test_restored_bit_for_bit_and_without_traces(tiny_bert, made):
     for way, (model, plan, record) in made.items():
         again = load_model(str(tiny_bert))
         ptq.restore(again, plan, record)
@@ -268,10 +263,10 @@ def test_restored_bit_for_bit_and_without_traces(tiny_bert: Path, made: dict[str
 
 
 @pytest.mark.parametrize(("reader", "adder"), [(bert.LINEARS[1], PARTS[0]), (bert.LINEARS[4], PARTS[1])])
-def test_scales_that_went_apart_are_refused(tiny_bert: Path, made: Any, reader: str, adder: str) -> None:
+def test_scales_that_went_apart_are_refused(tiny_bert, made, reader, adder):
     _, plan, record = made["plain"]
     broken = record.model_copy(deep=True)
-    broken.quantizers[f"{reader}.input_quantizer"].amax *= 1.5  # type: ignore[operator]
+    broken.quantizers[f"{reader}.input_quantizer"].amax *= 1.5
     with pytest.raises(CheckFailed, match=rf"need one amax.*: bert\.encoder\.layer\.0\.{adder}\.residual_q"):
         ptq.restore(load_model(str(tiny_bert)), plan, broken)
 
@@ -281,7 +276,7 @@ def test_scales_that_went_apart_are_refused(tiny_bert: Path, made: Any, reader: 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
 @pytest.mark.parametrize("way", WAYS)
-def test_graph_and_check(made: dict[str, bert.Quantized], graphs: Any, way: str, compute: str) -> None:
+def test_graph_and_check(made, graphs, way, compute):
     model, plan, _ = made[way]
     graph = graphs[way, compute]
     report = check_model(graph, expected_quantized=expected(plan))
@@ -305,7 +300,7 @@ def test_graph_and_check(made: dict[str, bert.Quantized], graphs: Any, way: str,
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_check_finds_what_the_residual_lacks(made: dict[str, bert.Quantized], graphs: Any, way: str) -> None:
+def test_check_finds_what_the_residual_lacks(made, graphs, way):
     plan, graph = made[way].plan, graphs[way, "fp16"]
     add = "/bert/encoder/layer.1/attention/output/Add"
     broken = unquantized(graph, ADDERS[2])
@@ -324,7 +319,7 @@ def test_check_finds_what_the_residual_lacks(made: dict[str, bert.Quantized], gr
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
 @pytest.mark.parametrize("way", WAYS)
-def test_parity(made: dict[str, bert.Quantized], graphs: Any, way: str, compute: str) -> None:
+def test_parity(made, graphs, way, compute):
     model, graph = made[way].model, graphs[way, compute]
     parity = compare_layers(graph, model, BATCHES)
     assert [row.name for row in parity.rows if not row.holds] == []
@@ -337,7 +332,7 @@ def test_parity(made: dict[str, bert.Quantized], graphs: Any, way: str, compute:
         assert all(".layer.1.attention" in name for name in bad)
 
 
-def test_a_border_value_is_no_fault_of_the_graph(made: dict[str, bert.Quantized], graphs: Any) -> None:
+def test_a_border_value_is_no_fault_of_the_graph(made, graphs):
     """ModelOpt and ONNX may round it to two codes; a LayerNorm shows that step, and no linear averages it.
 
     Here the Q alone has another scale, so that values near a border change their code, and codes do not.
@@ -349,7 +344,7 @@ def test_a_border_value_is_no_fault_of_the_graph(made: dict[str, bert.Quantized]
 # engine
 
 
-def row(*inputs: str, norm: str = NORMS[0], kind: str = "kgen", copy: int = 0) -> LayerRow:
+def row(*inputs, norm=NORMS[0], kind="kgen", copy=0):
     return LayerRow(
         name=f"__myl_AddMeanSub_myl{copy}_1",
         kind=kind,
@@ -375,16 +370,16 @@ def row(*inputs: str, norm: str = NORMS[0], kind: str = "kgen", copy: int = 0) -
         ([row("Int8", "Int8", kind="gemm")], []),
     ],
 )
-def test_which_kernels_read_a_residual_as_int8(rows: list[LayerRow], lost: list[str]) -> None:
+def test_which_kernels_read_a_residual_as_int8(rows, lost):
     assert float_residuals(rows, NORMS[:1]) == lost
 
 
 @pytest.fixture
-def built(tmp_path: Path) -> Any:
+def built(tmp_path):
     if importlib.util.find_spec("tensorrt_rtx") is None:
         pytest.skip("tensorrt_rtx is not installed")
 
-    def run(graph: onnx.ModelProto, plan: Plan) -> Any:
+    def run(graph, plan):
         path = tmp_path / "x.onnx"
         export.save(graph, path, "x")
         names = [f"/{name.replace('.', '/').replace('layer/', 'layer.')}/MatMul" for name in plan.int8]
@@ -401,7 +396,7 @@ def built(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_engine_reads_int8(made: dict[str, bert.Quantized], graphs: Any, built: Any, way: str) -> None:
+def test_the_engine_reads_int8(made, graphs, built, way):
     _, result = built(bert.copied(graphs[way, "fp16"]), made[way].plan)
     assert (result.int8_residuals, result.expected_int8_residuals) == (len(ADDERS), len(ADDERS))
     assert result.not_int8_residuals == []
@@ -411,7 +406,7 @@ def test_the_engine_reads_int8(made: dict[str, bert.Quantized], graphs: Any, bui
     assert all(r.outputs == ["Int8"] for r in between)  # nothing else leaves the LayerNorm
 
 
-def test_float_residuals_fail_the_proof(made: dict[str, bert.Quantized], graphs: Any, built: Any) -> None:
+def test_float_residuals_fail_the_proof(made, graphs, built):
     plan = made["plain"].plan
     path, result = built(rescaled(graphs["plain", "fp16"], ADDERS[2], 1.25), plan)
     lost = ["/bert/encoder/layer.1/attention/output/LayerNorm/LayerNormalization"]
@@ -425,7 +420,7 @@ def test_float_residuals_fail_the_proof(made: dict[str, bert.Quantized], graphs:
     assert any("1 of 4 LayerNorms do not read" in line for line in judged.failures)
 
 
-def test_a_graph_without_them_expects_none(tiny_bert: Path, made: dict[str, bert.Quantized]) -> None:
+def test_a_graph_without_them_expects_none(tiny_bert, made):
     model, plan, _ = bert.quantized(tiny_bert)
     settings = export.ExportSettings(20, "fp16", "factored")
     graph = export.finish_graph(export.trace(model, 20), plan, settings)
@@ -435,7 +430,7 @@ def test_a_graph_without_them_expects_none(tiny_bert: Path, made: dict[str, bert
     assert sorted(row.node for row in missing) == sorted(adds)
 
 
-def test_a_chain_without_end_is_not_followed() -> None:
+def test_a_chain_without_end_is_not_followed():
     names = [f"x{n}" for n in range(200)]
     nodes = [helper.make_node("Cast", [a], [b], to=1) for a, b in itertools.pairwise(names)]
     nodes += [

@@ -1,13 +1,12 @@
 """What is recognized in models of types that are known, and of types that are not."""
 
 import logging
-from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
 from qdqbench.quantize.models.detection import detect_layout as layouts
-from qdqbench.quantize.models.detection.detect_layout import Recognized, detect_layout, list_modules
+from qdqbench.quantize.models.detection.detect_layout import detect_layout, list_modules
 from qdqbench.quantize.models.families.known import BERT, FAMILIES
 from qdqbench.quantize.models.load import create_untrained
 from qdqbench.quantize.utils.errors import UserError
@@ -18,18 +17,18 @@ from ....support.unknown import config_for
 KNOWN = [each for family in FAMILIES if not family.shared_layers for each in family.model_types]
 
 
-def recognized(model_type: str) -> Recognized:
+def recognized(model_type):
     return detect_layout(create_untrained("tiny", config_for(model_type)))
 
 
-def linears_of(model: Any) -> list[str]:
+def linears_of(model):
     from torch import nn
 
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
 @pytest.mark.parametrize("model_type", KNOWN)
-def test_a_known_family_is_recognized_as_it_is_described(model_type: str) -> None:
+def test_a_known_family_is_recognized_as_it_is_described(model_type):
     """Names say nothing to the one, and all to the other."""
     described = next(family for family in FAMILIES if model_type in family.model_types)
     config = AutoConfig.for_model(model_type, vocab_size=80, **SIZES[model_type])
@@ -54,7 +53,7 @@ SAME += ["rembert", "bert-generation"]
 
 
 @pytest.mark.parametrize("model_type", SAME)
-def test_layers_that_are_like_those_of_bert(model_type: str) -> None:
+def test_layers_that_are_like_those_of_bert(model_type):
     found = recognized(model_type)
     assert found.family.linears == BERT.linears
     assert found.left == {}
@@ -70,7 +69,7 @@ def test_layers_that_are_like_those_of_bert(model_type: str) -> None:
     assert (found.head_size, found.gated) == (16, False)
 
 
-def test_a_gated_feed_forward_of_two_linears() -> None:
+def test_a_gated_feed_forward_of_two_linears():
     found = recognized("nomic_bert")
     ends = {path.rpartition(".")[2]: role for path, role in found.family.linears.items()}
     roles = ["ffn-in", "ffn-in", "ffn-out", "query", "key", "value", "output"]
@@ -117,9 +116,7 @@ CONVOLUTION = "a convolution; only linears become INT8"
         ("nystromformer", {"attention.self.conv": CONVOLUTION}),
     ],
 )
-def test_what_is_not_recognized_is_named_with_a_reason(
-    model_type: str, left: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_recognized_is_named_with_a_reason(model_type, left, monkeypatch):
     monkeypatch.setattr(layouts, "_answers_padded_alike", lambda *_: True)  # for three of them it changes
     model = create_untrained("tiny", config_for(model_type))
     found = detect_layout(model)
@@ -150,19 +147,19 @@ def test_what_is_not_recognized_is_named_with_a_reason(
         ("esm", r"the configuration of a 'esm' has no field for activation of its feed-forward"),
     ],
 )
-def test_what_cannot_be_described(model_type: str, why: str) -> None:
+def test_what_cannot_be_described(model_type, why):
     with pytest.raises(UserError, match=why):
         recognized(model_type)
 
 
-def test_a_decoder_that_its_type_does_not_tell() -> None:
+def test_a_decoder_that_its_type_does_not_tell():
     config = config_for("bert-generation")
     config.is_decoder = True
     with pytest.raises(UserError, match=r"'bert-generation' is a decoder, as no token sees those after it"):
         detect_layout(create_untrained("tiny", config))
 
 
-def test_a_class_that_keeps_its_encoder_inside() -> None:
+def test_a_class_that_keeps_its_encoder_inside():
     config = AutoConfig.for_model("dpr", vocab_size=60, **SIZES["bert"])
     with pytest.raises(
         UserError, match=r"keeps its encoder in 'question_encoder', of class DPREncoder; save"
@@ -170,8 +167,8 @@ def test_a_class_that_keeps_its_encoder_inside() -> None:
         detect_layout(create_untrained("tiny", config))
 
 
-def test_libraries_are_silent_while_a_model_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    def seen(model: object) -> None:
+def test_libraries_are_silent_while_a_model_runs(monkeypatch):
+    def seen(model):
         raise RuntimeError(f"level {logging.getLogger('transformers').level}")
 
     monkeypatch.setattr("qdqbench.quantize.models.detection.detect_layout.trace_flow", seen)
@@ -179,20 +176,20 @@ def test_libraries_are_silent_while_a_model_runs(monkeypatch: pytest.MonkeyPatch
         recognized("ernie")
 
 
-def test_weights_that_are_shared_between_layers() -> None:
+def test_weights_that_are_shared_between_layers():
     config = AutoConfig.for_model("albert", **(SIZES["albert"] | {"num_hidden_groups": 1}))
     with pytest.raises(UserError, match=r"layers of a 'albert' share weights: albert\..*dense runs several"):
         detect_layout(create_untrained("tiny", config))
 
 
-def test_a_model_that_fails_on_a_sample() -> None:
+def test_a_model_that_fails_on_a_sample():
     config = config_for("nystromformer")
     config.segment_means_seq_len, config.num_landmarks = 64, 8
     with pytest.raises(UserError, match=r"a 'nystromformer' of this .* not run on a sample .*\(RuntimeError"):
         detect_layout(create_untrained("tiny", config))
 
 
-def test_no_hooks_are_left_behind() -> None:
+def test_no_hooks_are_left_behind():
     """PyTorch warns of global hooks whenever a compiled module runs; warnings are errors."""
     import torch
 
@@ -203,8 +200,8 @@ def test_no_hooks_are_left_behind() -> None:
 class TestAnotherAttention:
     """A model whose logits change with the attention and the mask of this program is refused."""
 
-    def test_fewer_heads_of_keys(self) -> None:
-        sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    def test_fewer_heads_of_keys(self):
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
         config = AutoConfig.for_model(
             "eurobert", vocab_size=60, intermediate_size=64, num_key_value_heads=2, pad_token_id=0,
             bos_token_id=1, eos_token_id=2, mask_token_id=3, **sizes,
@@ -212,7 +209,7 @@ class TestAnotherAttention:
         with pytest.raises(UserError, match=r"more heads of queries than of keys \(4 and 2\)"):
             detect_layout(create_untrained("tiny", config))
 
-    def test_other_logits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_other_logits(self, monkeypatch):
         import torch
 
         from qdqbench.quantize.models import attention

@@ -4,7 +4,6 @@ import ast
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.lint.check import check_model
 from qdqbench.quantize.models.attention import MASK_FILL
 from qdqbench.quantize.models.families import known as families
-from qdqbench.quantize.models.families.family import ENCODER_KINDS, Family
+from qdqbench.quantize.models.families.family import ENCODER_KINDS
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_encoder, load_model, prepare_model
 from qdqbench.quantize.models.modules import module_table
@@ -46,14 +45,14 @@ every_model = pytest.mark.parametrize(
         ("modernbert", [None, None]),  # it reads less than the residual
     ],
 )
-def test_what_makes_the_input_of_an_attention_is_known(model_type: str, makers: list[str | None]) -> None:
+def test_what_makes_the_input_of_an_attention_is_known(model_type, makers):
     model = new_model(model_type)
     table, family = module_table(model), families.family_of(model.config)
     attentions = [name for name, info in table.items() if info.kind == "Attention"]
     assert [family.read_by(name, table) for name in attentions] == makers
 
 
-def test_a_model_may_have_no_linear_or_no_layernorm_behind_its_embeddings() -> None:
+def test_a_model_may_have_no_linear_or_no_layernorm_behind_its_embeddings():
     first = "electra.encoder.layer.0.attention.self"
     assert families.ELECTRA.read_by(first, {}) == "electra.embeddings.LayerNorm"
     assert replace(families.ELECTRA, embeddings_norm="").read_by(first, {}) is None
@@ -61,12 +60,12 @@ def test_a_model_may_have_no_linear_or_no_layernorm_behind_its_embeddings() -> N
 
 
 @every_model
-def test_a_description_finds_its_parts_in_a_model(family: Family, model_type: str) -> None:
+def test_a_description_finds_its_parts_in_a_model(family, model_type):
     model = new_model(model_type)
     assert families.family_of(model.config) is family
     table, names = module_table(model), {name for name, _ in model.named_modules()}
 
-    def of(kind: str) -> list[str]:
+    def of(kind):
         return [name for name, info in table.items() if info.kind == kind]
 
     inside = [name for name in of("Linear") if family.place(name)]
@@ -96,7 +95,7 @@ def test_a_description_finds_its_parts_in_a_model(family: Family, model_type: st
 
 
 @every_model
-def test_residuals_and_the_linears_that_read_them(family: Family, model_type: str) -> None:
+def test_residuals_and_the_linears_that_read_them(family, model_type):
     model = prepare_model(new_model(model_type))
     table = module_table(model)
     found = [name for name, info in table.items() if info.kind == "Residual"]
@@ -112,12 +111,12 @@ def test_residuals_and_the_linears_that_read_them(family: Family, model_type: st
     assert family.residual_read_by(str(family.beside(found[0], "ffn-out"))) is None
 
 
-def is_reader(family: Family, name: str) -> bool:
+def is_reader(family, name):
     return family.kind(name) in ("qkv", "ffn-in")
 
 
 @every_model
-def test_every_dropout_is_turned_off(family: Family, model_type: str, tmp_path: Path) -> None:
+def test_every_dropout_is_turned_off(family, model_type, tmp_path):
     from torch import nn
 
     model = new_model(model_type)
@@ -125,7 +124,7 @@ def test_every_dropout_is_turned_off(family: Family, model_type: str, tmp_path: 
         setattr(model.config, field, 0.3)
     model.save_pretrained(tmp_path)
 
-    def probabilities(dropout: float | None) -> set[float]:
+    def probabilities(dropout):
         loaded = load_encoder(str(tmp_path), CLASSIFICATION, num_labels=2, dropout=dropout)
         return {module.p for module in loaded.modules() if isinstance(module, nn.Dropout)}
 
@@ -133,16 +132,14 @@ def test_every_dropout_is_turned_off(family: Family, model_type: str, tmp_path: 
     assert probabilities(0.0) == {0.0}
 
 
-def test_a_dropout_that_follows_another_field_still_does(tmp_path: Path) -> None:
+def test_a_dropout_that_follows_another_field_still_does(tmp_path):
     new_bert().save_pretrained(tmp_path)
-    config: Any = load_encoder(str(tmp_path), CLASSIFICATION, num_labels=2, dropout=0.2).config
+    config = load_encoder(str(tmp_path), CLASSIFICATION, num_labels=2, dropout=0.2).config
     assert (config.hidden_dropout_prob, config.classifier_dropout) == (0.2, None)
 
 
 @every_model
-def test_training_attends_to_something_wherever_padding_is(
-    family: Family, model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_attends_to_something_wherever_padding_is(family, model_type, tmp_path, monkeypatch):
     import torch
     from torch.nn import functional
     from transformers import AutoModelForSequenceClassification as Classifier
@@ -154,7 +151,7 @@ def test_training_attends_to_something_wherever_padding_is(
     inputs = {name: torch.from_numpy(array) for name, array in select_inputs(model, batch).items()}
     fused, masks = functional.scaled_dot_product_attention, []
 
-    def looks(*given: Any, attn_mask: Any = None, **others: Any) -> Any:
+    def looks(*given, attn_mask=None, **others):
         masks.append(attn_mask)
         return fused(*given, attn_mask=attn_mask, **others)
 
@@ -172,7 +169,7 @@ def test_training_attends_to_something_wherever_padding_is(
 
 
 @every_model
-def test_a_sample_as_long_as_the_positions_runs_and_no_longer_one(family: Family, model_type: str) -> None:
+def test_a_sample_as_long_as_the_positions_runs_and_no_longer_one(family, model_type):
     import torch
 
     model = prepare_model(new_model(model_type))
@@ -189,7 +186,7 @@ def test_a_sample_as_long_as_the_positions_runs_and_no_longer_one(family: Family
 
 
 @every_model
-def test_the_graph_has_the_inputs_of_the_family(family: Family, model_type: str, tmp_path: Path) -> None:
+def test_the_graph_has_the_inputs_of_the_family(family, model_type, tmp_path):
     new_model(model_type).save_pretrained(tmp_path)
     graph = trace(load_model(str(tmp_path)), 20, CLASSIFICATION.outputs).graph
     assert [value.name for value in graph.input] == list(family.inputs)
@@ -198,7 +195,7 @@ def test_the_graph_has_the_inputs_of_the_family(family: Family, model_type: str,
 @pytest.mark.parametrize(
     "family", [families.DISTILBERT, families.ELECTRA, families.MPNET], ids=lambda family: family.name
 )
-def test_what_a_recipe_asks_for_stands_in_the_file(family: Family, tmp_path: Path) -> None:
+def test_what_a_recipe_asks_for_stands_in_the_file(family, tmp_path):
     """The other families go the whole path, to an engine, in a test that is not long."""
     model = load_model(str(write_model(tmp_path, family.model_types[0])))
     recipe = load_recipe(f"{family.name}-int8-attention")
@@ -220,7 +217,7 @@ def test_what_a_recipe_asks_for_stands_in_the_file(family: Family, tmp_path: Pat
     assert len(parity.rows) == runs * (len(family.linears) + 4)
 
 
-def test_a_shared_layer_runs_several_times_wherever_numbers_stand() -> None:
+def test_a_shared_layer_runs_several_times_wherever_numbers_stand():
     groups = [f"albert.encoder.albert_layer_groups.{number}" for number in (0, 1)]
     assert families.ALBERT.runs(new_model("albert")) == [groups[0], groups[0], groups[1], groups[1]]
     assert families.BERT.runs(new_model("bert")) == families.BERT.layer_names(new_model("bert"))
@@ -230,11 +227,11 @@ def test_a_shared_layer_runs_several_times_wherever_numbers_stand() -> None:
 
 
 class TestOtherNamesAreLoud:
-    def test_a_linear_that_the_family_does_not_have(self) -> None:
+    def test_a_linear_that_the_family_does_not_have(self):
         with pytest.raises(UserError, match=r"family bert has no linears such as .*attention\.q_lin"):
             families.BERT.kind("distilbert.transformer.layer.0.attention.q_lin")
 
-    def test_a_recipe_or_model_of_another_family(self) -> None:
+    def test_a_recipe_or_model_of_another_family(self):
         table = module_table(new_model("distilbert"))
         recipe = recipe_with(rules=[{"match": "transformer.layer.*", "type": "Linear", **INT8}])
         with pytest.raises(UserError, match=r"family bert has no linears such as distilbert\.transformer"):
@@ -244,18 +241,18 @@ class TestOtherNamesAreLoud:
             families.require_family("mine", "bert", "folder", config)
         assert families.require_family("mine", "roberta", "folder", config) is families.ROBERTA
 
-    def test_an_unknown_model_type(self) -> None:
+    def test_an_unknown_model_type(self):
         with pytest.raises(UserError, match=r"is a 'gpt2'; supported here: bert, .*albert"):
             families.family_of("gpt2")
 
 
-def distilbert_recipe(rules: list[Any]) -> Any:
+def distilbert_recipe(rules):
     free = {"never_quantize": ["layernorm"]}
     made = recipe_with(rules=rules, attention="int8", precision=free, calibration={"smoothing": 0.5})
     return made.model_copy(update={"model": ModelSection.model_construct(family="distilbert")})
 
 
-def test_a_plan_of_another_family() -> None:
+def test_a_plan_of_another_family():
     table = module_table(new_model("distilbert"))
     every = {"match": "transformer.layer.*", "type": "Linear", **INT8}
     plan = resolve(distilbert_recipe([every]), table, "distilbert")
@@ -268,7 +265,7 @@ def test_a_plan_of_another_family() -> None:
         resolve(distilbert_recipe(rules), table, "distilbert")
 
 
-def test_padding_is_of_the_pad_token_and_masked() -> None:
+def test_padding_is_of_the_pad_token_and_masked():
     batch = {name: np.ones((1, 2), np.int64) for name in families.BERT.inputs}
     made = {name: array.tolist() for name, array in pad_batch(batch, 4, pad_id=7).items()}
     masked = [[1, 1, 0, 0]]
@@ -284,7 +281,7 @@ PARAMETERS = {
 
 
 @pytest.mark.parametrize("name", families.MODEL_SHAPES)
-def test_a_size_has_the_published_number_of_parameters(name: str) -> None:
+def test_a_size_has_the_published_number_of_parameters(name):
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -306,7 +303,7 @@ NAMES = re.compile(
 INPUT = re.compile(r"token_type_ids")
 
 
-def source_names(path: Path) -> list[str]:
+def source_names(path):
     """Strings and attributes of a file, less its documentation."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -323,7 +320,7 @@ def source_names(path: Path) -> list[str]:
     return found
 
 
-def test_no_other_file_knows_the_names_of_bert() -> None:
+def test_no_other_file_knows_the_names_of_bert():
     home = Path(families.__file__).parent
     packages = [home.parents[1], Path(calibrations.__file__).parents[2]]
     files = [path for root in packages for path in root.rglob("*.py") if path.parent != home]

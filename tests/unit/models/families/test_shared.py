@@ -47,7 +47,7 @@ class Made(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def made(tmp_path_factory):
     folder = str(write_model(tmp_path_factory.mktemp("albert") / "model", "albert"))
     recipe, model = load_recipe("albert-int8-attention"), load_model(folder)
     settings = recipe.calibration.model_copy(update={"outlier_channel_splitting": 8})
@@ -57,11 +57,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(folder, recipe, model, plan, record, graph)
 
 
-def products(graph: onnx.ModelProto) -> list[str]:
+def products(graph):
     return [node.name for node in graph.graph.node if node.op_type in ("MatMul", "Gemm")]
 
 
-def test_every_run_has_nodes_of_its_own_that_say_which(made: Made) -> None:
+def test_every_run_has_nodes_of_its_own_that_say_which(made):
     names = [node.name for node in made.graph.graph.node]
     assert len(set(names)) == len(names)
     runs = [run_of(name) for name in products(made.graph) if module_of(name) in FFN]
@@ -71,7 +71,7 @@ def test_every_run_has_nodes_of_its_own_that_say_which(made: Made) -> None:
     assert count_attentions(products(made.graph), made.plan.attention) == RUNS
 
 
-def test_weights_are_stored_once(made: Made) -> None:
+def test_weights_are_stored_once(made):
     initializers = made.graph.graph.initializer
     index = GraphIndex(made.graph)
     codes = Counter(i.name for i in initializers if i.data_type == onnx.TensorProto.INT8 and len(i.dims) == 2)
@@ -85,9 +85,7 @@ def test_weights_are_stored_once(made: Made) -> None:
     assert len(wide) == 2 * GROUPS
 
 
-def test_onnx_runtime_takes_shared_weights_where_its_sums_would_saturate(
-    made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_onnx_runtime_takes_shared_weights_where_its_sums_would_saturate(made, monkeypatch):
     monkeypatch.setattr(cpu_runtimes, "find_cpu", lambda: Cpu("old", 2, ("avx2",)))
     settings = export.ExportSettings.of(made.recipe, "onnxruntime")
     graph = export.finish_graph(export.trace(made.model, 20), made.plan, settings).SerializeToString()
@@ -97,7 +95,7 @@ def test_onnx_runtime_takes_shared_weights_where_its_sums_would_saturate(
     assert np.abs(answer - exact).max() < 0.05 * np.abs(exact).max()  # a code may be its neighbor
 
 
-def test_one_amax_is_that_of_all_runs(made: Made) -> None:
+def test_one_amax_is_that_of_all_runs(made):
     plain = load_model(made.folder)
     plan = resolve(made.recipe, module_table(plain), "albert")
     changes = {"smoothing": "none", "outlier_channel_splitting": 0, "bias_correction": False}
@@ -116,7 +114,7 @@ def test_one_amax_is_that_of_all_runs(made: Made) -> None:
     assert any("share the weights" in note for note in record.notes)
 
 
-def test_smoothing_splitting_and_bias_correction_are_done(made: Made) -> None:
+def test_smoothing_splitting_and_bias_correction_are_done(made):
     record = made.record
     assert {name.rpartition(".")[2] for name in record.smoothing.inputs} == {"query", "key", "value", "ffn"}
     assert set(record.splits) == {f"{LAYER.format(group)}.ffn_output" for group in range(GROUPS)}
@@ -127,7 +125,7 @@ def test_smoothing_splitting_and_bias_correction_are_done(made: Made) -> None:
     np.testing.assert_array_equal(forward(again, BATCHES[0]), forward(made.model, BATCHES[0]))
 
 
-def test_every_run_has_a_parity_of_its_own(made: Made) -> None:
+def test_every_run_has_a_parity_of_its_own(made):
     parity = compare_layers(made.graph, made.model, BATCHES)
     assert parity.passed
     found = {row.name for row in parity.rows}
@@ -136,7 +134,7 @@ def test_every_run_has_a_parity_of_its_own(made: Made) -> None:
     assert part_of(f"{FFN[1]}@3") == (3, "ffn-in", "albert_layers.0.ffn")
 
 
-def test_a_fault_in_one_run_is_found_there(made: Made) -> None:
+def test_a_fault_in_one_run_is_found_there(made):
     broken = onnx.ModelProto()
     broken.CopyFrom(made.graph)
     index = GraphIndex(broken)
@@ -150,7 +148,7 @@ def test_a_fault_in_one_run_is_found_there(made: Made) -> None:
     assert failing(made, broken) == ["layer.2"]
 
 
-def failing(made: Made, graph: onnx.ModelProto) -> list[str]:
+def failing(made, graph):
     stitched = stitch(graph, ALBERT)
     names = ["embeddings", *(f"layer.{run}" for run in range(RUNS)), "head"]
     assert [block.name for block in stitched.blocks] == names
@@ -165,7 +163,7 @@ def failing(made: Made, graph: onnx.ModelProto) -> list[str]:
     return [name for name, each in sums.items() if not each.check().holds]
 
 
-def test_check_knows_the_runs(made: Made) -> None:
+def test_check_knows_the_runs(made):
     wanted = {*made.plan.int8, *made.plan.attention}
     report = check_model(made.graph, expected_quantized=wanted)
     assert report.findings == []
@@ -173,14 +171,14 @@ def test_check_knows_the_runs(made: Made) -> None:
     assert len(report.attention_quantized) == RUNS
 
 
-def test_kernels_are_told_by_run() -> None:
+def test_kernels_are_told_by_run():
     node = "/albert/encoder/albert_layer_groups.1/albert_layers.0/attention/query/MatMul@3"
     assert block_of_node(node) == "layer.3"
     assert kernel_operator(node) == "MatMul"
     assert shorten_node(node) == "layer.3 attention query"
 
 
-def test_a_search_moves_weights_and_its_int8_share_counts_runs(made: Made) -> None:
+def test_a_search_moves_weights_and_its_int8_share_counts_runs(made):
     model = load_model(made.folder)
     space = make_space(load_recipe("albert-int8-linears"), module_table(model), "albert")
     # group 0 makes the first two of four runs: an attention output has a twelfth of a layer's linears

@@ -1,8 +1,6 @@
 """q, k and v straight from their GEMMs in every family that ships it: the same answers, the same kernels."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import onnx
 import pytest
@@ -30,7 +28,6 @@ from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import (
-    Plan,
     folds_kv_bias,
     folds_q_bias,
     get_linears,
@@ -50,19 +47,19 @@ ONE = {"weights": "int8/per-tensor", "input": "int8/per-tensor"}
 FAMILIES = ("roberta", "electra", "distilbert", "mpnet")
 
 
-def planned(model: Any, what: str = "int8-residual-fused") -> Plan:
+def planned(model, what="int8-residual-fused"):
     family = family_of(model.config)
     return resolve(load_recipe(f"{family.name}-{what}"), module_table(model), model.base_model_prefix)
 
 
-def batch_of(model: Any) -> Any:
+def batch_of(model):
     batch = padded_batch((9, 14, 16, 16))  # some padding alone, as RoBERTa and MPNet compute it all alike
     batch["input_ids"][batch["attention_mask"] == 0] = model.config.pad_token_id
     return select_inputs(model, batch)
 
 
 @pytest.mark.parametrize("model_type", [*FAMILIES, "xlm-roberta", "camembert"])
-def test_no_answer_changes_with_all_biases_moved(model_type: str, tmp_path: Path) -> None:
+def test_no_answer_changes_with_all_biases_moved(model_type, tmp_path):
     """MPNet's bias of positions is added to the scores, and k's to all scores of a row."""
     model = load_model(str(write_model(tmp_path, model_type)))
     plan, batch = planned(model), batch_of(model)
@@ -85,7 +82,7 @@ def test_no_answer_changes_with_all_biases_moved(model_type: str, tmp_path: Path
 
 # RoBERTa goes the whole path in a test that is not long; ELECTRA's layers are BERT's
 @pytest.mark.parametrize("family", mark_long(FAMILIES[1:], ["electra"]))
-def test_an_engine_has_one_gemm_and_one_copy_of_q_k_and_v(family: str, tmp_path: Path) -> None:
+def test_an_engine_has_one_gemm_and_one_copy_of_q_k_and_v(family, tmp_path):
     pytest.importorskip("tensorrt_rtx")
     model = load_model(str(write_model(tmp_path, family)))
     plan, recipe = planned(model), load_recipe(f"{family}-int8-residual-fused")
@@ -111,7 +108,7 @@ def test_an_engine_has_one_gemm_and_one_copy_of_q_k_and_v(family: str, tmp_path:
     assert kinds.count("quantize") == (family == "electra")
 
 
-def bent(family: str, *parts: str, attention: str, folder: Path) -> tuple[Any, Plan]:
+def bent(family, *parts, attention, folder):
     """A model with one weight scale for these linears and INT8 attention."""
     model = load_model(str(write_model(folder, family)))
     recipe = load_recipe(f"{family}-int8-attention")
@@ -120,7 +117,7 @@ def bent(family: str, *parts: str, attention: str, folder: Path) -> tuple[Any, P
     return model, resolve(recipe, module_table(model), model.base_model_prefix)
 
 
-def test_a_family_that_cannot_have_it_says_so(tmp_path: Path) -> None:
+def test_a_family_that_cannot_have_it_says_so(tmp_path):
     parts = ("query_proj", "key_proj", "value_proj")
     _, plan = bent("deberta-v2", *parts, attention="self", folder=tmp_path / "deberta")
     (note,) = note_kept_biases(plan)
@@ -136,7 +133,7 @@ def test_a_family_that_cannot_have_it_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["albert", "modernbert"])
-def test_int8_residuals_that_cannot_be_are_refused(family: str, tmp_path: Path) -> None:
+def test_int8_residuals_that_cannot_be_are_refused(family, tmp_path):
     model = load_model(str(write_model(tmp_path, family)))
     recipe = load_recipe(f"{family}-int8-attention").model_copy(update={"residual": "int8"})
     why = {"albert": "has no place for a quantizer where it adds", "modernbert": "normalizes first"}[family]
@@ -144,7 +141,7 @@ def test_int8_residuals_that_cannot_be_are_refused(family: str, tmp_path: Path) 
         resolve(recipe, module_table(model), model.base_model_prefix)
 
 
-def test_what_is_not_read_is_refused_before_it_is_shifted(tmp_path: Path) -> None:
+def test_what_is_not_read_is_refused_before_it_is_shifted(tmp_path):
     """A family that a recipe describes may name another LayerNorm."""
     model = load_model(str(write_model(tmp_path, "roberta")))
     plan = planned(model)
@@ -154,9 +151,9 @@ def test_what_is_not_read_is_refused_before_it_is_shifted(tmp_path: Path) -> Non
         forward(model, select_inputs(model, calibration_batches()[0]))
 
 
-def test_biases_that_are_not_there(tmp_path: Path) -> None:
+def test_biases_that_are_not_there(tmp_path):
     """Nothing is shifted for a query without one; of what has to take its part no bias may lack."""
-    model: Any = load_model(str(write_model(tmp_path, "roberta")))
+    model = load_model(str(write_model(tmp_path, "roberta")))
     plan = planned(model)
     first, second = (layer.attention.self for layer in model.roberta.encoder.layer)
     first.query.bias = None

@@ -2,8 +2,6 @@
 
 import re
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -32,26 +30,26 @@ from ....support.runs import (
 )
 
 
-def test_a_recipe_without_int8_is_not_called_unproven() -> None:
+def test_a_recipe_without_int8_is_not_called_unproven():
     none = built(int8_gemms=0, expected_int8_gemms=0)
     said = wording.run_verdict(sample(engine=none, quantized_layers=[]))
     assert said.lines[0] == ("INT8", "nothing runs in INT8, as the recipe asks", "")
     assert said.lines[1][1].startswith("SST-2")
 
 
-def test_an_engine_that_never_ran_is_not_a_passed_gate() -> None:
+def test_an_engine_that_never_ran_is_not_a_passed_gate():
     unclear = GateIssue(code="engine", state="not_evaluated", stage="engine", detail="no GPU")
     said = wording.run_verdict(sample(gate=Gate(passed=True, max_drop=0.01, issues=[unclear])))
     assert (said.state, said.title) == ("unclear", "Graph passed, engine not run")
 
 
 @pytest.mark.parametrize(("asked", "state"), [(None, ""), (1.2, ""), (9.0, "bad")])
-def test_a_speed_below_what_the_gate_asks_is_red(asked: float | None, state: str) -> None:
+def test_a_speed_below_what_the_gate_asks_is_red(asked, state):
     gate = Gate(passed=True, max_drop=0.01, min_speedup=asked)
     assert report._speed_tile(sample(speed=[speedup(1.31)], gate=gate)).state == state
 
 
-def test_where_a_cpu_is_as_fast_without_int8_the_verdict_says_so_first() -> None:
+def test_where_a_cpu_is_as_fast_without_int8_the_verdict_says_so_first():
     rows = [
         speedup(1.4, baseline="OpenVINO BF16", config="1 x 128"),
         speedup(0.9, baseline="OpenVINO BF16", config="8 x 128"),
@@ -85,15 +83,13 @@ TENSORS = [parity_row("a.0.b", 100, 1), parity_row("a.1.b", 1000, 1, 2), parity_
         ({"engine": built(not_int8=["/x/MatMul"], int8_gemms=35)}, "not in INT8 in the engine: /x/MatMul"),
     ],
 )
-def test_a_failed_check_beside_a_passed_gate_is_red(
-    change: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+def test_a_failed_check_beside_a_passed_gate_is_red(change, reason, tmp_path):
     said = wording.run_verdict(sample(**change))
     assert (said.state, said.title, said.failures) == ("bad", "A check does not hold", [reason])
     assert 'class="verdict is-bad"' in written(sample(**change), tmp_path)[1]
 
 
-def test_the_grid_reads_the_kernel_that_multiplies() -> None:
+def test_the_grid_reads_the_kernel_that_multiplies():
     grid = charts.precision_grid(failed())
     assert grid.kinds == ["query", "key", "value", "attention", "attention output", "intermediate", "output"]
     assert [layer for layer, _ in grid.rows] == list(range(6))
@@ -116,9 +112,7 @@ def test_the_grid_reads_the_kernel_that_multiplies() -> None:
         (["Int8", "Half", "Half", "Half"], "FP16", False),
     ],
 )
-def test_the_grid_shows_attention_against_the_recipe(
-    inputs: list[str], datatype: str, as_asked: bool
-) -> None:
+def test_the_grid_shows_attention_against_the_recipe(inputs, datatype, as_asked):
     results = sample(recipe={"attention": "int8"})
     assert results.engine is not None
     for row in results.engine.layers:
@@ -129,7 +123,7 @@ def test_the_grid_shows_attention_against_the_recipe(
     assert {(cell.datatype, cell.as_asked) for cell in column if cell} == {(datatype, as_asked)}
 
 
-def test_the_grid_admits_a_layer_that_the_engine_does_not_list() -> None:
+def test_the_grid_admits_a_layer_that_the_engine_does_not_list():
     results = sample()
     assert results.engine is not None
     results.engine.layers = [row for row in results.engine.layers if "layer.3" not in " ".join(row.onnx)]
@@ -149,18 +143,18 @@ def test_the_grid_admits_a_layer_that_the_engine_does_not_list() -> None:
         ("classifier", (None, "classifier")),
     ],
 )
-def test_modules_are_placed_in_every_family(module: str, expected: tuple[int | None, str]) -> None:
+def test_modules_are_placed_in_every_family(module, expected):
     assert charts.place(module) == expected
 
 
-def test_reports_are_two_files_and_the_same_on_every_run(tmp_path: Path) -> None:
+def test_reports_are_two_files_and_the_same_on_every_run(tmp_path):
     paths = report.write_reports(sample(), tmp_path)
     assert paths == [tmp_path / "report.md", tmp_path / "report.html"]
     assert sorted(tmp_path.iterdir()) == sorted(paths)
     assert tuple(path.read_text(encoding="utf-8") for path in paths) == written(sample(), tmp_path)
 
 
-def test_charts_carry_no_date_and_no_metadata() -> None:
+def test_charts_carry_no_date_and_no_metadata():
     run = sample()
     for svg in (charts.accuracy_svg(run, {}), charts.parity_svg(run), charts.ranges_svg(run, "amax")):
         assert "<metadata" not in svg
@@ -168,7 +162,7 @@ def test_charts_carry_no_date_and_no_metadata() -> None:
         assert plots.INK not in svg
 
 
-def test_the_accuracy_chart_holds_every_stage_and_metric() -> None:
+def test_the_accuracy_chart_holds_every_stage_and_metric():
     svg = charts.accuracy_svg(mnli(), formats.LABELS | {"accuracy_mm": "accuracy (mismatched)"})
     for text in ("FP32", "ONNX Runtime", "accuracy (mismatched)", "0.8421", "0.8387", "0.8466", "0.8441"):
         assert f">{text}</text>" in svg
@@ -176,7 +170,7 @@ def test_the_accuracy_chart_holds_every_stage_and_metric() -> None:
     assert charts.accuracy_svg(unscored(), {}) == ""
 
 
-def test_blocks_that_hold_are_not_marked_for_what_else_failed() -> None:
+def test_blocks_that_hold_are_not_marked_for_what_else_failed():
     limits = {"quantization_error": 0.2, "limit": 0.2, "position_error": 0.1, "position_limit": 0.2}
     limits |= {"systematic_error": 0.0, "systematic_limit": 0.1}
     block = BlockCheck(name="layer.0", n=1, error=0.1, nonfinite=0, nonfinite_shapes=[], **limits)
@@ -191,7 +185,7 @@ def test_blocks_that_hold_are_not_marked_for_what_else_failed() -> None:
 
 
 @pytest.mark.parametrize("error", [0.0004, 0.0021, 0.0032, 0.0091, 0.03])
-def test_numbers_below_the_accuracy_chart_stand_apart(error: float) -> None:
+def test_numbers_below_the_accuracy_chart_stand_apart(error):
     results = sample()
     for row in results.stages.values():
         row.metrics, row.stderr = dict.fromkeys(row.metrics, 0.9391), dict.fromkeys(row.metrics, error)
@@ -203,7 +197,7 @@ def test_numbers_below_the_accuracy_chart_stand_apart(error: float) -> None:
         assert right - left > half + other or right < left  # the next metric's
 
 
-def test_the_spread_of_amax_is_one_sentence_if_it_is_known() -> None:
+def test_the_spread_of_amax_is_one_sentence_if_it_is_known():
     results, said = sample(), "parts of the calibration rows is 2.5% in the median, and 5.0% at most ("
     assert f"{said}`bert.encoder.layer.0.output.dense`, input)." in sections._ranges_text(results)
     for row in results.quantizers:
@@ -211,7 +205,7 @@ def test_the_spread_of_amax_is_one_sentence_if_it_is_known() -> None:
     assert "spread" not in sections._ranges_text(results)
 
 
-def test_inputs_that_share_a_tensor_share_a_line() -> None:
+def test_inputs_that_share_a_tensor_share_a_line():
     svg = charts.ranges_svg(sample(), "amax")
     assert ">query, key, value</text>" in svg
     assert ">attention output</text>" in svg
@@ -221,7 +215,7 @@ def test_inputs_that_share_a_tensor_share_a_line() -> None:
 
 
 @given(st.text())
-def test_markdown_text_is_one_line_without_open_pipes_or_tags(value: str) -> None:
+def test_markdown_text_is_one_line_without_open_pipes_or_tags(value):
     for written_text in (formats.text(value), formats.code(value)):
         assert not {"\n", "\r"} & set(written_text)
         assert not re.search(r"(?<!\\)\|", written_text)
@@ -229,13 +223,13 @@ def test_markdown_text_is_one_line_without_open_pipes_or_tags(value: str) -> Non
 
 
 @given(st.text(alphabet="`~a\n", max_size=30))
-def test_no_text_closes_its_fence(value: str) -> None:
+def test_no_text_closes_its_fence(value):
     fence, *body, last = formats.fenced(value).split("\n")
     assert fence == last
     assert all(fence not in line for line in body)
 
 
-def test_the_terminal_shows_one_screen() -> None:
+def test_the_terminal_shows_one_screen():
     results = sample(warnings=[f"warning number {index}" for index in range(30)])
     shown = on_terminal(report.run_report(results), 100)
     assert len(shown.splitlines()) <= 24
@@ -257,7 +251,7 @@ def test_the_terminal_shows_one_screen() -> None:
         (formats.label, "my_task", "my task"),
     ],
 )
-def test_numbers_have_sensible_digits_and_units(function: Any, value: Any, expected: str) -> None:
+def test_numbers_have_sensible_digits_and_units(function, value, expected):
     assert function(value) == expected
 
 
@@ -276,12 +270,9 @@ def test_a_model_is_called_by_its_last_part(name, expected):
 
 @pytest.mark.parametrize(
     ("kept", "state", "title"),
-    [
-        (0.951, "good", "Gate passed"),
-        (0.918, "unclear", "Gate passed, but 8.2% of the nearest texts change"),
-    ],
+    [(0.951, "good", "Gate passed"), (0.918, "unclear", "Gate passed, but 8.2% of the nearest texts change")],
 )
-def test_an_embedder_that_loses_neighbors_is_amber(kept: float, state: str, title: str) -> None:
+def test_an_embedder_that_loses_neighbors_is_amber(kept, state, title):
     results = sample()
     last = wording.last_measured(results)
     assert last is not None

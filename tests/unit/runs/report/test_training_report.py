@@ -3,15 +3,13 @@
 import json
 import math
 import re
-from pathlib import Path
 
 import pytest
 
 from qdqbench.eval.runs.report import training
 from qdqbench.eval.runs.report import verdict as wording
 from qdqbench.eval.runs.results import BEFORE_TRAINING, STAGES, Results
-from qdqbench.quantize.report.document import Block, Chart, Columns, Pairs
-from qdqbench.quantize.training.results import TrainingRun
+from qdqbench.quantize.report.document import Chart, Columns, Pairs
 from qdqbench.quantize.utils.trackers import LogRow
 
 from ....support.pages import on_terminal
@@ -20,42 +18,42 @@ from ....support.runs import written
 from ....support.trainings import failed_run, finetuning, log_of, qat_run, reconstruction, run_of
 
 
-def test_a_failure_is_told_once_and_other_warnings_stay() -> None:
+def test_a_failure_is_told_once_and_other_warnings_stay():
     result = finetuning([run_of(0), failed_run(1)])
     result.warnings.append("--limit 64: a part of the train split only")
     assert training.finetuning_report(result).warnings == ["--limit 64: a part of the train split only"]
 
 
-def test_the_terminal_fits_one_screen() -> None:
+def test_the_terminal_fits_one_screen():
     five = finetuning([run_of(seed) for seed in range(4)] + [failed_run(4)])
     text = on_terminal(training.finetuning_report(five), 110)
     assert len(text.splitlines()) <= 24
     assert "4 seeds" in text
 
 
-def columns_of(blocks: list[Block]) -> list[Columns]:
+def columns_of(blocks):
     return [block for block in blocks if isinstance(block, Columns)]
 
 
-def charts_of(runs: list[TrainingRun]) -> list[str]:
+def charts_of(runs):
     parts = [part for block in columns_of(training.curve_blocks(runs)) for part in block.parts]
     drawn = [each.draw() for part in parts for each in part if isinstance(each, Chart)]
     return [svg for svg in drawn if svg]
 
 
-def facts_of(run: TrainingRun | None) -> dict[str, str]:
+def facts_of(run):
     pairs = columns_of(training.training_blocks(run))[-1].parts[0][0]
     assert isinstance(pairs, Pairs)
     return dict(pairs.rows)
 
 
-def texts(svg: str) -> list[str]:
+def texts(svg):
     return re.findall(r">([^<>\n]+)</text>", svg)
 
 
-def test_charts_show_loss_and_every_held_out_measure() -> None:
+def test_charts_show_loss_and_every_held_out_measure():
     charts = charts_of([run_of(0), run_of(1)])
-    titles = [re.search(r'aria-label="([^"]+)"', chart)[1] for chart in charts]  # type: ignore[index]
+    titles = [re.search(r'aria-label="([^"]+)"', chart)[1] for chart in charts]
     assert titles == [
         "training loss by step",
         "held-out F1 (chooses the weights) by step",
@@ -69,7 +67,7 @@ def test_charts_show_loss_and_every_held_out_measure() -> None:
     assert charts == charts_of([run_of(0), run_of(1)])
 
 
-def test_charts_show_where_a_qat_began_and_how_far_a_failed_seed_came() -> None:
+def test_charts_show_where_a_qat_began_and_how_far_a_failed_seed_came():
     charts = charts_of([run_of(0, log=log_of(0, first=True))])
     assert "before training (PTQ)" not in texts(charts[0])
     assert "before training (PTQ)" in texts(charts[1])
@@ -91,9 +89,7 @@ def test_charts_show_where_a_qat_began_and_how_far_a_failed_seed_came() -> None:
         ({}, 0.7, "score"),
     ],
 )
-def test_the_score_is_named_after_the_measure_that_it_is(
-    values: dict[str, float], score: float, name: str
-) -> None:
+def test_the_score_is_named_after_the_measure_that_it_is(values, score, name):
     row = LogRow(step=5, epoch=1, score=score, values=values)
     run = run_of(0, log=[row])
     assert training.score_name([run]) == name
@@ -127,13 +123,13 @@ def test_the_score_is_named_after_the_measure_that_it_is(
         (qat_run(stages=sample_run().stages), "PTQ and QAT were not both scored"),
     ],
 )
-def test_the_verdict_says_what_training_won_back(results: Results, clause: str) -> None:
+def test_the_verdict_says_what_training_won_back(results, clause):
     said = wording.run_verdict(results)
     assert wording.training_clause(results).startswith(clause)
     assert any(name == "Training" and text.startswith(clause) for name, text, _ in said.lines)
 
 
-def test_a_missing_ptq_stage_is_missed_only_with_qat(tmp_path: Path) -> None:
+def test_a_missing_ptq_stage_is_missed_only_with_qat(tmp_path):
     without = qat_run(stages=sample_run().stages)
     assert "PTQ fake-quant was skipped: no reason was recorded." in wording.run_verdict(without).notes
     assert not any("PTQ" in line for line in wording.run_verdict(sample_run()).notes)
@@ -145,7 +141,7 @@ def test_a_missing_ptq_stage_is_missed_only_with_qat(tmp_path: Path) -> None:
         assert not re.search(r"PTQ|QAT fake|uantization-aware", text)
 
 
-def test_one_line_has_ptq_reconstruction_and_qat(tmp_path: Path) -> None:
+def test_one_line_has_ptq_reconstruction_and_qat(tmp_path):
     run = qat_run(reconstruction=reconstruction())
     stages = {name: run.stages[name] for name in ("fp32", "ptq")}
     stages["reconstructed"] = run.stages["fake_quant"]
@@ -164,14 +160,14 @@ def test_one_line_has_ptq_reconstruction_and_qat(tmp_path: Path) -> None:
     )
 
 
-def test_a_training_without_a_log_still_has_its_section(tmp_path: Path) -> None:
+def test_a_training_without_a_log_still_has_its_section(tmp_path):
     run = run_of(0).model_copy(update={"log": [], "samples_per_s": None})
     markdown, html = written(qat_run(training=run), tmp_path)
     assert "No step was logged" in html
     assert "| held-out score | not measured |" in markdown
 
 
-def test_results_with_a_training_survive_json() -> None:
+def test_results_with_a_training_survive_json():
     results = qat_run()
     again = Results.model_validate_json(json.dumps(results.model_dump(mode="json"), allow_nan=False))
     assert again == results

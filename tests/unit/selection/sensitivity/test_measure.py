@@ -4,14 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.eval.metrics.results import Comparison
 from qdqbench.eval.selection.sensitivity import measure as sensitivity
 from qdqbench.eval.selection.sensitivity.measure import attention_of, choose_point, make_recipe
 from qdqbench.eval.selection.sensitivity.results import CurvePoint
 from qdqbench.quantize.models.families.family import LINEAR_KINDS
-from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.recipe.plan import resolve
-from qdqbench.quantize.recipe.schema import Recipe
 
 from ....support import records, tiny_bert
 
@@ -20,26 +17,26 @@ OUTPUTS = [f"bert.encoder.layer.{layer}.attention.output.dense" for layer in ran
 FFN = [f"bert.encoder.layer.{layer}.output.dense" for layer in range(LAYERS)]
 
 
-def modules(head_size: int = 16) -> dict[str, ModuleInfo]:
+def modules(head_size=16):
     return tiny_bert.fake_modules(LAYERS, head_size)
 
 
-def found_for(recipe: Recipe, head_size: int = 16) -> sensitivity.CandidateSet:
+def found_for(recipe, head_size=16):
     return sensitivity.list_candidates(recipe, modules(head_size), "bert")
 
 
-def compared(amount: float = 0.0, drop: float = 0.0, error: float = 0.001) -> Comparison:
+def compared(amount=0.0, drop=0.0, error=0.001):
     return records.comparison({"accuracy": -drop}, error, **records.sqnr(amount))
 
 
-def point(kept: int, amount: float, drop: float) -> CurvePoint:
+def point(kept, amount, drop):
     linears = [f"linear {n}" for n in range(kept)]
     return CurvePoint(kept=kept, linears=linears, attention=[], comparison=compared(amount, drop))
 
 
-def test_candidates_of_the_default_recipe() -> None:
+def test_candidates_of_the_default_recipe():
     found = found_for(tiny_bert.recipe_with())
-    by_group: dict[str, list[str]] = {}
+    by_group = {}
     for candidate in found.candidates:
         by_group.setdefault(candidate.group, []).append(candidate.name)
     assert len(by_group["linear"]) == 6 * LAYERS + 2
@@ -56,7 +53,7 @@ def test_candidates_of_the_default_recipe() -> None:
     assert len(kinds["LayerNorm input"].modules) == 2 * LAYERS
 
 
-def test_everything_follows_the_recipe() -> None:
+def test_everything_follows_the_recipe():
     rules = [{"match": "*", **tiny_bert.INT8}]
     assert "classifier" in found_for(tiny_bert.recipe_with(rules=rules)).everything
     recipe = tiny_bert.recipe_with("bert-int8-attention")
@@ -65,7 +62,7 @@ def test_everything_follows_the_recipe() -> None:
     assert len(block.units) == 7
 
 
-def test_linears_without_a_rule_are_per_channel() -> None:
+def test_linears_without_a_rule_are_per_channel():
     recipe = tiny_bert.recipe_with("bert-int8-ffn", calibration={"smoothing": "gain", "method": "mse"},
                                    rules=[
         {"match": "*.intermediate.dense", "weights": "int8/per-tensor", "input": "int8/per-tensor"}
@@ -80,7 +77,7 @@ def test_linears_without_a_rule_are_per_channel() -> None:
     assert any(f"{5 * LAYERS} encoder linears are not INT8" in note for note in found.notes)
 
 
-def test_candidates_are_calibrated_as_the_recipe_that_has_them_would() -> None:
+def test_candidates_are_calibrated_as_the_recipe_that_has_them_would():
     rules = [{"match": "encoder.layer.0.*", "type": "Linear", **tiny_bert.INT8}]
     calibration = {"smoothing": 0.65, "outlier_channel_splitting": 32}
     part = tiny_bert.recipe_with(rules=rules, calibration=calibration)
@@ -90,18 +87,18 @@ def test_candidates_are_calibrated_as_the_recipe_that_has_them_would() -> None:
         assert found.plan.scaling_of(name) == wanted.scaling_of(name), name
 
 
-def test_attention_that_cannot_be_fused_is_no_candidate() -> None:
+def test_attention_that_cannot_be_fused_is_no_candidate():
     found = found_for(tiny_bert.recipe_with(), head_size=24)
     assert not [c for c in found.candidates if c.kind == "attention"]
     assert any("head sizes" in note for note in found.notes)
 
 
 @given(linears=st.integers(1, 200), first=st.integers(0, 200))
-def test_curve_finds_the_smallest_that_holds(linears: int, first: int) -> None:
+def test_curve_finds_the_smallest_that_holds(linears, first):
     """Any number of linears, the condition true from `first` on."""
-    measured: list[int] = []
+    measured = []
 
-    def measure(kept: int) -> CurvePoint:
+    def measure(kept):
         measured.append(kept)
         good = kept >= first
         return point(kept, 0.1 if good and kept else 1.0, 0.0 if good else 0.5)
@@ -125,25 +122,25 @@ def test_curve_finds_the_smallest_that_holds(linears: int, first: int) -> None:
         (0.003, 2),  # below the gate and no noise: half of the noise power must go
     ],
 )
-def test_nothing_is_kept_where_the_drop_is_noise(at_zero: float, expected: int) -> None:
+def test_nothing_is_kept_where_the_drop_is_noise(at_zero, expected):
     curve = [point(0, 1.0, at_zero), point(1, 0.6, 0.0), point(2, 0.49, 0.0)]
     assert choose_point(curve, 0.01)[0].kept == expected
 
 
-def test_a_drop_over_the_gate_is_not_accepted() -> None:
+def test_a_drop_over_the_gate_is_not_accepted():
     curve = [point(0, 1.0, 0.1), point(1, 0.1, 0.1), point(2, 0.3, 0.1)]
     chosen, reached = choose_point(curve, 0.01)
     assert (chosen.kept, reached) == (1, False)
 
 
-def kept_point(linears: list[str], found: sensitivity.CandidateSet) -> CurvePoint:
+def kept_point(linears, found):
     attention = attention_of(linears, found)
     return CurvePoint(kept=len(linears), linears=linears, attention=attention, comparison=compared())
 
 
 @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention", "bert-int8-ffn", "bert-fp16"])
 @pytest.mark.parametrize("kept", [[], [OUTPUTS[1]], [FFN[0], OUTPUTS[0], OUTPUTS[2]], [*OUTPUTS, *FFN]])
-def test_written_recipe_resolves_to_what_was_measured(name: str, kept: list[str]) -> None:
+def test_written_recipe_resolves_to_what_was_measured(name, kept):
     recipe = tiny_bert.recipe_with(name)
     found = found_for(recipe)
     at = kept_point(kept, found)
@@ -160,7 +157,7 @@ def test_written_recipe_resolves_to_what_was_measured(name: str, kept: list[str]
     assert again.name == written.name
 
 
-def test_a_recipe_without_anything_to_split_does_not_ask_for_it() -> None:
+def test_a_recipe_without_anything_to_split_does_not_ask_for_it():
     recipe = tiny_bert.recipe_with(calibration={"outlier_channel_splitting": 32})
     found = found_for(recipe)
     for kept, splitting in ((FFN, 0), (FFN[:1], 32)):
@@ -168,13 +165,13 @@ def test_a_recipe_without_anything_to_split_does_not_ask_for_it() -> None:
         assert written.calibration.outlier_channel_splitting == splitting
 
 
-def test_attention_leaves_int8_with_its_output() -> None:
+def test_attention_leaves_int8_with_its_output():
     found = found_for(tiny_bert.recipe_with("bert-int8-attention"))
     assert attention_of([OUTPUTS[1], FFN[0]], found) == ["bert.encoder.layer.1.attention.self"]
     assert attention_of([OUTPUTS[1]], found_for(tiny_bert.recipe_with())) == []
 
 
-def test_calibration_of_kept_linears_is_dropped() -> None:
+def test_calibration_of_kept_linears_is_dropped():
     """A rule on how to calibrate what is no longer INT8 would be refused."""
     rules = [
         {"match": "*", "type": "Linear", **tiny_bert.INT8},

@@ -1,7 +1,5 @@
 """The schema is documented, and the reports say what it holds, whatever the names are."""
 
-from pathlib import Path
-
 import pytest
 
 from qdqbench.eval.selection.sensitivity.report import (
@@ -18,7 +16,7 @@ from qdqbench.quantize.utils.errors import UserError
 from ....support.choices import compared, sample_sensitivity
 
 
-def test_ranking_is_by_sqnr_of_what_a_recipe_can_keep() -> None:
+def test_ranking_is_by_sqnr_of_what_a_recipe_can_keep():
     found = ranking(sample_sensitivity().rows)
     amounts = [row.only.noise_power for row in found]
     assert amounts == sorted(amounts, reverse=True)
@@ -26,7 +24,7 @@ def test_ranking_is_by_sqnr_of_what_a_recipe_can_keep() -> None:
     assert "classifier" not in [row.name for row in found]
 
 
-def test_file_is_read_back(tmp_path: Path) -> None:
+def test_file_is_read_back(tmp_path):
     write_result(sample_sensitivity(), sensitivity_report(sample_sensitivity()), tmp_path)
     assert (
         read_sensitivity(tmp_path) == read_sensitivity(tmp_path / "sensitivity.json") == sample_sensitivity()
@@ -34,13 +32,13 @@ def test_file_is_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{}", '{"schema_version": 1}', "nothing"])
-def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
+def test_other_files_are_refused(tmp_path, text):
     (tmp_path / "sensitivity.json").write_text(text)
     with pytest.raises(UserError, match=r"sensitivity\.json"):
         read_sensitivity(tmp_path)
 
 
-def test_nothing_to_divide_by() -> None:
+def test_nothing_to_divide_by():
     """A model that INT8 does not change at all."""
     found = sample_sensitivity()
     found.full, found.choice.kept = compared(0, 0), 0
@@ -73,7 +71,7 @@ def test_nothing_to_divide_by() -> None:
         (2, False, "no measured number of linears kept out of INT8 holds the drop to 0.01 and halves"),
     ],
 )
-def test_choice_in_words(kept: int, reached: bool, words: str) -> None:
+def test_choice_in_words(kept, reached, words):
     found = sample_sensitivity()
     found.choice.kept, found.choice.reached = kept, reached
     assert words in choice_text(found)

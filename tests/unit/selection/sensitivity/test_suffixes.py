@@ -1,23 +1,15 @@
 """Switching and evaluating from a layer on give what a plain fake-quant model gives."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from qdqbench.eval.selection.sensitivity.measure import (
-    CandidateSet,
-    PartialForward,
-    list_candidates,
-    watch_norms,
-)
+from qdqbench.eval.selection.sensitivity.measure import PartialForward, list_candidates, watch_norms
 from qdqbench.eval.selection.trials.calibrations import QuantizerToggles
 from qdqbench.eval.selection.trials.results import EMBEDDINGS, LAYERNORMS
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
-from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.types.encoded import Encoded
 
@@ -36,11 +28,11 @@ ENCODED = Encoded(NOTHING, NOTHING, np.zeros(6, dtype=np.int64), 0)
 class Prepared:
     """A calibrated model behind switches, and a twin of it with ModelOpt's quantizers alone."""
 
-    def __init__(self, folder: Any, calibration: Calibration) -> None:
+    def __init__(self, folder, calibration):
         recipe = tiny_bert.recipe_with("bert-int8-attention", calibration=calibration.model_dump(mode="json"))
         self.plain = load_model(str(folder))
-        self.found: CandidateSet = list_candidates(recipe, module_table(self.plain), "bert")
-        self.plan: Plan = self.found.plan
+        self.found = list_candidates(recipe, module_table(self.plain), "bert")
+        self.plan = self.found.plan
         self.twin, self.model = load_model(str(folder)), load_model(str(folder))
         ptq.calibrate(self.twin, self.plan, tiny_bert.calibration_batches(), calibration)
         with watch_norms(self.model, calibration) as norms:
@@ -50,7 +42,7 @@ class Prepared:
         self.suffixes = PartialForward(self.model, BATCHES, ENCODED)
         self.quantizers = quantizers.list_quantizers(self.twin)
 
-    def expected(self, on: frozenset[str]) -> Any:
+    def expected(self, on):
         """Logits of the twin with every token computed, and weights rounded in each forward pass."""
         for name, quantizer in self.quantizers.items():
             quantizer.enable() if name.rpartition(".")[0] in on else quantizer.disable()
@@ -61,24 +53,24 @@ class Prepared:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: Any) -> Any:
+def folder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny_bert, "LAYERS", LAYERS)
         return tiny_bert.write_tiny_bert(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module", params=[Calibration(), SMOOTHED], ids=["max", "smoothed"])
-def prepared(request: pytest.FixtureRequest, folder: Any) -> Prepared:
+def prepared(request, folder):
     return Prepared(folder, request.param)
 
 
-def chosen() -> list[str]:
+def chosen():
     inside = ("attention.self.query", "attention.output.dense", "output.dense", "attention.self")
     return [f"bert.encoder.layer.{layer}.{name}" for layer in range(LAYERS) for name in inside]
 
 
 @pytest.mark.parametrize("name", [*chosen(), "bert.pooler.dense", "classifier"])
-def test_suffix_is_the_whole_model(prepared: Prepared, name: str) -> None:
+def test_suffix_is_the_whole_model(prepared, name):
     """From the state before its layer, in both directions."""
     candidate = next(c for c in prepared.found.candidates if c.units == {name})
     assert candidate.start is not None
@@ -97,7 +89,7 @@ def test_suffix_is_the_whole_model(prepared: Prepared, name: str) -> None:
         assert np.abs(found - whole).max() < 0.02 * whole.std()
 
 
-def test_candidates_are_told_apart(prepared: Prepared) -> None:
+def test_candidates_are_told_apart(prepared):
     """What the comparison above would see if a switch did not work."""
     found = {}
     for candidate in prepared.found.candidates:
@@ -110,7 +102,7 @@ def test_candidates_are_told_apart(prepared: Prepared) -> None:
     np.testing.assert_allclose(fp32, prepared.expected(frozenset()), atol=1e-5)
 
 
-def test_fp32_is_the_model_as_it_was(prepared: Prepared) -> None:
+def test_fp32_is_the_model_as_it_was(prepared):
     """Switching on and off leaves nothing behind; smoothing is exact."""
     prepared.switches.set({*prepared.found.everything, LAYERNORMS, EMBEDDINGS})
     prepared.switches.set(())
@@ -119,7 +111,7 @@ def test_fp32_is_the_model_as_it_was(prepared: Prepared) -> None:
         np.testing.assert_allclose(found[rows], quantizers.forward(prepared.plain, batch).numpy(), atol=1e-5)
 
 
-def test_every_layernorm_of_the_encoder_is_watched(prepared: Prepared) -> None:
+def test_every_layernorm_of_the_encoder_is_watched(prepared):
     inside = ("attention.output.LayerNorm", "output.LayerNorm")
     assert list(prepared.norms) == [
         f"bert.encoder.layer.{layer}.{name}" for layer in range(LAYERS) for name in inside

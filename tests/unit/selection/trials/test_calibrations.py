@@ -1,8 +1,5 @@
 """One calibration pass that serves every method."""
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -30,9 +27,7 @@ from ....support.tiny_bert import calibration_batches, plan_of, recipe_with
     ],
     ids=str,
 )
-def test_one_pass_answers_every_method_as_its_own_calibration(
-    tiny_bert: Path, changes: dict[str, Any], methods: tuple[str, ...], name: str
-) -> None:
+def test_one_pass_answers_every_method_as_its_own_calibration(tiny_bert, changes, methods, name):
     rules = [
         *load_recipe(name).model_dump(mode="json")["rules"],
         {"match": "encoder.layer.1.output.dense", "method": "percentile/99.95"},
@@ -54,7 +49,7 @@ def test_one_pass_answers_every_method_as_its_own_calibration(
     assert len(answers) == len(methods)
 
 
-def test_a_copy_leaves_the_shared_model_alone(tiny_bert: Path) -> None:
+def test_a_copy_leaves_the_shared_model_alone(tiny_bert):
     recipe = recipe_with(calibration={"method": "entropy"})
     model = load_model(str(tiny_bert))
     plan = plan_of(recipe, model)
@@ -66,17 +61,17 @@ def test_a_copy_leaves_the_shared_model_alone(tiny_bert: Path) -> None:
     assert before == {n: float(q.amax.max()) for n, q in quantizers.list_quantizers(shared.model).items()}
 
 
-def test_widest_activation(tiny_bert: Path) -> None:
+def test_widest_activation(tiny_bert):
     recipe = recipe_with()
     model = load_model(str(tiny_bert))
     shared = collect_ranges(model, plan_of(recipe, model), calibration_batches(), recipe.calibration)
     cost = describe_cost(1.0, shared.states)
-    ratios = [s.amax / s.rms for n, s in shared.states.items() if get_quantizer_kind(n) != "weight" and s.rms]  # type: ignore[operator]
+    ratios = [s.amax / s.rms for n, s in shared.states.items() if get_quantizer_kind(n) != "weight" and s.rms]
     assert (get_quantizer_kind(str(cost.amax_over_rms_at)), cost.amax_over_rms) == ("input", max(ratios))
     assert describe_cost(1.0, {}).amax_over_rms is None
 
 
-def test_one_pass_refuses_what_is_not_finite(tiny_bert: Path) -> None:
+def test_one_pass_refuses_what_is_not_finite(tiny_bert):
     model = load_model(str(tiny_bert))
     model.bert.embeddings.word_embeddings.weight.data[7] = float("inf")
     recipe = recipe_with()

@@ -1,7 +1,6 @@
 """The file of finished trials: what resumes, and what starts from scratch."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,15 +15,15 @@ from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 
 
-def trial(seconds: float = 1.0) -> Trial:
+def trial(seconds=1.0):
     return Trial(recipe=None, origin="candidate", seconds=seconds)
 
 
-def opened(path: Path, samples: int = 8) -> Store[Trial]:
+def opened(path, samples=8):
     return Store(path, Trial, {"samples": samples})
 
 
-def test_finished_trials_are_resumed(tmp_path: Path) -> None:
+def test_finished_trials_are_resumed(tmp_path):
     path = tmp_path / "trials.jsonl"
     first = opened(path)
     assert first.resume_note is None
@@ -39,7 +38,7 @@ def test_finished_trials_are_resumed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "tail", ['{"key": "c", "tri', '{"key": "c"}\n', "[]\n", '{"key": "c", "trial": {}}\n', "LINE"]
 )
-def test_torn_line_is_dropped(tmp_path: Path, tail: str) -> None:
+def test_torn_line_is_dropped(tmp_path, tail):
     path = tmp_path / "trials.jsonl"
     opened(path).add("a", trial())
     line = path.read_text().splitlines()[1]
@@ -52,7 +51,7 @@ def test_torn_line_is_dropped(tmp_path: Path, tail: str) -> None:
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 3
 
 
-def test_other_settings_or_a_torn_header_start_from_scratch(tmp_path: Path) -> None:
+def test_other_settings_or_a_torn_header_start_from_scratch(tmp_path):
     path = tmp_path / "trials.jsonl"
     opened(path).add("a", trial())
     other = opened(path, samples=9)
@@ -63,7 +62,7 @@ def test_other_settings_or_a_torn_header_start_from_scratch(tmp_path: Path) -> N
     assert opened(path).trials == {}
 
 
-def test_store_that_cannot_be_written(tmp_path: Path) -> None:
+def test_store_that_cannot_be_written(tmp_path):
     store = opened(tmp_path / "trials.jsonl")
     store.path.unlink()
     store.path.mkdir()
@@ -80,14 +79,14 @@ def test_store_that_cannot_be_written(tmp_path: Path) -> None:
         (RuntimeError("two\nlines"), "error", False),
     ],
 )
-def test_failures_are_data(error: Exception, code: str, retryable: bool) -> None:
+def test_failures_are_data(error, code, retryable):
     failure = failure_of(error)
     assert (failure.code, failure.is_retryable) == (code, retryable)
     assert "\n" not in failure.text
 
 
 @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention-qat", "bert-fp16"])
-def test_the_chosen_recipe_parses_back(name: str, tmp_path: Path) -> None:
+def test_the_chosen_recipe_parses_back(name, tmp_path):
     section = Calibration(method="percentile/99.99", smoothing=0.5, weights_method="mse")
     renamed = {"name": named_by(named_by(name, "calibrated"), "calibrated"), "calibration": section}
     recipe = load_recipe(name).model_copy(update=renamed)

@@ -2,29 +2,20 @@
 
 import json
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 from datasets import Dataset
 
 from qdqbench.quantize.tasks.data import files
 from qdqbench.quantize.tasks.data.load import add_label_values, count_classes, load_split
-from qdqbench.quantize.tasks.task import Task, get_task
+from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.utils.errors import UserError
 
 OWN = get_task("own", text_columns=["text"], num_labels=2)
 ROWS = [('good, "really"; fine', "pos"), ("bad", "neg"), ("so\tso", "neg"), ("NA", "pos")]
 
 
-def write(
-    folder: Path,
-    name: str,
-    rows: list[tuple[str, object]],
-    mark: str = ",",
-    encoding: str = "utf-8",
-    *,
-    header: tuple[str, str] = ("text", "label"),
-) -> Path:
+def write(folder, name, rows, mark=",", encoding="utf-8", *, header=("text", "label")):
     lines = [header, *rows]
     quoted = [mark.join('"' + str(cell).replace('"', '""') + '"' for cell in line) for line in lines]
     path = folder / name
@@ -32,13 +23,13 @@ def write(
     return path
 
 
-def read(task: Task, source: Path, split: str = "validation") -> tuple[list[str], list[int], tuple[str, ...]]:
+def read(task, source, split="validation"):
     found = load_split(task, str(source), split)
     return list(found.dataset["text"]), list(found.dataset["label"]), found.notes
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     for split in ("train", "validation"):
         write(tmp_path, f"{split}.csv", ROWS)
     return tmp_path
@@ -95,7 +86,7 @@ def test_texts_that_are_more_than_the_classes_are_named(folder):
 
 
 def test_classes_are_counted(folder):
-    def count(outputs: int | None = None, *labels: object) -> int:
+    def count(outputs=None, *labels):
         if labels:
             write(folder, "train.csv", [(f"text {row}", label) for row, label in enumerate(labels)])
             write(folder, "validation.csv", [("few", labels[0])])

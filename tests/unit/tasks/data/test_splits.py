@@ -1,7 +1,5 @@
 """Texts without labels: lines of a file, each once, parts of a file, and names of splits."""
 
-from pathlib import Path
-
 import pytest
 
 from qdqbench.quantize.tasks.data.files import find_files, read_lines
@@ -12,12 +10,12 @@ from qdqbench.quantize.utils.errors import UserError
 NAMES = ("train", "validation")
 
 
-def lines_of(path: Path, data: bytes) -> list[str]:
+def lines_of(path, data):
     path.write_bytes(data)
     return read_lines([path])
 
 
-def test_a_line_of_utf8_is_a_text(tmp_path: Path) -> None:
+def test_a_line_of_utf8_is_a_text(tmp_path):
     path = tmp_path / "a.txt"
     assert lines_of(path, b"\xef\xbb\xbfone\r\ntwo, \xc3\xa4\n\n  3  ") == ["one", "two, ä", "", "  3  "]
     assert lines_of(path, "a\u2028b\x0bc\nd".encode()) == ["a\u2028b\x0bc", "d"]
@@ -26,7 +24,7 @@ def test_a_line_of_utf8_is_a_text(tmp_path: Path) -> None:
         lines_of(tmp_path / "a.txt", b"a\xff\n")
 
 
-def test_each_text_is_there_once_and_what_was_left_out_is_said() -> None:
+def test_each_text_is_there_once_and_what_was_left_out_is_said():
     texts, notes = drop_duplicates(["a b", "c", "", "a  b ", "c", " \t", None, "d"], "a.txt")
     assert texts == ["a b", "c", "d"]
     assert notes == [
@@ -37,7 +35,7 @@ def test_each_text_is_there_once_and_what_was_left_out_is_said() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 9, 100, 872, 10_000])
-def test_the_parts_of_a_file_share_no_text_and_lose_none(count: int) -> None:
+def test_the_parts_of_a_file_share_no_text_and_lose_none(count):
     whole = [f"{number:5}" for number in range(count)]
     first, second = (draw_part(whole, NAMES, name, "a.txt") for name in NAMES)
     assert sorted(first + second) == whole
@@ -49,12 +47,12 @@ def test_the_parts_of_a_file_share_no_text_and_lose_none(count: int) -> None:
 @pytest.mark.parametrize(
     ("count", "calibrates"), [(2, 1), (100, 50), (200, 64), (872, 218), (2048, 512), (100_000, 512)]
 )
-def test_a_single_file_calibrates_with_few_and_judges_on_all_others(count: int, calibrates: int) -> None:
+def test_a_single_file_calibrates_with_few_and_judges_on_all_others(count, calibrates):
     assert count - count_judged(count, trained=False) == calibrates
     assert count_judged(count, trained=True) == max(1, round(count / 5))
 
 
-def test_a_file_has_no_other_split() -> None:
+def test_a_file_has_no_other_split():
     said = r"is a single file: one part is split 'train' and the other .*'test'"
     with pytest.raises(UserError, match=said):
         draw_part(["a"], NAMES, "test", "a.txt")
@@ -72,7 +70,7 @@ def test_a_file_has_no_other_split() -> None:
         ("sst2", "validation", "test.csv"),  # of GLUE, which has no labels
     ],
 )
-def test_a_split_is_found_under_its_usual_names(tmp_path: Path, name: str, split: str, found: str) -> None:
+def test_a_split_is_found_under_its_usual_names(tmp_path, name, split, found):
     task = get_task(name, text_columns=["text"], num_labels=2)
     (tmp_path / found).write_text("text,label\na,1\n")
     (tmp_path / "notes.csv").write_text("text,label\nb,0\n")
@@ -88,7 +86,7 @@ def test_a_split_is_found_under_its_usual_names(tmp_path: Path, name: str, split
     assert find_files(task, tmp_path, split) == ([own], [])
 
 
-def test_a_train_file_alone_is_offered_to_be_split_and_a_test_file_is_not(tmp_path: Path) -> None:
+def test_a_train_file_alone_is_offered_to_be_split_and_a_test_file_is_not(tmp_path):
     task = get_task("own", text_columns=["text"], num_labels=2)
     (tmp_path / "train.csv").write_text("text,label\na,1\n")
     with pytest.raises(UserError, match=r"give --data .*train\.csv, which is split in two, or a folder"):

@@ -1,7 +1,5 @@
 """Kinds of tasks: their parts fit together, and what a kind says is what is exported, loaded and scored."""
 
-from pathlib import Path
-
 import datasets
 import numpy as np
 import pytest
@@ -62,7 +60,7 @@ def test_a_kind_s_own_metrics_score_its_predictions(kind, count):
     assert set(kind.default_metrics) <= set(kind.metrics)
 
 
-def test_model_head_and_graph_are_as_the_kind_says(tmp_path: Path):
+def test_model_head_and_graph_are_as_the_kind_says(tmp_path):
     folder = str(write_tiny_bert(tmp_path))
     tokens = Tagging()
     model = load_encoder(folder, tokens, num_labels=5)

@@ -1,7 +1,5 @@
 """Re-ranking: passages of a query stand together, and what a query scores is what others say it does."""
 
-from pathlib import Path
-
 import datasets
 import numpy as np
 import pytest
@@ -31,7 +29,7 @@ def rows(table=ROWS):
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     rows().to_parquet(tmp_path / "train.parquet")
     return tmp_path
 

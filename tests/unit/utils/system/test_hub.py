@@ -20,7 +20,7 @@ class FakeHub:
     """What is on the hub: (kind, repository, revision) -> commit."""
 
     def __init__(self):
-        self.commits: dict[tuple[str, str, str | None], str] = {}
+        self.commits = {}
         self.asked = 0
         self.offline = False
 
