@@ -54,6 +54,7 @@ LOADS = [  # run, tokens of a text (None: as it is), connections, texts of a req
 PEERS = [  # peer, run, connections and texts of a request; the last one is asked in its own process
     ("unpadded", "bert-base", [(1000, 1), (96, 32)]),
     ("litserve", "bert-base", [(200, 1), (64, 32)]),
+    ("triton", "bert-base", [(8, 1), (64, 1), (64, 32)]),
     ("sentence-transformers", "bert-base-embed", []),
 ]
 FILES = [("bert-base", 4), ("bert-base", 6), ("minilm", 6)]  # run, processes
@@ -108,9 +109,9 @@ class Measuring:
         self.found[part].append(row)
         self.asked.out.write_text(json.dumps(self.found, indent=1) + "\n", encoding="utf-8")
 
-    def ask(self, server, load, full=0.0):
+    def ask(self, server, load, full=0.0, path=None):
         run, tokens, connections, count, share = load
-        path = "/v1/embeddings" if run.endswith("embed") else "/v1/predict"
+        path = path or ("/v1/embeddings" if run.endswith("embed") else "/v1/predict")
         asking = load_serve.Asking(*server, path, self.kinds[tokens], self.asked.seconds, CLIENTS)
         made = asking.load(connections, count, share * full)
         return {"run": run, "tokens": tokens, "share": share} | made
@@ -149,7 +150,8 @@ class Measuring:
                 continue
             process, port, _ = start(self.runs / run, peer)
             for connections, count in loads:
-                made = self.ask((process.pid, port), (run, None, connections, count, 0.0))
+                load, path = (run, None, connections, count, 0.0), load_serve.PATHS.get(peer)
+                made = self.ask((process.pid, port), load, path=path)
                 self.keep("peers", {"peer": peer} | made)
             end(process.pid)
 

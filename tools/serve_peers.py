@@ -1,7 +1,7 @@
 """Peers of `serve`, asked by tools/load_serve.py as our server is.
 
 python -m tools.serve_peers RUN unpadded QUEUE FRONTS     our fronts, before an unpadded FP16 encoder
-python -m tools.serve_peers RUN litserve QUEUE FRONTS     `litserve`, before the engine of the run
+python -m tools.serve_peers RUN litserve QUEUE FRONTS     `litserve`, before the same encoder
 python -m tools.serve_peers RUN triton QUEUE FRONTS       a real Triton, by the Python of TRITON_PYTHON
 python -m tools.serve_peers RUN sentence-transformers TEXTS     in this process, FP16 on a GPU
 """
@@ -20,12 +20,14 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from qdqbench.eval.bench.peers import OUTPUT, Packing, UnpaddedEncoder, sdpa_model
 from qdqbench.quantize.deployment.opened import Answering
 from qdqbench.quantize.deployment.serve import ServeOptions, open_served
 from qdqbench.quantize.deployment.triton.export import export_triton
 from qdqbench.quantize.pipeline.session import Session, read_config
+from qdqbench.quantize.standalone.model import Model
 from qdqbench.quantize.standalone.server.server import serve
 
 litserve = import_module("litserve") if find_spec("litserve") else None
@@ -91,12 +93,13 @@ def serve_unpadded(run, queue, fronts):
 
 
 class Api(litserve.LitAPI if litserve else object):
-    """Texts to answers by the engine of a run."""
+    """Texts to answers by the encoder."""
 
     run = None
 
     def setup(self, device):
-        self.model = Answering.of(Path(self.run)).open_model()
+        answering = Answering.of(Path(self.run))
+        self.model = Model(answering.told, Tokenizer.from_str(answering.tokenizer), Unpadded(Path(self.run)))
 
     def decode_request(self, request):
         return request["texts"]

@@ -17,22 +17,22 @@ LONGEST = 30  # tokens of an answer
 NO_ANSWER = 0  # position of the token that stands for none: the first
 
 
-class Row(NamedTuple):
-    """A row of a sample, as `tokenizers` encoded it, and the model's answers to it."""
+class Rows(NamedTuple):
+    """Rows of samples, and the model's answers to them."""
 
-    coded: Any
-    answers: Floats
+    numbers: Any  # of the sample that each row is of, ascending
+    coded: Sequence[Any]  # as `tokenizers` encoded them
+    answers: Sequence[Floats] | Floats
 
 
 Answer = dict[str, Any]
 Samples = Sequence[Any]
-Rows = Sequence[Sequence[Row]]  # of each sample
 Answers = Callable[[Samples, Rows, Sequence[str]], list[Answer]]
 
 
 def classify(samples: Samples, rows: Rows, labels: Sequence[str]) -> list[Answer]:
     """Return the most probable class of each sample, and the probability of each class."""
-    logits = np.array([row.answers for (row,) in rows], dtype=np.float64)
+    logits = np.array(rows.answers, dtype=np.float64)
     shares = np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
     best = shares.argmax(axis=1).tolist()
     return [
@@ -41,34 +41,31 @@ def classify(samples: Samples, rows: Rows, labels: Sequence[str]) -> list[Answer
     ]
 
 
-def list_classes(
-    samples: Sequence[Any], rows: Sequence[Sequence[Row]], labels: Sequence[str]
-) -> list[Answer]:
+def list_classes(samples: Samples, rows: Rows, labels: Sequence[str]) -> list[Answer]:
     """Return the classes of each sample whose probability is above 0.5, and the probability of each class."""
     made = []
-    for (row,) in rows:
-        shares = 1 / (1 + np.exp(-row.answers.astype(np.float64)))
-        scores = dict(zip(labels, shares.tolist(), strict=True))
+    for shares in (1 / (1 + np.exp(-np.array(rows.answers, dtype=np.float64)))).tolist():
+        scores = dict(zip(labels, shares, strict=True))
         made.append({"labels": [label for label, share in scores.items() if share > 0.5], "scores": scores})
     return made
 
 
 def score(samples: Samples, rows: Rows, labels: Sequence[str]) -> list[Answer]:
     """Return the score of each sample."""
-    return [{"score": float(row.answers[0])} for (row,) in rows]
+    return [{"score": float(answers[0])} for answers in rows.answers]
 
 
 def embed(samples: Samples, rows: Rows, labels: Sequence[str]) -> list[Answer]:
     """Return the embedding of each text; pooling and normalization are in the graph."""
-    return [{"embedding": row.answers} for (row,) in rows]
+    return [{"embedding": answers} for answers in rows.answers]
 
 
 def tag(samples: Samples, rows: Rows, labels: Sequence[str]) -> list[Answer]:
     """Return each word of a sample with its class, which its first token tells; None where it was cut off."""
     made = []
-    for words, (row,) in zip(samples, rows, strict=True):
-        positions, about = find_first_tokens(row.coded)
-        best = row.answers[positions].argmax(axis=1).tolist()
+    for words, coded, answers in zip(samples, rows.coded, rows.answers, strict=True):
+        positions, about = find_first_tokens(coded)
+        best = answers[positions].argmax(axis=1).tolist()
         found = dict(zip(about.tolist(), best, strict=True))
         told = [labels[found[place]] if place in found else None for place in range(len(words))]
         made.append({"words": [[*each] for each in zip(words, told, strict=True)]})
@@ -77,17 +74,15 @@ def tag(samples: Samples, rows: Rows, labels: Sequence[str]) -> list[Answer]:
 
 def extract(samples: Samples, rows: Rows, labels: Sequence[str]) -> list[Answer]:
     """Return the best span of each context, its score, and the score of there being no answer."""
-    made = []
-    for (_, context), windows in zip(samples, rows, strict=True):
-        best, text, none = -np.inf, "", np.inf
-        for row in windows:
-            spans = find_spans(row.coded)
-            logits = row.answers
-            none = min(none, float(logits[NO_ANSWER].sum()))
-            found, first, last = find_best_span(logits, spans)
-            if found > best:
-                best, text = found, context[spans[first, 0] : spans[last, 1]]
-        made.append({"answer": text, "score": best, "score_without_answer": none})
+    made: list[Answer] = [{"answer": "", "score": -np.inf, "score_without_answer": np.inf} for _ in samples]
+    for number, coded, logits in zip(rows.numbers.tolist(), rows.coded, rows.answers, strict=True):
+        answer, spans = made[number], find_spans(coded)
+        none = min(answer["score_without_answer"], float(logits[NO_ANSWER].sum()))
+        answer["score_without_answer"] = none
+        found, first, last = find_best_span(logits, spans)
+        if found > answer["score"]:
+            answer["answer"] = samples[number][1][spans[first, 0] : spans[last, 1]]
+            answer["score"] = found
     return made
 
 

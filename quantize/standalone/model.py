@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from .answers import ANSWERS, Answer, Row
+from .answers import ANSWERS, Answer, Rows
 from .runtimes import Infer, Launched, launch, open_runtime, read
 from .texts import Coded, Encoder, Refused
 
@@ -61,9 +61,7 @@ class Model:
         if prompt := self.told["prompt"] if prompt is None else prompt:
             samples = [f"{prompt}{text}" for text in samples]
         coded = self.encoder.code(samples)
-        rows: list[list[Row]] = [[] for _ in samples]
-        for number, *row in zip(coded.numbers.tolist(), coded.rows, self.run(coded), strict=True):
-            rows[number].append(Row(*row))
+        rows = Rows(coded.numbers, coded.rows, self.run(coded))
         return ANSWERS[self.told["kind"]](samples, rows, self.told["labels"])
 
     def run(self, coded: Coded) -> list[npt.NDArray[Any]]:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+TOKENS = ("lengths", "ids", "types")
 MOST_WINDOWS = 256  # of a context, and of a tokenizer call: each takes memory
 
 
@@ -85,7 +86,10 @@ class Encoder:
     def code(self, samples: Sequence[Any]) -> Coded:
         """Return the rows of samples, of which there is at least one."""
         if self.fast and (plain := self.fast.find(samples)).any():
-            return self._code_fast(samples, plain.tolist())
+            return self._code_fast(samples, plain)
+        return self._code(samples)
+
+    def _code(self, samples: Sequence[Any]) -> Coded:
         numbers, rows = zip(*self.encode(samples), strict=True)
         ids, types = [row.ids for row in rows], [row.type_ids for row in rows]
         lengths, flat = np.fromiter(map(len, ids), np.int32, len(ids)), itertools.chain.from_iterable
@@ -93,16 +97,15 @@ class Encoder:
         tokens = np.fromiter(flat(ids), np.int32, total), np.fromiter(flat(types), np.int8, total)
         return Coded(np.array(numbers), rows, lengths, cut, *tokens)
 
-    def _code_fast(self, texts: Sequence[str], plain: Sequence[bool]) -> Coded:
-        slow = self.encode([text for text, quick in zip(texts, plain, strict=True) if not quick])
-        coded = [
-            self.fast.encode(text) if quick else ((row := next(slow)[1]).ids, bool(row.overflowing))
-            for text, quick in zip(texts, plain, strict=True)
-        ]
-        ids, cut = zip(*coded, strict=True)
-        lengths, numbers = np.fromiter(map(len, ids), np.int32, len(ids)), np.arange(len(ids))
-        tokens = np.concatenate(ids).astype(np.int32)
-        return Coded(numbers, [None] * len(ids), lengths, cut, tokens, np.zeros(len(tokens), np.int8))
+    def _code_fast(self, texts: Sequence[str], plain: npt.NDArray[np.bool_]) -> Coded:
+        if plain.all():
+            return self.fast.code(texts)  # type: ignore[no-any-return]
+        order = np.argsort(~plain, kind="stable")
+        ordered, count = [texts[place] for place in order.tolist()], int(plain.sum())
+        quick, slow = self.fast.code(ordered[:count]), self._code(ordered[count:])
+        joined = {name: np.concatenate([getattr(quick, name), getattr(slow, name)]) for name in TOKENS}
+        whole = Coded(order, [*quick.rows, *slow.rows], cut=[*quick.cut, *slow.cut], **joined)
+        return whole.pick(np.argsort(order))
 
     def count_windows(self, pairs: Sequence[tuple[str, str]]) -> list[int]:
         """Return in how many windows each second text is read, without making them; 0: no room for any."""

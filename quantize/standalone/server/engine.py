@@ -141,7 +141,8 @@ class Worker:
         return None if time.monotonic() > self.ended + self.awake_s else 0
 
     def receive(self) -> None:
-        self.waiting = np.concatenate([self.waiting, read_records(self.pipe)])
+        came = read_records(self.pipe)
+        self.waiting = np.concatenate([self.waiting, came]) if len(self.waiting) else came
 
     def take(self) -> Array:
         """Return the records of the next batch, of those that somebody still awaits."""
@@ -169,7 +170,7 @@ class Worker:
         self.board.busy[self.number] = self.board.busy[self.number] or now
         slots, lengths = records["slot"], self.slots.lengths[records["slot"]]
         at, total, longest = self.slots.places(slots, lengths), int(lengths.sum()), int(lengths.max())
-        ids, types = self.slots.ids.ravel()[at], self.slots.types.ravel()[at]
+        ids, types = self.slots.flat_ids[at], self.slots.flat_types[at]
         launched = launch(self.infer, self.told, ids, types, lengths)
         padded = 0 if self.packed else len(lengths) * pad_length(longest, self.told["max_length"]) - total
         self.counts.observe_all("qdqbench_queue_seconds", self.model, now - self.slots.since[slots])
@@ -189,7 +190,7 @@ class Worker:
         else:
             self.slots.answers[slots] = made
         fronts = self.slots.front_of(slots)
-        for front in np.unique(fronts).tolist():
+        for front in {*fronts.tolist()}:
             for data in split_records(records[fronts == front]):
                 send(self.fronts[front], data)
         self.ended = now = time.monotonic()

@@ -21,18 +21,20 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..answers import ANSWERS, Row
+from ..answers import ANSWERS, Rows
 from ..fast import FastTokenizer
 from ..texts import Coded, Encoder, Refused
 from .interfaces import Interfaces, Refusal, Samples
 from .metrics import Counts
 from .settings import ENGINE, FP32, Served, Settings
-from .slots import ENGINE_GONE, RECORD, Array, Board, Slots, read_records, send, split_records
+from .slots import ENGINE_GONE, RECORD, WRAP, Array, Board, Slots, read_records, send, split_records
 
 INLINE = 10_000  # characters of a request that are tokenized at once; more would keep other requests waiting
 FASTER = 10  # times, at least, of a faster tokenizer
 MOST_RETRY_S = 60
 SWEEP_S = 0.05
+FEW_ROWS = 8  # under way: with fewer a front does not sleep, with more new ones wait for others of this time
+TOGETHER_S = 0.001  # what a turn of the loop costs is then shared: at a partial load it is most of a request
 FAREWELL_S = 0.5  # from the last answers of a front that gives up to its end
 Reply = Callable[[int, bytes, Mapping[str, str]], None]  # of a connection: status, body, headers
 FAILED = Refusal(500, "the server failed at this request; its log says why")  # without internals
@@ -79,11 +81,12 @@ class Front:
         engines: Sequence[Connection],
         *,
         fast: FastTokenizer | None = None,
+        awake_s: float = 0.0,
         leave: Callable[[], None] = lambda: os._exit(1),
     ) -> None:
         self.served, self.settings, self.place, self.models = served, settings, place, models
         self.slots, self.board, self.counts = slots, board, counts
-        self.pipe, self.engines, self._leave = answers, engines, leave
+        self.pipe, self.engines, self._leave, self.awake_s = answers, engines, leave, awake_s
         self.interfaces = Interfaces(served, settings)
         self.encoder, self._slow_encoder = (self._make_encoder(each) for each in (fast, None))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
@@ -95,7 +98,7 @@ class Front:
         slots.epochs[firsts[0] : firsts[0] + len(self.owners)] += (
             1  # nothing of a front before this one counts
         )
-        self.arrived, self.deadlines = list[Asked](), deque[Asked]()
+        self.arrived, self.deadlines, self.waking, self.ended = list[Asked](), deque[Asked](), False, 0.0
         self.reserved, self.given_up, self.stopping = 0, False, False
         self.loop: Any = None
 
@@ -114,9 +117,14 @@ class Front:
     # Admission
 
     @property
+    def under_way(self) -> int:
+        """Rows that engines have."""
+        return len(self.owners) - sum(map(len, self.free))
+
+    @property
     def queued(self) -> int:
         """Rows from arrival to answer."""
-        return self.reserved + len(self.owners) - sum(map(len, self.free))
+        return self.reserved + self.under_way
 
     def unavailable(self, why: str) -> Refusal:
         """Return a refusal that says when to come again."""
@@ -167,10 +175,23 @@ class Front:
         if self._takes_long(about):
             self._encode_slowly(asked)
         else:
-            if not self.arrived:
+            if not self.arrived and self.under_way > FEW_ROWS:
+                self.loop.call_later(TOGETHER_S, self._flush)
+            elif not self.arrived:
                 self.loop.call_soon(self._flush)
             self.arrived.append(asked)
+        if self.awake_s and not self.waking:
+            self._stay_awake()
         return asked
+
+    def _stay_awake(self) -> None:
+        """Look for what comes without sleeping where little is under way: to wake takes longer than that."""
+        few = self.under_way <= FEW_ROWS
+        if few and self.queued:
+            self.ended = time.monotonic()
+        self.waking = few and time.monotonic() < self.ended + self.awake_s
+        if self.waking:
+            self.loop.call_soon(self._stay_awake)
 
     def drop(self, asked: Asked) -> None:
         if asked.open:
@@ -242,10 +263,11 @@ class Front:
 
     def _submit(self, batch: Sequence[Asked], coded: Coded) -> None:
         """Write the rows of requests into slots, and tell the engines."""
-        ends = np.cumsum([len(asked.about.samples) for asked in batch])
-        bounds = [0, *np.searchsorted(coded.numbers, ends).tolist()]
+        ends = [*accumulate(len(asked.about.samples) for asked in batch)]
+        whole = len(coded.lengths) == ends[-1]  # a row for each sample
+        bounds = [0, *(ends if whole else np.searchsorted(coded.numbers, ends).tolist())]
         taken, kept = list[int](), list[range]()
-        for asked, (first, last), end in zip(batch, pairwise(bounds), ends.tolist(), strict=True):
+        for asked, (first, last), end in zip(batch, pairwise(bounds), ends, strict=True):
             count = len(asked.about.samples)
             self.reserved -= count
             own = slice(first, last)
@@ -278,11 +300,7 @@ class Front:
 
     def _write(self, taken: Array, coded: Coded) -> None:
         slots, at = self.slots, self.slots.places(taken, coded.lengths)
-        slots.ids.ravel()[at], slots.types.ravel()[at], slots.lengths[taken] = (
-            coded.ids,
-            coded.types,
-            coded.lengths,
-        )
+        slots.flat_ids[at], slots.flat_types[at], slots.lengths[taken] = coded.ids, coded.types, coded.lengths
         self._announce(taken)
 
     def _announce(self, taken: Array) -> None:
@@ -304,20 +322,20 @@ class Front:
         except EOFError:  # no other process is left
             self.loop.remove_reader(self.pipe.fileno())
             return
-        for engine in records["epoch"][records["slot"] == ENGINE_GONE].tolist():
-            first = engine * self.slots.shape.slots
-            for asked in {*self.owners[first : first + self.slots.shape.slots]}:
-                if asked is not None:
-                    self._refuse(asked, self.unavailable("the engine failed"))
-        records = records[records["slot"] != ENGINE_GONE]
-        current = records["slot"][self.slots.epochs[records["slot"]] == records["epoch"]]
-        done = list[Asked]()
-        for slot in (current.astype(np.int64) - self.base).tolist():
-            asked = self.owners[slot]
+        done, epochs = list[Asked](), self.slots.all_epochs
+        for slot, epoch in records.tolist():
+            if slot == ENGINE_GONE:
+                first = epoch * self.slots.shape.slots
+                for asked in {*self.owners[first : first + self.slots.shape.slots]}:
+                    if asked is not None:
+                        self._refuse(asked, self.unavailable("the engine failed"))
+                continue
+            asked = self.owners[slot - self.base] if epochs[slot] == epoch else None
             if asked is not None:
                 asked.left -= 1
                 if not asked.left:
                     done.append(asked)
+        done = [asked for asked in done if asked.open]
         if done:
             self._finish(done)
 
@@ -326,9 +344,10 @@ class Front:
         answers = self.slots.answers[[slot for asked in done for slot in asked.slots]]
         ends = accumulate((len(asked.slots) for asked in done), initial=0)
         found = [answers[start:end] for start, end in pairwise(ends)]
-        for asked, rows in zip(done, found, strict=True):
-            if asked.known is None and self.settings.watch and asked.model == ENGINE:
-                self._watch(asked, rows)
+        if self.settings.watch:
+            for asked, rows in zip(done, found, strict=True):
+                if asked.known is None and asked.model == ENGINE:
+                    self._watch(asked, rows)
         self._release(*done)
         try:
             made = self._make(done, answers)
@@ -355,14 +374,11 @@ class Front:
             made = [row.reshape(shape)[:length] for row, length in zip(made, lengths, strict=True)]
         if not np.isfinite(np.concatenate(made) if told["over_tokens"] else made).all():
             raise Refusal(500, "the engine gives NaN or infinite answers; see its run's verification")
-        found = map(Row, [row for coded in all_coded for row in coded.rows], made)
         ends = [0, *accumulate(len(asked.about.samples) for asked in done)]
-        rows = [[next(found)] for _ in samples] if len(made) == len(samples) else [[] for _ in samples]
-        if len(made) != len(samples):  # several rows of a sample
-            starts = zip(ends, all_coded, strict=False)
-            numbers = (start + number for start, coded in starts for number in coded.numbers.tolist())
-            for number, row in zip(numbers, found, strict=True):
-                rows[number].append(row)
+        numbers = np.concatenate(
+            [start + coded.numbers for start, coded in zip(ends[:-1], all_coded, strict=True)]
+        )
+        rows = Rows(numbers, [row for coded in all_coded for row in coded.rows], made)
         answered = ANSWERS[told["kind"]](samples, rows, told["labels"])
         return [answered[start:end] for start, end in pairwise(ends)]
 
@@ -387,14 +403,13 @@ class Front:
     # Ends
 
     def _release(self, *given: Asked) -> None:
-        taken = [slot for asked in given for slot in asked.slots]
-        if taken:
-            self.slots.epochs[taken] += 1  # what still comes of them is dropped
-        for slot in taken:
-            self.owners[slot - self.base] = None
+        epochs = self.slots.all_epochs
         for asked in given:
             if asked.coded is None:
                 self.reserved -= len(asked.about.samples)
+            for slot in asked.slots:
+                self.owners[slot - self.base] = None
+                epochs[slot] = (epochs[slot] + 1) % WRAP  # what still comes of it is dropped
             self.free[asked.engine] += asked.slots
             asked.slots = []
 

@@ -105,6 +105,9 @@ class Counts:
         row[at + len(buckets) + 1] += number
 
     def observe_all(self, name: str, value: str, numbers: npt.NDArray[np.float64]) -> None:
+        if len(numbers) == 1:
+            self.observe(name, value, float(numbers[0]))
+            return
         at, buckets, row = self._places[name, value], self._buckets[name], self._row
         for place, count in enumerate(np.bincount(np.searchsorted(buckets, numbers)).tolist()):
             row[at + place] += count

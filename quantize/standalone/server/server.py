@@ -148,6 +148,7 @@ def run_front(  # noqa: PLR0913, PLR0917
     listener: socket.socket,
     fast: bool,
     shape: Shape,
+    awake_s: float,
     control: Connection,
 ) -> None:
     """Answer clients until the supervisor says that it ends."""
@@ -158,7 +159,7 @@ def run_front(  # noqa: PLR0913, PLR0917
     front = Front(
         served, shared.settings, place, shared.models, Slots(shared.slots, shape), board,
         Counts(metrics, board.metrics[place]), shared.front_pipes[place][0],
-        [writer for _, writer in shared.engine_pipes], fast=quick,
+        [writer for _, writer in shared.engine_pipes], fast=quick, awake_s=awake_s,
     )  # fmt: skip
     site = Site(front, metrics, shared.hosts)
     gc.freeze()
@@ -219,7 +220,8 @@ class Supervisor:
         given: tuple[Any, ...]
         if kind == "front":  # which opens no model, and need not import what opens them
             target, names = run_front, shared.served.models
-            given = (cores[len(own) :], self.listeners[place], self.fast, self.shape)
+            awake_s = AWAKE_S if own else 0.0
+            given = (cores[len(own) :], self.listeners[place], self.fast, self.shape, awake_s)
             served = replace(shared.served, models=dict.fromkeys(names, object), texts=tuple)
             shared = replace(shared, served=served)
         else:

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 RECORD: Any = np.dtype([("slot", np.uint32), ("epoch", np.uint32)])
+WRAP = 1 << 32  # of epochs
 ENGINE_GONE = 0xFFFFFFFF  # as the slot of a record: its epoch is the number of an engine that ended
 AT_ONCE = 4096 // RECORD.itemsize  # records that a pipe takes as one, among those of other writers
 PIPE_BYTES = 1 << 20  # the most that Linux gives
@@ -61,12 +62,17 @@ class Slots:
         }
         self.since, self.epochs, self.lengths = views["since"], views["epochs"], views["lengths"]
         self.ids, self.types, self.answers = views["ids"], views["types"], views["answers"]
+        self.flat_ids, self.flat_types = self.ids.ravel(), self.types.ravel()
+        self.all_epochs = self.epochs.data  # a number of it is read faster
 
     def front_of(self, slots: Array) -> Array:
         return slots // (self.shape.engines * self.shape.slots)
 
-    def places(self, slots: Array, lengths: Array) -> Array:
-        """Return where the tokens of rows lie in flat `ids` and `types`, in a line."""
+    def places(self, slots: Array, lengths: Array) -> Array | slice:
+        """Return where the tokens of rows lie in `flat_ids` and `flat_types`, in a line."""
+        if len(slots) == 1:
+            start = int(slots[0]) * self.shape.length
+            return slice(start, start + int(lengths[0]))
         ends = lengths.cumsum()
         return np.repeat(slots * np.int64(self.shape.length) - ends + lengths, lengths) + np.arange(ends[-1])
 

@@ -253,8 +253,9 @@ class Doubled(FastTokenizer):
     def __init__(self):
         self.tokenizer = Tokenizer.from_str(digits())
 
-    def encode(self, text):
-        return [2 if token == 1 else token for token in self.tokenizer.encode(text).ids], False
+    def code(self, texts):
+        coded = Encoder(self.tokenizer, 512).code(texts)
+        return coded._replace(ids=np.where(coded.ids == 1, 2, coded.ids))
 
 
 def test_a_faster_tokenizer_gets_printable_ascii_alone():
@@ -275,6 +276,35 @@ def test_long_requests_are_tokenized_beside_others_by_what_takes_them(fast):
         read.append(made._takes_long(Samples(texts, None, characters=sum(map(len, texts)))))
     setup.close()
     assert read == ([False, False, True, True] if fast else [False, True, True, True])
+
+
+@pytest.mark.parametrize(("under_way", "turns"), [(9, [1, 2]), (1, [1, 1, 1])])
+def test_requests_wait_for_each_other_where_many_rows_are_under_way(under_way, turns):
+    made = []
+
+    async def main(site):
+        submit = site.front._submit
+        site.front._submit = lambda batch, coded: (made.append(len(batch)), submit(batch, coded))
+        asked = []
+        for texts in (["1"] * under_way, ["2"], ["3"]):
+            asked.append(asyncio.create_task(called(site, "POST", "/v1/predict", {"texts": texts})))
+            for _ in range(3):  # turns of the loop, in much less than requests wait
+                await asyncio.sleep(0)
+        return [each[2]["answers"][-1]["score"] for each in await asyncio.gather(*asked)]
+
+    assert within(main, fake_served(per_batch=0.1)) == [1, 2, 3]
+    assert made == turns
+
+
+def test_a_front_with_a_core_of_its_own_stays_awake_for_a_while():
+    async def main(site):
+        assert not site.front.waking
+        assert (await called(site, "POST", "/v1/predict", {"texts": ["1"]}))[0] == 200
+        assert site.front.waking
+        await asyncio.sleep(0.3)
+        assert not site.front.waking
+
+    within(main, fake_served(), awake_s=0.1)
 
 
 def test_tokie_gives_the_tokens_of_tokenizers():
