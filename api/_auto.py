@@ -83,7 +83,7 @@ def _first_recipes(names: Sequence[str], model: str | None, options: AutoOptions
     revision = options.revision
     names = names or [*dict.fromkeys((options.find_start(), DEFAULT_RECIPE))]
     recipes = [find_recipe(name, model, revision).ptq for name in names]
-    taken = ["methods", "islands", "search", "qat", "embedded"]
+    taken = ["methods", "islands", "search", "qat", "unquantized", "embedded"]
     for each in recipes:
         if each.name in taken:
             raise UserError(

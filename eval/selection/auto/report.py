@@ -19,6 +19,7 @@ TITLES: dict[StepKind, str] = {
     "islands": "islands by sensitivity",
     "search": "search",
     "qat": "training (QAT)",
+    "unquantized": "without INT8",
 }
 REMEDIES: dict[StepKind, str] = {"methods": "scales", "islands": "less INT8", "qat": "weights"}
 
@@ -105,6 +106,8 @@ def reason_lines(auto: Auto) -> list[str]:
     step, done = auto.chosen, [each for each in auto.steps if each.run]
     if step is None or step.run is None:
         return []
+    if step.kind == "unquantized":
+        return [f"In INT8 ({step.proposal.base if step.proposal else ''}) it is no faster on this CPU"]
     holding = [each for each in done if each.holds]
     if step.undecided and len(holding) > 1:
         return [
@@ -143,6 +146,7 @@ def explain_step(auto: Auto, step: AutoStep) -> str:
         "no_base": "no shipped recipe finished that it could start from",
         "no_remedy": f"it changes nothing about what is unmet: {unmet}",
         "only_speed": f"only speed is lacking, and {REMEDIES.get(step.kind, '')} cannot give it",
+        "faster": "it was not found to be as fast as INT8",
         "budget": (
             f"it needs about {seconds(step.estimate_s or 0)}, as the last step did, and {seconds(left)} of "
             f"{seconds(auto.budget_s)} are left; give a larger --budget, and the same command resumes"

@@ -11,8 +11,8 @@ from qdqbench.quantize.utils.schema import Strict, Tabular, field
 
 AUTO_FILE = "auto.json"
 BEST_RECIPE = "best.yaml"
-StepKind = Literal["shipped", "methods", "islands", "search", "qat"]
-SkipReason = Literal["holds", "no_base", "no_remedy", "only_speed", "budget", "misfit"]
+StepKind = Literal["shipped", "methods", "islands", "search", "qat", "unquantized"]
+SkipReason = Literal["holds", "no_base", "no_remedy", "only_speed", "faster", "budget", "misfit"]
 
 
 class Criteria(Strict):
@@ -69,8 +69,9 @@ class AutoStep(Trial):
     status: Literal["done", "skipped", "failed"] = field("`done`, `skipped` or `failed`.")
     skipped: SkipReason | None = field(
         "Reason of the skip: an earlier step `holds`; `no_base`: no shipped recipe finished; `no_remedy`: "
-        "it changes nothing about what is unmet; `only_speed`: only speed is unmet; `budget`: its estimate "
-        "exceeds what is left; `misfit`: its recipe does not fit the model. Else null.",
+        "it changes nothing about what is unmet; `only_speed`: only speed is unmet; `faster`: INT8 is, so "
+        "nothing speaks for going without; `budget`: its estimate exceeds what is left; `misfit`: its recipe "
+        "does not fit the model. Else null.",
         default=None,
     )
     proposal: Proposal | None = field("Origin of the recipe; null if there is none.", default=None)
@@ -86,6 +87,11 @@ class AutoStep(Trial):
     @property
     def holds(self) -> bool:
         return self.run is not None and not self.unmet
+
+    @property
+    def no_faster(self) -> bool:
+        """Whether the engine was timed, and its twin without INT8 is as fast or faster."""
+        return self.speedup is not None and self.speedup.leading.verdict in ("slower", "as fast")
 
     @property
     def undecided(self) -> list[GateIssue]:
@@ -168,9 +174,12 @@ def choose_step(steps: Sequence[AutoStep]) -> AutoStep | None:
     """Return the first step that holds, else the one nearest to FP32; None where none was measured.
 
     Where samples are too few for those that hold, it is the one with the smallest upper bound of its drop.
+    The step without INT8 ran because that is as fast, so it is taken if it holds.
     """
     done = [step for step in steps if step.run]
     holding = [step for step in done if step.holds]
+    if done and done[-1].kind == "unquantized" and done[-1].holds:
+        return done[-1]
     if decided := [step for step in holding if not step.undecided]:
         return decided[0]
     if holding:

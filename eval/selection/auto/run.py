@@ -48,6 +48,7 @@ from qdqbench.eval.selection.sensitivity.results import SENSITIVITY_FILE, CurveP
 from qdqbench.eval.selection.trials.results import Failure, Origin, failure_of, write_result
 from qdqbench.eval.selection.trials.store import RECIPE_FILE, TRIALS, Store, describe_session, hash_of
 from qdqbench.quantize.engine.build import require_int8
+from qdqbench.quantize.models.families.known import family_named
 from qdqbench.quantize.pipeline.graphs import FP16, FP32, graph_path
 from qdqbench.quantize.pipeline.ownership import locked_folder
 from qdqbench.quantize.pipeline.pipeline import STAGES_FILE, open_run, read_finished
@@ -75,6 +76,7 @@ ORIGINS: dict[StepKind, Origin] = {
     "islands": "ranking",
     "search": "tpe",
     "qat": "qat",
+    "unquantized": "unquantized",
 }
 
 
@@ -220,7 +222,7 @@ class AutoRun:
         with reporting_to(_Step(name)):
             results = run_until(session, quick_bench=False)
         reporter().begin(f"{name}: timing")
-        source, timed = self._time(session)
+        source, timed = self._time(session) if step.recipe.quantizes else (None, None)
         last = last_measured(results)
         if last is None or last[1].vs_fp32 is None:
             raise CheckFailed(f"no stage of {session.folder} was compared with FP32")
@@ -340,6 +342,8 @@ def list_proposers(auto: AutoRun) -> list[Proposer]:
         Proposer("islands", "islands", partial(propose_islands, auto)),
         Proposer("search", "search", partial(propose_search, auto)),
         Proposer("qat", "qat", propose_qat),
+        # on a CPU with BF16 units, INT8 may gain nothing
+        *([Proposer("unquantized", "unquantized", propose_unquantized)] if auto.session.target.on_cpu else []),
     ]
 
 
@@ -425,6 +429,13 @@ def propose_qat(before: Sequence[AutoStep], left: float) -> tuple[Recipe, Propos
     return recipe, Proposal(base=base.name)
 
 
+def propose_unquantized(before: Sequence[AutoStep], left: float) -> tuple[Recipe, Proposal]:
+    """Propose the family's recipe without INT8, with all else of the recipe that is no faster."""
+    base = next(step.recipe for step in before if step.recipe and step.no_faster)
+    kept = {name: getattr(base, name) for name in ("model", "export", "engine", "gate")}
+    return load_recipe("fp16", lambda: family_named(base.model.family)).model_copy(update=kept), Proposal(base=base.name)
+
+
 def find_islands(curve: Sequence[CurvePoint]) -> CurvePoint:
     full = next(point.comparison.noise_power for point in curve if not point.kept)
     for point in sorted(curve, key=lambda point: point.kept):
@@ -506,6 +517,8 @@ def take_steps(
 
 
 def find_skip_reason(kind: StepKind, before: Sequence[AutoStep]) -> SkipReason | None:
+    if kind == "unquantized":
+        return None if any(step.no_faster for step in before) else "faster"
     holding = [step for step in before if step.holds]
     if holding and not (kind == "shipped" and all(step.undecided for step in holding)):
         return "holds"

@@ -36,8 +36,8 @@ def run_of(*codes, drop=0.0, nested=None, needed=None):
 class Planned:
     """Steps that come to what is planned, and a clock that each of them turns by its seconds."""
 
-    def __init__(self, path, plan, misfits=(), took=10.0):
-        self.path, self.plan, self.misfits, self.took = path, plan, misfits, took
+    def __init__(self, path, plan, misfits=(), took=10.0, speed=None):
+        self.path, self.plan, self.misfits, self.took, self.speed = path, plan, misfits, took, speed
         self.taken, self.left, self.now = [], {}, 0.0
 
     def proposer(self, name, kind):
@@ -58,9 +58,11 @@ class Planned:
         if isinstance(outcome, BaseException):
             raise outcome
         step.run, step.scores = outcome
+        if self.speed and step.kind != "unquantized":
+            step.speedup = speedup(self.speed)
 
-    def take(self, budget=1000.0):
-        proposers = [self.proposer(name, kind) for name, kind in zip(NAMES, KINDS, strict=True)]
+    def take(self, budget=1000.0, names=NAMES, kinds=KINDS):
+        proposers = [self.proposer(name, kind) for name, kind in zip(names, kinds, strict=True)]
         store = Store(self.path / "trials.jsonl", AutoStep, {})
         return run.take_steps(SimpleNamespace(run=self.run), proposers, budget, store, lambda: self.now)
 
@@ -108,6 +110,16 @@ def test_where_samples_are_too_few_all_shipped_recipes_are_run_and_the_smallest_
     assert best.holds
     steps[1].run.open = []  # these rows can tell
     assert choose_step(steps).name == "linears"
+
+
+@pytest.mark.parametrize(("value", "chosen"), [(0.97, "unquantized"), (1.2, "linears")])
+def test_without_int8_is_taken_where_that_is_as_fast(value, chosen, tmp_path):
+    planned = Planned(tmp_path, {"linears": run_of(), "unquantized": run_of(drop=0.001)}, speed=value)
+    steps = planned.take(names=("linears", "unquantized"), kinds=("shipped", "unquantized"))
+    assert choose_step(steps).name == chosen
+    assert steps[1].skipped == (None if value < 1 else "faster")
+    recipe, proposal = run.propose_unquantized([steps[0]], 0.0) if value < 1 else (RECIPE, None)
+    assert recipe.quantizes == (proposal is None)
 
 
 def test_the_last_steps_seconds_are_the_next_ones_estimate_and_the_first_is_always_taken(tmp_path):
