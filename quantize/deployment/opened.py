@@ -9,6 +9,7 @@ from typing import Any, cast
 from tokenizers import Tokenizer
 
 from qdqbench.quantize.deployment.write import describe_task
+from qdqbench.quantize.engine.cpu_runtimes import MOST_ROWS
 from qdqbench.quantize.engine.runtime.runners import (
     CompiledEngine,
     EngineRunner,
@@ -22,12 +23,12 @@ from qdqbench.quantize.pipeline.pipeline import read_finished, require_recorded
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.standalone.fast import open_fast
 from qdqbench.quantize.standalone.model import Model
+from qdqbench.quantize.standalone.runtimes import Streams
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
+from qdqbench.quantize.utils.system.cpu import find_cpu
 
-# of a batch on a CPU, which a few rows fill
-MOST_ROWS = 32
 TEXTS = 1000  # of each split, on which a faster tokenizer must agree
 INPUTS = ["input_ids", "attention_mask", "token_type_ids"]  # of which an engine takes its own
 TEXTS_FILE = "texts.json"  # next to an engine
@@ -112,6 +113,7 @@ class Answering:
     fp32: ModelFile | None = None
     fp32_backend: BackendName = "onnxruntime"
     texts: tuple[str, ...] = ()  # of the run
+    streams: int = 1  # of an engine on a CPU that answers files
 
     @classmethod
     def of(cls, folder: Path, *, fp32: bool = False, texts: bool = True) -> "Answering":
@@ -139,6 +141,7 @@ class Answering:
             outputs=tuple(task.kind.outputs),
             tokenizer=about["tokenizer"],
             texts=read_texts(folder) if texts else (),
+            streams=opened.sidecar.streams,
             engine=opened.engine,
             graph=opened.graph,
             fp32=ModelFile(unquantized, files.sha256(unquantized)) if fp32 else None,
@@ -146,9 +149,15 @@ class Answering:
         )
 
     def open_model(self, threads: int | None = None, batch: int | None = None) -> Model:
-        """Load the engine with a tokenizer, and a faster one where that gives the same tokens."""
+        """Load the engine with a tokenizer, and a faster one where that gives the same tokens.
+
+        On a CPU batches are answered in as many streams as the build found the fastest, without `threads`.
+        """
         fast, tokenizer = open_fast(self.told, self.tokenizer, self.texts), Tokenizer.from_str(self.tokenizer)
-        return Model(self.told, tokenizer, self.open_engine(threads), batch, fast)
+        streams = 1 if threads else min(self.streams, find_cpu().cores)
+        engine = self.open_engine(threads, streams)
+        infer = engine if streams == 1 else Streams(engine, streams)
+        return Model(self.told, tokenizer, infer, batch, fast)
 
     def open_fp32(self) -> Callable[..., Any]:
         """Load the FP32 model on this CPU."""
@@ -156,7 +165,7 @@ class Answering:
         self.fp32.check()
         return open_fp32_graph(self.fp32.path, self.fp32_backend, self.outputs)
 
-    def open_engine(self, threads: int | None = None) -> EngineRunner:
+    def open_engine(self, threads: int | None = None, streams: int = 1) -> EngineRunner:
         """Load the engine, on a CPU with so many threads."""
         parts = (self.engine, self.graph)
         for part in parts:
@@ -168,6 +177,7 @@ class Answering:
             runtime_cache=self.engine.path.with_name("runtime.cache"),
             outputs=self.outputs,
             threads=threads,
+            streams=streams,
         )
         run.pads = not isinstance(run.engine, CompiledEngine)  # many texts are shorter than any profile
         for part in parts:

@@ -220,6 +220,7 @@ class BuiltEngine:
     compute_capability: list[str]
     ahead_of_time: bool
     seconds: float
+    streams: int = 1  # on a CPU: of most batches a second
     notes: list[str] = field(default_factory=list)  # what the user must hear about, such as an ignored cache
 
 

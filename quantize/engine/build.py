@@ -13,7 +13,15 @@ from onnx import numpy_helper
 
 from qdqbench.quantize.engine import layers as tables
 from qdqbench.quantize.engine.backend import Backend, BuildProgress, BuiltEngine, build_engine, choose_backend
-from qdqbench.quantize.engine.cpu_runtimes import Compute, compile_model, name_products, warm_up
+from qdqbench.quantize.engine.cpu_runtimes import (
+    MOST_ROWS,
+    CompiledModel,
+    Compute,
+    choose_streams,
+    compile_model,
+    name_products,
+    warm_up,
+)
 from qdqbench.quantize.engine.cuda.file import build_file
 from qdqbench.quantize.engine.cuda.names import read_target
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS
@@ -123,6 +131,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
         cpu=cpu.name if cpu else None,
         cpu_features=[*cpu.features] if cpu else [],
         compute=compute if cpu else None,
+        streams=built.streams,
         profiles=list(profiles),
         onnx=onnx_path.name,
         onnx_sha256=files.sha256(onnx_path),
@@ -186,8 +195,14 @@ def _build_for_cpu(
     report_phase("compiling")
     model = compile_model(chosen.name, data, blob=False, compute=compute, fixed=(batch, length))
     warm_up(model, profiles[0].opt)
+    blob, cores, rows = model.blob(), find_cpu().cores, min(MOST_ROWS, max(each.max[0] for each in profiles))
+
+    def open_model(streams: int) -> CompiledModel:
+        return compile_model(chosen.name, blob, blob=True, compute=compute, threads=cores, streams=streams)
+
     return BuiltEngine(
-        data=model.blob(),
+        data=blob,
+        streams=choose_streams(open_model, (rows, profiles[0].opt[1]), cores),
         layers=[kernel.row for kernel in model.kernels()],
         backend=chosen.name,
         version=chosen.version,

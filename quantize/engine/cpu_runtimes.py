@@ -4,8 +4,10 @@ import json
 import re
 import sys
 import tempfile
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -26,6 +28,8 @@ Compute = Literal["fp32", "bf16"]  # datatype of what is not quantized
 Run = Callable[[Mapping[str, Array]], dict[str, Array]]
 Sizes = tuple[int | None, int | None]  # batch and length; None: free
 FREE: Sizes = (None, None)
+STREAM_TRIALS, STREAM_BATCHES, STREAMS_WON = 3, 4, 1.05
+MOST_ROWS = 32  # of a batch, which a few rows fill
 _TYPES = {  # by the names of OpenVINO, ONNX Runtime and ONNX
     **dict.fromkeys(("i8", "int8"), "Int8"),
     **dict.fromkeys(("u8", "uint8"), "UInt8"),
@@ -353,11 +357,38 @@ def choose_compute(backend: BackendName, cpu: Cpu, precision: str) -> Compute:
 
 def warm_up(model: CompiledModel, shape: tuple[int, int]) -> None:
     """Run a model once on inputs that say nothing, of (batch, length); that decides its kernels."""
+    model.run(make_feeds(model, shape))
+
+
+def make_feeds(model: CompiledModel, shape: tuple[int, int]) -> dict[str, Array]:
+    """Return inputs that say nothing, of (batch, length)."""
     feeds = {}
     for name, takes in model.inputs.items():
         sizes = [shape[min(axis, 1)] if size is None else size for axis, size in enumerate(takes.shape)]
         feeds[name] = np.full(sizes, name == "attention_mask", takes.dtype)
-    model.run(feeds)
+    return feeds
+
+
+def choose_streams(open_model: Callable[[int], CompiledModel], shape: tuple[int, int], cores: int) -> int:
+    """Return how many streams, of all cores together, answer most batches of (rows, length) a second.
+
+    `open_model` returns a model of so many streams. One, unless others are `STREAMS_WON` times as fast.
+    """
+    rates = dict[int, float]()
+    for count in (1 << place for place in range(cores.bit_length())):
+        model = open_model(count)
+        warm_up(model, shape)
+        feeds = make_feeds(model, shape)
+        with ThreadPoolExecutor(count) as pool:
+            for _ in range(STREAM_TRIALS):
+                started = time.perf_counter()
+                made = [pool.submit(run, feeds) for run in model.lanes() for _ in range(STREAM_BATCHES)]
+                for each in made:
+                    each.result()
+                rate = len(made) / (time.perf_counter() - started)
+                rates[count] = max(rates.get(count, 0.0), rate)
+    best = max(rates, key=lambda count: rates[count])
+    return best if rates[best] >= STREAMS_WON * rates[1] else 1
 
 
 def name_products(rows: Sequence[LayerRow], model: onnx.ModelProto) -> None:

@@ -30,6 +30,7 @@ class Sidecar(Strict):
     cpu: str | None = None  # the CPU that it was built on, and is for
     cpu_features: list[str] = []
     compute: Compute | None = None  # on a CPU: datatype of what is not quantized
+    streams: int = 1  # on a CPU: that answered most batches a second, all cores together
     profiles: list[Profile]
     onnx: str
     onnx_sha256: str

@@ -83,7 +83,7 @@ class Model:
             part = coded.pick(order[first:last])
             launched = launch(self.infer, self.told, part.ids, part.types, part.lengths)
             under_way.append((part.lengths, launched))
-            take(1)  # the host prepares one while the device computes another
+            take(getattr(self.infer, "streams", 1))  # the host prepares one while the device computes another
         take(0)
         made: list[Any] = [None] * len(order)
         for place, answers in zip(order.tolist(), sorted_answers, strict=True):

@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -44,6 +45,33 @@ class Done(NamedTuple):
         return self.answers
 
 
+class Awaited(NamedTuple):
+    """A batch that a thread answers."""
+
+    future: "Future[npt.NDArray[Any]]"
+    finish: Callable[[npt.NDArray[Any]], npt.NDArray[Any]]
+
+    def query(self) -> bool:
+        return self.future.done()
+
+    def read(self) -> npt.NDArray[Any]:
+        return self.finish(self.future.result())
+
+
+class Streams:
+    """A model of several streams, which as many threads may call at once."""
+
+    def __init__(self, infer: Infer, streams: int) -> None:
+        self.infer, self.streams = infer, streams
+        self._pool = ThreadPoolExecutor(streams)
+
+    def __call__(self, tokens: Arrays) -> npt.NDArray[Any]:
+        return self.infer(tokens)
+
+    def submit(self, tokens: Arrays) -> "Future[npt.NDArray[Any]]":
+        return self._pool.submit(self.infer, tokens)
+
+
 class Flight(NamedTuple):
     """A batch that the device computes, while the host does something else."""
 
@@ -67,8 +95,12 @@ def launch(infer: Any, told: Told, ids: Any, types: Any, lengths: Any) -> Launch
     for name, line, fill in (("input_ids", ids, told["pad_id"]), ("token_type_ids", types, 0)):
         tokens[name] = np.full(mask.shape, fill, np.int64)
         tokens[name][mask] = line
-    made = infer({name: tokens[name] for name in told["inputs"]})
-    return Done(made[:, : mask.shape[1]][mask] if told["over_tokens"] else made)
+    given = {name: tokens[name] for name in told["inputs"]}
+
+    def finish(made: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return made[:, : mask.shape[1]][mask] if told["over_tokens"] else made
+
+    return Awaited(infer.submit(given), finish) if isinstance(infer, Streams) else Done(finish(infer(given)))
 
 
 def pad_length(longest: int, most: int) -> int:

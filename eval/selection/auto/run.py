@@ -343,7 +343,11 @@ def list_proposers(auto: AutoRun) -> list[Proposer]:
         Proposer("search", "search", partial(propose_search, auto)),
         Proposer("qat", "qat", propose_qat),
         # on a CPU with BF16 units, INT8 may gain nothing
-        *([Proposer("unquantized", "unquantized", propose_unquantized)] if auto.session.target.on_cpu else []),
+        *(
+            [Proposer("unquantized", "unquantized", propose_unquantized)]
+            if auto.session.target.on_cpu
+            else []
+        ),
     ]
 
 
@@ -433,7 +437,9 @@ def propose_unquantized(before: Sequence[AutoStep], left: float) -> tuple[Recipe
     """Propose the family's recipe without INT8, with all else of the recipe that is no faster."""
     base = next(step.recipe for step in before if step.recipe and step.no_faster)
     kept = {name: getattr(base, name) for name in ("model", "export", "engine", "gate")}
-    return load_recipe("fp16", lambda: family_named(base.model.family)).model_copy(update=kept), Proposal(base=base.name)
+    return load_recipe("fp16", lambda: family_named(base.model.family)).model_copy(update=kept), Proposal(
+        base=base.name
+    )
 
 
 def find_islands(curve: Sequence[CurvePoint]) -> CurvePoint:
@@ -517,21 +523,20 @@ def take_steps(
 
 
 def find_skip_reason(kind: StepKind, before: Sequence[AutoStep]) -> SkipReason | None:
+    holding = [step for step in before if step.holds]
+    done = [step for step in before if step.run]
     if kind == "unquantized":
         return None if any(step.no_faster for step in before) else "faster"
-    holding = [step for step in before if step.holds]
     if holding and not (kind == "shipped" and all(step.undecided for step in holding)):
         return "holds"
-    done = [step for step in before if step.run]
     if kind == "shipped":
         return None
     if not done:
         return "no_base"
     if not (done[-1].lacks("accuracy") or done[-1].lacks("min_speedup")):
         return "no_remedy"
-    if kind != "search" and not any(step.lacks("accuracy") for step in done):
-        return "only_speed"
-    return None
+    remedies = kind == "search" or any(step.lacks("accuracy") for step in done)
+    return None if remedies else "only_speed"
 
 
 def run_auto(auto: AutoRun, budget_s: float, command: str) -> Auto:

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import cast
 
 import numpy as np
 import psutil
 
-from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, compile_model, warm_up
+from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, Run, compile_model, warm_up
 from qdqbench.quantize.engine.cuda.model import load_kernels
 from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile, fit_batch
 from qdqbench.quantize.engine.results import LayerRow
@@ -62,6 +63,7 @@ class CompiledEngine(AbstractContextManager["CompiledEngine"]):
         *,
         profile: bool = False,
         threads: int | None = None,
+        streams: int = 1,
     ) -> None:
         sidecar = check_sidecar(path, onnx_path)
         backend, compute = cast("BackendName", sidecar.backend), sidecar.compute or "fp32"
@@ -73,10 +75,13 @@ class CompiledEngine(AbstractContextManager["CompiledEngine"]):
             before = psutil.Process().memory_info().rss
             data = path.read_bytes()
             self._model = compile_model(
-                backend, data, blob=True, compute=compute, threads=threads, profile=profile
+                backend, data, blob=True, compute=compute, threads=threads, streams=streams, profile=profile
             )
             used = max(0, psutil.Process().memory_info().rss - before)
             self.memory = CpuMemory(sidecar.engine_bytes, used)
+        self._lanes: SimpleQueue[Run] = SimpleQueue()  # of those that do not run
+        for lane in self._model.lanes():
+            self._lanes.put(lane)
         self.launch = getattr(self._model, "launch", None)  # where tokens are packed
         self.name, self.profiles = path.name, sidecar.profiles
         self.notes = note_sidecar(sidecar, None if sidecar.cpu else find_gpu())
@@ -87,7 +92,11 @@ class CompiledEngine(AbstractContextManager["CompiledEngine"]):
         wrong += [f"{name} is unknown" for name in feeds if name not in self.inputs]
         if wrong:
             raise UserError(f"inputs of {self.name} do not fit: {'; '.join(wrong)}")
-        return self._model.run({name: np.ascontiguousarray(feeds[name]) for name in self.inputs})
+        lane = self._lanes.get()
+        try:
+            return lane({name: np.ascontiguousarray(feeds[name]) for name in self.inputs})
+        finally:
+            self._lanes.put(lane)
 
     def kernels(self) -> list[LayerRow]:
         """Return the layer table, after one run of the first profile's opt shape."""
@@ -203,11 +212,16 @@ def pad_to_profile(
 
 
 def open_engine(
-    path: Path, onnx_path: Path, *, runtime_cache: Path | None = None, threads: int | None = None
+    path: Path,
+    onnx_path: Path,
+    *,
+    runtime_cache: Path | None = None,
+    threads: int | None = None,
+    streams: int = 1,
 ) -> Engine | CompiledEngine:
     if has_profiles(read_sidecar(path).backend):
         return Engine(path, onnx_path, runtime_cache=runtime_cache)
-    return CompiledEngine(path, onnx_path, threads=threads)
+    return CompiledEngine(path, onnx_path, threads=threads, streams=streams)
 
 
 def open_runner(  # noqa: PLR0913
@@ -218,9 +232,10 @@ def open_runner(  # noqa: PLR0913
     runtime_cache: Path | None = None,
     outputs: Iterable[str] = LOGITS,
     threads: int | None = None,
+    streams: int = 1,
 ) -> EngineRunner:
-    """Return a runner of an engine; `threads` are for one of a CPU."""
-    engine = open_engine(path, onnx_path, runtime_cache=runtime_cache, threads=threads)
+    """Return a runner of an engine; `threads`, of all `streams` together, are for one of a CPU."""
+    engine = open_engine(path, onnx_path, runtime_cache=runtime_cache, threads=threads, streams=streams)
     if isinstance(engine, Engine):
         return GpuRunner(engine, pad_id=pad_id, outputs=outputs)
     return EngineRunner(engine, pad_id=pad_id, outputs=outputs)

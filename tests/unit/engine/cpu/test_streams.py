@@ -1,11 +1,14 @@
-"""Several inferences at once share the threads and answer as one does."""
+"""Several inferences at once share the threads and answer as one does; the build finds how many pay."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from qdqbench.quantize.engine.cpu_runtimes import compile_model
+from qdqbench.quantize.engine import cpu_runtimes
+from qdqbench.quantize.engine.cpu_runtimes import choose_streams, compile_model
 
 from ....support.tiny_bert import exported, padded_batch
 
@@ -24,3 +27,15 @@ def test_streams_answer_at_once_as_one_does(backend, threads, tiny_bert):
         made = list(pool.map(lambda run, batch: run(batch)["logits"], model.lanes(), batches))
     for answer, wanted in zip(made, expected, strict=True):
         assert np.allclose(answer, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize(("seconds", "best"), [({1: 4, 2: 4, 4: 9}, 2), ({1: 4, 2: 7.9, 4: 16}, 1)])
+def test_streams_are_as_many_as_answer_most_and_one_where_more_win_little(seconds, best, monkeypatch):
+    """A batch takes so many hundredths of a second in so many streams."""
+    monkeypatch.setattr(cpu_runtimes, "STREAM_TRIALS", 1)
+
+    def opened(count):
+        lane = lambda feeds: time.sleep(seconds[count] / 100)  # noqa: E731
+        return SimpleNamespace(inputs={}, run=lane, lanes=lambda: [lane] * count)
+
+    assert choose_streams(opened, (32, 16), 4) == best
