@@ -90,7 +90,7 @@ class AutoStep(Trial):
 
     @property
     def no_faster(self) -> bool:
-        """Whether the engine was timed, and its twin without INT8 is as fast or faster."""
+        """Tell whether its twin without INT8 was timed, and is as fast or faster."""
         return self.speedup is not None and self.speedup.leading.verdict in ("slower", "as fast")
 
     @property
