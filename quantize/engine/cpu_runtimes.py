@@ -379,16 +379,20 @@ def choose_streams(open_model: Callable[[int], CompiledModel], shape: tuple[int,
         model = open_model(count)
         warm_up(model, shape)
         feeds = make_feeds(model, shape)
+
         with ThreadPoolExecutor(count) as pool:
             for _ in range(STREAM_TRIALS):
                 started = time.perf_counter()
-                made = [pool.submit(run, feeds) for run in model.lanes() for _ in range(STREAM_BATCHES)]
-                for each in made:
-                    each.result()
-                rate = len(made) / (time.perf_counter() - started)
+                list(pool.map(_repeat, model.lanes(), [feeds] * count))
+                rate = count * STREAM_BATCHES / (time.perf_counter() - started)
                 rates[count] = max(rates.get(count, 0.0), rate)
     best = max(rates, key=lambda count: rates[count])
     return best if rates[best] >= STREAMS_WON * rates[1] else 1
+
+
+def _repeat(run: Run, feeds: Mapping[str, Array]) -> None:
+    for _ in range(STREAM_BATCHES):
+        run(feeds)
 
 
 def name_products(rows: Sequence[LayerRow], model: onnx.ModelProto) -> None:
