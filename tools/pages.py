@@ -500,7 +500,7 @@ def machines_table(name: str) -> list[str]:
         brief = [[", ".join(names), f"`{key[0]}`", f"`{key[1]}`", key[2]] for key, names in alike.items()]
         return table([*header, "run by us"], brief)
     rows = [
-        [row.names, f"`{row.backend}`", f"`{row.start}`", row.brings, row.ours, row.others]
+        [row.names, f"`{row.backend}`", f"`{row.start}`", row.gains, row.ours, row.others]
         for row in read_machines()
     ]
     return table([*header, "INT8 can bring", "by us", "by others"], rows)

@@ -40,6 +40,7 @@ from qdqbench.eval.bench.target import Target, softmax_notes
 from qdqbench.quantize.engine.backend import choose_backend, gpu_backend
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.lint.inspection import explain_slowdown
+from qdqbench.quantize.lint.machines import describe_gain, find_machine
 from qdqbench.quantize.report.figures import uncovered
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.utils.progress import report_phase, reporter
@@ -361,6 +362,9 @@ def _notes(target: Target, options: BenchPlan, backend: tuple[str, str], capabil
     if target.about.random_weights:
         notes.append("random weights: latency is that of the shape, accuracy means nothing")
     if options.device == "gpu":
+        gpu, cpu = find_gpu(), find_cpu()
+        row = find_machine(gpu, cpu)
+        notes += [describe_gain(gpu, cpu)] if row and row.peaks else []
         return notes + (find_hazards(*backend, capability) if backend[1] else [])
     on_cpu = "measured on a CPU: says nothing about a GPU"
     busy = [] if options.quick else busy_notes()  # after the stages of a run any CPU was busy

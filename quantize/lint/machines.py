@@ -27,6 +27,32 @@ from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
+_TOKENS, _ROW, _HIDDEN, _WIDE = 128 * 128, 128, 768, 3072  # of BERT-base in a batch of 128 x 128
+
+
+class Peak(Frozen):
+    """Dense peak rates of one GPU, as NVIDIA publishes them."""
+
+    gpu: str
+    int8: float  # 10^12 operations a second
+    fp16: float  # the same, with sums in FP32
+    memory: float  # GB a second
+
+    @property
+    def gain(self) -> float:
+        """Least time of BERT-base's encoder in FP16 over that in INT8; sums before a norm stay FP16."""
+        return self._least(self.fp16, 2) / self._least(self.int8, 1)
+
+    def _least(self, rate: float, size: int) -> float:
+        """Return the seconds of a layer if each kernel is at one of its two limits: operations or bytes."""
+        gemms = (_HIDDEN, 3 * _HIDDEN), (_HIDDEN, _HIDDEN), (_HIDDEN, _WIDE), (_WIDE, _HIDDEN)
+        summed = (size + 2) * _HIDDEN  # bytes of a token: a residual is read, and its sum is written or read
+        moved = [size * 4 * _HIDDEN, size * _HIDDEN + summed, size * (_HIDDEN + _WIDE), size * _WIDE + summed]
+        limits = [(2 * k * n, bytes_) for (k, n), bytes_ in zip(gemms, moved, strict=True)]
+        limits += [(4 * _ROW * _HIDDEN, size * 4 * _HIDDEN), (0, summed), (0, summed)]  # attention, two norms
+        return sum(_TOKENS * max(done / rate / 1e12, bytes_ / self.memory / 1e9) for done, bytes_ in limits)
+
+
 class Machine(Frozen):
     """A row of the table."""
 
@@ -36,6 +62,7 @@ class Machine(Frozen):
     backend: BackendName
     recipe: str = ""  # where it is not the one to start with on a GPU or CPU
     brings: str  # by INT8
+    peaks: tuple[Peak, ...] = ()  # of a GPU that we did not measure
     ours: str  # what this project measured, only built, or never ran
     others: str = ""  # what others measured, with the source
 
@@ -43,6 +70,12 @@ class Machine(Frozen):
     def start(self) -> str:
         """The recipe to start with."""
         return self.recipe or choose_start()[backends_of(self.backend)]
+
+    @property
+    def gains(self) -> str:
+        """What INT8 can bring, with the estimate of a roofline where nothing is measured."""
+        estimates = ", ".join(f"{each.gain:.1f}x on {each.gpu}" for each in self.peaks)
+        return self.brings + (f"; roofline estimate {estimates}, not measured" if estimates else "")
 
 
 @cache
@@ -86,4 +119,4 @@ def explain_kernels(recipe: Recipe, family: str, config: Any) -> str:
 def describe_gain(gpu: Gpu | None, cpu: Cpu) -> str:
     """Return what INT8 can bring on a machine, before anything is measured."""
     name, row = gpu.name if gpu else str(cpu), find_machine(gpu, cpu)
-    return f"what INT8 can bring on {name}: {row.brings if row else 'not known'}"
+    return f"what INT8 can bring on {name}: {row.gains if row else 'not known'}"

@@ -119,7 +119,7 @@ def doctor_report(found: Doctor) -> doc.Report:
     if (here := found.machine) is None:
         facts.append(("INT8 here", "not known of this GPU; `qdqbench bench RUN` measures it"))
     else:
-        facts.append(("INT8 here", f"{here.brings} ({here.names})"))
+        facts.append(("INT8 here", f"{here.gains} ({here.names})"))
         facts.append(
             ("start with", f"qdqbench run {here.start} --backend {here.backend}{_missing(found, here)}")
         )

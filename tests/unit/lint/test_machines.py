@@ -54,6 +54,17 @@ def test_an_unknown_gpu_has_no_row():
     assert describe_gain(gpu, CPU) == "what INT8 can bring on Rubin: not known"
 
 
+@pytest.mark.parametrize(("gpu", "gain"), [("T4", 1.92), ("A100", 1.92), ("L4", 1.83), ("RTX 4090", 3.23)])
+def test_an_estimate_is_of_the_roofline_and_marked_as_that(gpu, gain):
+    row, peak = next((row, peak) for row in read_machines() for peak in row.peaks if peak.gpu == gpu)
+    assert peak.gain == pytest.approx(gain, abs=0.01)  # by hand: 26.2 and 50.4 ms for a T4
+    assert not row.ran
+    said = describe_gain(Gpu("mine", row.match[0], None), CPU)
+    assert "roofline estimate" in said
+    assert f"{gain:.1f}x on {gpu}" in said
+    assert said.endswith("not measured")
+
+
 def test_what_the_table_names_exists():
     for row in read_machines():
         assert row.start in family_free_recipes()
