@@ -7,6 +7,7 @@ from typing import Any
 
 from qdqbench._options import QatOptions, RecipeOptions, RunOptions
 from qdqbench._progress import StageProgress, displayed
+from qdqbench.eval.bench.quick import time_backends
 from qdqbench.eval.runs.results import Results
 from qdqbench.eval.runs.run import require_inputs, run_stages, run_until
 from qdqbench.eval.runs.tracked import tracking
@@ -131,7 +132,7 @@ def start_run(recipe: str | Path | Recipe | None, options: QatOptions) -> tuple[
 
 
 def choose_recipe(options: RecipeOptions, recipe: str | Path | Recipe | None) -> Recipe:
-    """Return the recipe of a run; backend `auto` of it is `cuda` where that is known to be the fastest."""
+    """Return the recipe of a run; backend `auto` of it is `cuda` where that is known or timed as fastest."""
     if isinstance(recipe, Recipe):
         chosen = options.adapt(recipe)
     else:
@@ -139,10 +140,11 @@ def choose_recipe(options: RecipeOptions, recipe: str | Path | Recipe | None) ->
     if options.model is None or chosen.engine.backend != "auto" or find_gpu() is None:
         return chosen
     config = load_config(options.model, options.revision)
-    if why := explain_kernels(chosen, family_of(config).name, config):
-        reporter().log(why)
-        return adapt_recipe(chosen, backend="cuda")
-    return chosen
+    why = explain_kernels(chosen, family_of(config).name, config)
+    takes, said = time_backends(chosen, config) if why is None else (bool(why), why)
+    if said:
+        reporter().log(said)
+    return adapt_recipe(chosen, backend="cuda") if takes else chosen
 
 
 def resume(folder: str | Path, until: str | None = None, progress: Progress = None) -> Results:

@@ -92,8 +92,11 @@ def find_machine(gpu: Gpu | None, cpu: Cpu) -> Machine | None:
     return found or (None if gpu else rows[-1])
 
 
-def explain_kernels(recipe: Recipe, family: str, config: Any) -> str:
-    """Return why `auto` takes backend cuda here, for a model of a family; empty where it does not."""
+def explain_kernels(recipe: Recipe, family: str, config: Any) -> str | None:
+    """Return why `auto` takes backend cuda here, for a model of a family; empty where it does not.
+
+    None where TensorRT builds too, and a measurement must decide.
+    """
     gpu = find_gpu()
     if gpu is None or recipe.engine.backend != "auto" or not recipe.quantizes or family not in FAMILIES:
         return ""
@@ -113,7 +116,7 @@ def explain_kernels(recipe: Recipe, family: str, config: Any) -> str:
         return f"auto takes cuda, as there is no other builder here: {missing}"
     version = choose_backend(name).version
     known = find_hazards(name, version, gpu.compute_capability)
-    return next((f"auto takes cuda: {text}" for text in known if "refuses" in text), "")
+    return next((f"auto takes cuda: {text}" for text in known if "refuses" in text), None)
 
 
 def describe_gain(gpu: Gpu | None, cpu: Cpu) -> str:

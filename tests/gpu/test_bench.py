@@ -1,8 +1,11 @@
 """A bench on a real GPU: every system runs, agrees with the others, and is faster where it must be."""
 
 import pytest
+from transformers import BertConfig
 
+from qdqbench.eval.bench.quick import time_backends
 from qdqbench.eval.bench.results import read_bench, row_of
+from qdqbench.quantize.recipe.schema import load_recipe
 
 from ..unit.cli.test_bench import invoke
 
@@ -59,3 +62,9 @@ def test_a_data_set_is_packed_and_answers_what_padded_batches_answer(sst2, tmp_p
     assert row.rel_error < 0.05
     assert "the fastest size" in row.detail
     assert "CUDA graph" in row.detail
+
+
+def test_auto_times_a_model_in_both_backends():
+    takes, said = time_backends(load_recipe("bert-int8-attention"), BertConfig())
+    assert said.startswith("auto takes cuda: 2 layers took" if takes else "auto takes TensorRT")
+    assert "in cuda against TensorRT" in said

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from qdqbench import _runs
+from qdqbench._options import RunOptions
 from qdqbench.eval.bench import quick
 from qdqbench.eval.bench.systems import configs_of, systems_of
 from qdqbench.quantize.engine.target import choose_target
@@ -76,3 +78,39 @@ def test_what_fails_is_a_note_and_no_bench(session, monkeypatch, outcome):
 def test_an_engine_that_did_not_run_is_not_timed(session, monkeypatch, name):
     found = {name: Skipped(skipped="no GPU here")}
     assert measured(session, monkeypatch, "tensorrt_rtx", **found) == ("", [], [])
+
+
+@pytest.mark.parametrize(
+    ("kernels", "takes", "said"),
+    [
+        ([0.1, 0.1, 0.2], True, "auto takes cuda: 2 layers took 0.1 against 0.1 ms at 1 x 128, "),
+        ([0.1, 0.11, 0.2], False, "auto takes TensorRT-RTX: 2 layers took 0.1 against 0.1 ms at 1 x 128, "),
+        ([0.1, 0.1], False, "auto takes TensorRT-RTX: timing cuda failed (no memory)"),
+    ],
+)
+def test_auto_takes_the_backend_that_was_as_fast_at_every_shape(  # noqa: PLR0917
+    tiny_bert, tmp_path, monkeypatch, kernels, takes, said
+):
+    plans = []
+
+    def run_bench(target, plan, work, *, command, backend):
+        assert target.session.fp32_model.config.num_hidden_layers == quick.TIMED_LAYERS
+        plans.append([*systems_of(target, plan)])
+        cells = []
+        for ours in kernels:
+            rows = {"int8-cuda": ours, "int8": 0.1 if ours < 0.2 else 0.25}
+            rows = [SimpleNamespace(system=k, status="done", median_ms=v) for k, v in rows.items()]
+            cells.append(SimpleNamespace(rows=rows))
+        return SimpleNamespace(configs=cells, errors=["no memory"], warnings=[])
+
+    monkeypatch.setattr(quick, "run_bench", run_bench)
+    monkeypatch.setattr(quick, "gpu_backend", lambda: "tensorrt_rtx")
+    monkeypatch.setattr(quick, "require_gpu", lambda choice: (choice, "1.0"))
+    monkeypatch.setattr(_runs, "explain_kernels", lambda *_: None)
+    monkeypatch.setattr(_runs, "find_gpu", object)
+    shown = []
+    monkeypatch.setattr(_runs, "reporter", lambda: SimpleNamespace(log=shown.append))
+    chosen = _runs.choose_recipe(RunOptions(model=str(tiny_bert), task="sst2"), load_recipe("bert-int8-ffn"))
+    assert plans == [["int8", "int8-cuda"]]
+    assert shown[-1].startswith(said)
+    assert chosen.engine.backend == ("cuda" if takes else "auto")
