@@ -14,7 +14,7 @@ from qdqbench.eval.bench.gpu import GpuWork, background, start_compiles, start_e
 from qdqbench.eval.bench.report import write_bench_reports
 from qdqbench.eval.bench.results import BENCH_FILE, TENSORRT_SYSTEMS, Bench, read_earlier, write_bench
 from qdqbench.eval.bench.run import require_gpu, run_bench
-from qdqbench.eval.bench.systems import TABLE, BenchPlan, Work, own_backend
+from qdqbench.eval.bench.systems import TABLE, BenchPlan, Work, own_backend, reads_floats
 from qdqbench.eval.bench.target import (
     Target,
     batched_splits,
@@ -214,10 +214,11 @@ def _export_all(  # noqa: PLR0913, PLR0917
             start_compiles(work, run, plan)
 
     seed, longest = plan.seed, max(plan.lengths)
-    target = model_target(model, recipe, folder / "work", seed, longest, pooling, start)
+    twins = reads_floats(plan)
+    target = model_target(model, recipe, folder / "work", seed, longest, pooling, start, twins=twins)
     for wait in waits:
         wait()
     for other in others:
         place = places[other.name] / "work"
-        target.extra[other.name] = model_target(model, other, place, seed, longest, pooling)
+        target.extra[other.name] = model_target(model, other, place, seed, longest, pooling, twins=False)
     return target

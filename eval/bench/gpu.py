@@ -550,7 +550,8 @@ def main(arguments: Sequence[str]) -> None:
             compile_shapes(Path(arguments[1]), arguments[2], json.loads(arguments[3]))
         elif what == "export":
             folder, model, recipe, seed, longest = arguments[1:]
-            model_target(model, recipe_for(model, recipe), Path(folder), int(seed), int(longest))
+            given = model, recipe_for(model, recipe), Path(folder), int(seed), int(longest)
+            model_target(*given, twins=False)
         else:
             spec = EngineSpec.model_validate_json(arguments[1])
             build_engine(spec)

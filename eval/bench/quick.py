@@ -106,7 +106,7 @@ def time_backends(recipe: Recipe, config: Any) -> tuple[bool, str]:
             torch.manual_seed(0)
             classifier: Any = AutoModelForSequenceClassification
             classifier.from_config(small).save_pretrained(folder / "model")
-            target = model_target(str(folder / "model"), recipe.ptq, folder / "run", 0, longest=128)
+            target = model_target(str(folder / "model"), recipe.ptq, folder / "run", 0, 128, twins=False)
             others = {*systems_of(target, plan)} - {"int8", "int8-cuda"}
             plan = plan.model_copy(update={"exclude": tuple(others)})
             with background(os.cpu_count() or 1) as work:

@@ -71,6 +71,7 @@ EXACT = ", exact shape"
 # torch, compile: PyTorch; unpadded: packed tokens in PyTorch
 Kind = Literal["int8", "export", "dynamic", "nncf", "torch", "compile", "unpadded"]
 ENGINES: tuple[Kind, ...] = ("int8", "export")  # the others are baselines that may be left out
+READERS: tuple[Kind, ...] = ("export", "dynamic", "nncf")  # of the graphs in FP32 and FP16
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,13 @@ def systems_of(target: Target | None, options: BenchPlan) -> dict[str, System]:
             for system in systems
         ]
     return {system.name: system for system in systems if system.name not in options.exclude}
+
+
+def reads_floats(options: BenchPlan) -> bool:
+    """Return whether a system takes the graph in FP32 or FP16."""
+    readers = (each for each in TABLE if each.device == options.device and each.kind in READERS)
+    left = {each.name for each in readers if each.shapes != "exact" or options.engine_shapes == "both"}
+    return bool(left - {*options.exclude} - ({"fp32"} if not options.fp32 else set()))
 
 
 def runs_kernels(target: Target) -> bool:

@@ -62,7 +62,7 @@ class Target:
     @property
     def graphs(self) -> dict[str, Path]:
         paths = {name: self.session.folder / file for name, file in GRAPHS.items()}
-        return {name: path for name, path in paths.items() if name != "int8" or self.session.recipe.quantizes}
+        return {name: path for name, path in paths.items() if path.is_file()}
 
     def gemms(self, graph: Path) -> list[str]:
         """Return the GEMMs that a form of the INT8 graph must run in INT8."""
@@ -141,6 +141,8 @@ def model_target(  # noqa: PLR0913, PLR0917
     longest: int = 0,
     pooling: Pooling | None = None,
     ready: Callable[[Path], None] = lambda run: None,
+    *,
+    twins: bool = True,
 ) -> Target:
     """Export a model folder or a built-in shape into `folder` by the stages of a run.
 
@@ -148,6 +150,7 @@ def model_target(  # noqa: PLR0913, PLR0917
         longest: tokens of the longest input to measure; an INT8 softmax needs a scale that holds there.
         pooling: of a built-in shape, or of a plain encoder, that is measured as an embedding model.
         ready: called with the run directory once the model can be loaded from it, before the export.
+        twins: export the graphs in FP32 and FP16 too, which takes most of the time.
     """
     shape = MODEL_SHAPES.get(model)
     config = RunConfig(
@@ -164,7 +167,11 @@ def model_target(  # noqa: PLR0913, PLR0917
         write_random_model(folder / "model", shape, seed)
     ready(folder)
     listed = stages.stages(session)
-    steps = [listed["export"]]
+    export = listed["export"]
+    if not twins and recipe.quantizes:
+        run = partial(stages.export_stage, twins=False)
+        export = replace(export, run=run, inputs=lambda session: [listed["export"].inputs(session), "alone"])
+    steps = [export]
     if recipe.quantizes:
         most = max(longest, recipe.export.max_length)
         key = [session.model_sha256, recipe.model_dump(mode="json"), seed, most]

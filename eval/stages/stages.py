@@ -202,17 +202,20 @@ def quantize_stage(session: Session) -> list[Path]:
     return [path]
 
 
-def export_stage(session: Session) -> list[Path]:
+def export_stage(session: Session, *, twins: bool = True) -> list[Path]:
+    """Write the INT8 graph, with `twins` those in FP32 and FP16 too."""
     recipe = session.recipe
     backend, folder = session.target.backend, session.folder
     outputs = session.config.task.kind.outputs
     files.require_room(folder, graphs.graph_bytes(session), "model.*.onnx")
     report_phase("tracing")
-    twin = trace(session.fp32_model, recipe.export.opset, outputs)
-    jobs = [
-        (twin, ExportSettings.of(recipe, backend, "fp32"), folder / graphs.FP32),
-        (twin, ExportSettings.of(recipe, backend, "fp16"), folder / graphs.FP16),
-    ]
+    jobs = []
+    if twins:
+        twin = trace(session.fp32_model, recipe.export.opset, outputs)
+        jobs = [
+            (twin, ExportSettings.of(recipe, backend, "fp32"), folder / graphs.FP32),
+            (twin, ExportSettings.of(recipe, backend, "fp16"), folder / graphs.FP16),
+        ]
     if recipe.quantizes:
         traced = trace(session.fake_quant_model, recipe.export.opset, outputs)
         jobs.append((traced, ExportSettings.of(recipe, backend), folder / graphs.INT8))

@@ -109,6 +109,13 @@ def test_a_child_exports_what_the_bench_takes_up(tiny_bert, tmp_path, capsys):
     assert target.graphs["fp16"].stat().st_mtime_ns == made
 
 
+def test_graphs_that_no_system_reads_are_not_written(tiny_bert, tmp_path):
+    given = str(tiny_bert), recipe_for(str(tiny_bert), "bert-int8-linears"), tmp_path / "work", 0, 16
+    assert [*model_target(*given, twins=False).graphs] == ["int8"]
+    assert not (tmp_path / "work" / "model.fp32.onnx").exists()
+    assert [*model_target(*given).graphs] == ["int8", "fp16", "fp32"]
+
+
 def engine_spec(folder):
     return EngineSpec(
         onnx=folder / "model.onnx", engine=folder / "a.engine", backend="tensorrt_rtx",

@@ -41,6 +41,20 @@ def test_who_takes_part():
     assert not {"int8", *engines[:2], "int8-onnxruntime"} & set(names(load_recipe("bert-fp16")))
 
 
+@pytest.mark.parametrize(
+    ("device", "changes", "reads"),
+    [
+        ("gpu", {}, True),
+        ("gpu", {"fp32": False, "engine_shapes": "exact"}, True),
+        ("gpu", {"fp32": False, "engine_shapes": "exact", "exclude": ("fp16",)}, False),
+        ("gpu", {"fp32": False, "engine_shapes": "both", "exclude": ("fp16",)}, True),
+        ("cpu", {}, True),
+    ],
+)
+def test_graphs_without_int8_are_read_by_who_takes_part(device, changes, reads):
+    assert table.reads_floats(ON_GPU.model_copy(update={"device": device, **changes})) is reads
+
+
 def test_a_backend_that_is_not_installed_is_a_missing_device_with_the_command(monkeypatch):
     monkeypatch.setattr(engine_backend, "_import", lambda name: None)
     with pytest.raises(

@@ -153,7 +153,7 @@ def test_errors_of_contestants_are_exit_status_2(measured, monkeypatch, tmp_path
     folder, _ = measured
     found = read_bench(folder / "bench.json").model_copy(update={"errors": ["1 x 16: INT8: NaN"]})
     monkeypatch.setattr(api_bench, "run_bench", lambda *_, **__: found)
-    monkeypatch.setattr(api_bench, "model_target", lambda *_: some_target(tmp_path))
+    monkeypatch.setattr(api_bench, "model_target", lambda *_, **__: some_target(tmp_path))
     outcome = invoke("bench", "--model", tiny_bert, "--out", tmp_path, "--cpu")
     assert isinstance(outcome.exception, CheckFailed)
     assert str(outcome.exception) == "1 measurements failed: 1 x 16: INT8: NaN"
