@@ -113,7 +113,7 @@ def time_backends(recipe: Recipe, config: Any) -> tuple[bool, str]:
                 backend = require_gpu(gpu_backend())
                 bench = run_bench(target, plan, GpuWork(work), command="auto", backend=backend)
         rows = [[row_of(cell, system) for system in ("int8-cuda", "int8")] for cell in bench.configs]
-        times = [(ours.median_ms, theirs.median_ms) for ours, theirs in rows if ours and theirs]
+        times = [(ours.median_ms or 0.0, theirs.median_ms or 0.0) for ours, theirs in rows if ours and theirs]
         if len(times) < len(GPU_SHAPES):
             raise CheckFailed("; ".join([*bench.errors, *bench.warnings])[:300])
     except (QdqError, RuntimeError, OSError) as error:

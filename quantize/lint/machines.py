@@ -73,9 +73,9 @@ class Machine(Frozen):
 
     @property
     def gains(self) -> str:
-        """What INT8 can bring, with the estimate of a roofline where nothing is measured."""
+        """Gain by INT8, with the estimate of a roofline where nothing is measured."""
         estimates = ", ".join(f"{each.gain:.1f}x on {each.gpu}" for each in self.peaks)
-        return self.brings + (f"; roofline estimate {estimates}, not measured" if estimates else "")
+        return self.brings + (f"; roofline estimate {estimates}" if estimates else "")
 
 
 @cache
