@@ -18,6 +18,7 @@ from qdqbench.eval.selection.trials.calibrations import (
     apply_methods,
     collect_ranges,
     describe_cost,
+    reconstruct_calibrated,
 )
 from qdqbench.eval.selection.trials.results import (
     DRAW,
@@ -237,15 +238,12 @@ class CalibrationMeasurement:
         return self._summarize([tried[case.key] for case in cases], earlier + time.perf_counter() - start)
 
     def _reconstruct(self, case: CalibrationCase) -> tuple["PreTrainedModel", CalibrationCost]:
-        from qdqbench.quantize.training.reconstruct import read_rows, reconstruct
-
         start, session, settings = time.perf_counter(), self.session, case.recipe.reconstruction
         assert settings is not None
-        model: Any = placed(session.new_int8_model())
-        record = ptq.calibrate(model, case.plan, session.calibration_batches(), case.section)
-        rows, _ = read_rows(session, settings, judged=self.samples)
-        run = reconstruct(model, placed(session.new_model()), case.plan, record, rows, settings)
-        return model, describe_cost(time.perf_counter() - start, record.quantizers, run.notes)
+        twin, batches = placed(session.new_int8_model()), session.calibration_batches()
+        record = ptq.calibrate(twin, case.plan, batches, case.section)
+        model, notes = reconstruct_calibrated(session, settings, case.plan, record, self.samples)
+        return model, describe_cost(time.perf_counter() - start, record.quantizers, notes)
 
     def _calibrate(self, case: CalibrationCase) -> tuple["PreTrainedModel", CalibrationCost]:
         if case.recipe.reconstruction:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 CONFIG = "run.json"
 RECONSTRUCTION, QAT = "reconstruction", "qat"  # folders of trained models, and fields of a recipe
 RECORD, CHECKPOINTS = "training.json", "checkpoints"  # of a training
+LEAST_TEXTS = 4  # to reconstruct with, as some are held out
 
 
 class RunConfig(Strict):
@@ -233,18 +234,30 @@ class Session:
         return self.split(name, limit=samples, seed=seed, labelled=labelled)
 
     def own_texts(self, source: str, samples: int, seed: int) -> Split:
-        """Return a draw from other texts than those of the task: without labels, and none that is judged."""
-        task, judged = self.config.task, set[tuple[Any, ...]]()
+        """Return a draw from other texts than those of the task: without labels, none empty or judged.
 
-        def texts_of(split: Split) -> list[tuple[Any, ...]]:
-            return [*zip(*(split.dataset[name] for name in task.text_columns), strict=True)]
+        UserError: fewer than four are left.
+        """
+        task, judged = self.config.task, set[tuple[str, ...]]()
+
+        def texts_of(split: Split) -> list[tuple[str, ...]]:
+            rows = zip(*(split.dataset[name] for name in task.text_columns), strict=True)
+            return [
+                tuple(" ".join(text.split() if isinstance(text, str) else text) for text in row)
+                for row in rows
+            ]
 
         for name in task.eval_splits:
             judged |= {*texts_of(self.split(name, limit=None, labelled=False))}
         split = load_split(task, source, task.train_split, seed=seed, labelled=False)
-        kept = [number for number, texts in enumerate(texts_of(split)) if texts not in judged][:samples]
-        if left_out := split.rows - len(kept) if len(kept) < samples else 0:
-            self.notes.append(f"{left_out} of {split.rows} texts of {source} are evaluated on and left out")
+        words = [(number, texts) for number, texts in enumerate(texts_of(split)) if any(texts)]
+        kept = [number for number, texts in words if texts not in judged]
+        few = f"{split.rows} texts, {split.rows - len(words)} empty, {len(words) - len(kept)} evaluated on"
+        if len(kept) < LEAST_TEXTS:
+            raise UserError(f"{source} has {few}, which leaves {len(kept)}; give {LEAST_TEXTS} or more")
+        if len(kept) < split.rows:
+            self.notes.append(f"{source} has {few}; these are left out")
+        kept = kept[:samples]
         return replace(split, dataset=split.dataset.select(kept), rows=len(kept))
 
     def calibration_batches(self) -> CalibrationBatches:

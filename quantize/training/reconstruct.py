@@ -2,9 +2,10 @@
 
 From the embeddings to the head, as in BRECQ (Li et al. 2021, arXiv 2102.05426): a layer reads what the
 quantized layers before it make of calibration rows. Its target is what FP32 makes of them, so it makes up for
-their errors too. Weights, biases, LayerNorms and scales are trained together, by Adam through
-straight-through rounding, which moves codes of weights further than learned rounding alone may (AdaRound:
-Nagel et al. 2020, arXiv 2004.10568). Scales are LSQ (Esser et al. 2020, arXiv 1902.08153).
+their errors too. A layer that runs several times has a target for each run. Weights, biases, LayerNorms and
+scales are trained together, by Adam through straight-through rounding, which moves codes of weights further
+than learned rounding alone may (AdaRound: Nagel et al. 2020, arXiv 2004.10568). Scales are LSQ (Esser et al.
+2020, arXiv 1902.08153).
 
 Rows that are held out decide: a layer that is not nearer to FP32 on them is as before, and so is the whole
 model if its answers are not. The result is Q/DQ as before, with other numbers.
@@ -36,7 +37,13 @@ from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSp
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.modules import get_hidden, resume_from
-from qdqbench.quantize.pipeline.session import CHECKPOINTS, RECONSTRUCTION, RECORD, Session
+from qdqbench.quantize.pipeline.session import (
+    CHECKPOINTS,
+    LEAST_TEXTS,
+    RECONSTRUCTION,
+    RECORD,
+    Session,
+)
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Reconstruction
 from qdqbench.quantize.tasks.data.encode import iter_encoded
@@ -70,13 +77,14 @@ class Rows:
 def draw_rows(samples: Iterable[Any], settings: Reconstruction, pad_id: int) -> Rows:
     """Divide encoded samples into rows to learn from and held-out rows, and both into batches.
 
-    UserError: fewer than four samples.
+    UserError: fewer than `LEAST_TEXTS` samples.
     """
     drawn = [each[:3] for each in samples]
     held = max(1, round(settings.holdout * len(drawn)))
-    if len(drawn) < 4:
+    if len(drawn) < LEAST_TEXTS:
         raise UserError(
-            f"reconstruction has {len(drawn)} calibration rows, and some are held out; give 4 or more"
+            f"reconstruction has {len(drawn)} calibration rows, and some are held out; give {LEAST_TEXTS} or "
+            "more"
         )
     order = np.random.default_rng([settings.seed, 0]).permutation(len(drawn))
     parts: list[list[Batch]] = []
@@ -117,10 +125,12 @@ class Reconstructor:
     def __init__(
         self, model: PreTrainedModel, teacher: PreTrainedModel, rows: Rows, settings: Reconstruction
     ) -> None:
-        self.settings, self.rows = settings, rows
-        self.names, device = family_of(model.config).runs(model), next(model.parameters()).device
-        self.student = Chain.begin(model, self.names, rows.batches)
-        self.teacher = Chain.begin(teacher, self.names, rows.batches)
+        self.settings, self.rows, device = settings, rows, next(model.parameters()).device
+        runs = family_of(model.config).runs(model)
+        self.runs = Counter(runs)  # of each layer, one after the other
+        self.names = [*self.runs]
+        self.student = Chain.begin(model, runs, rows.batches)
+        self.teacher = Chain.begin(teacher, runs, rows.batches)
         masks = (torch.from_numpy(batch["attention_mask"]).to(device) for batch in rows.batches)
         self.masks = [mask[..., None].float() for mask in masks]
 
@@ -128,7 +138,7 @@ class Reconstructor:
         """Return what the head makes of the last state of a batch, without what it makes of padding."""
         inputs = select_inputs(chain.model, self.rows.batches[number])
         batch = {name: torch.from_numpy(array).to(state.device) for name, array in inputs.items()}
-        with resume_from(chain.model, len(self.names), state):
+        with resume_from(chain.model, self.runs.total(), state):
             answers: torch.Tensor = join_outputs(chain.model(**batch), name_outputs(chain.model)).float()
         return answers * self.masks[number] if answers.ndim > 2 else answers
 
@@ -144,44 +154,52 @@ class Reconstructor:
         found = self.student.model.get_submodule(self.names[layer]).named_parameters()
         return {name: value for name, value in found if value.requires_grad}
 
+    def aim(self, layer: int) -> list[States]:
+        """Let the teacher run a layer; return its states behind each run."""
+        behind = []
+        for _ in range(self.runs[self.names[layer]]):
+            self.teacher.advance(self.names[layer])
+            behind.append([*self.teacher.states])
+        return behind
+
     def settle(self, layer: int, weights: Tensors) -> None:
         """Give a layer these weights, and go on to the next."""
         parameters = self.parameters(layer)
         with torch.no_grad():
             for name, value in weights.items():
                 parameters[name].copy_(value)
-        self.student.advance(self.names[layer])
+        for _ in range(self.runs[self.names[layer]]):
+            self.student.advance(self.names[layer])
 
-    def train(self, layer: int, splits: dict[str, ChannelSplit]) -> tuple[Tensors, LayerRow]:
-        """Train a layer to give what the teacher's states are now.
+    def train(
+        self, layer: int, targets: list[States], splits: dict[str, ChannelSplit]
+    ) -> tuple[Tensors, LayerRow]:
+        """Train a layer to give the teacher's states, those behind each of its runs.
 
         Returns its best weights on the held-out rows, which may be those before.
         """
         start, name, settings = time.perf_counter(), self.names[layer], self.settings
         own = {linear: split for linear, split in splits.items() if linear.startswith(f"{name}.")}
         tie = channel_splitting.keep_equal(self.student.model, own)
-        targets, masks, wanted = self.teacher.states, self.masks, States()
+        masks, wanted = [self.masks] * len(targets), States()
         if layer == len(self.names) - 1:
-            masks = [self._find_read(*each) for each in enumerate(targets)]
+            masks[-1] = [self._find_read(*each) for each in enumerate(targets[-1])]
             with torch.no_grad():
-                wanted = [self._answer(self.teacher, *each) for each in enumerate(targets)]
+                wanted = [self._answer(self.teacher, *each) for each in enumerate(targets[-1])]
 
         def compare(number: int) -> torch.Tensor:
             """Return squared errors and powers, [parts, 2]: of the states, and of the answers to the last."""
-            made = self.student.run(name, number, self.student.states[number])
-            pairs = [(made, targets[number])]
+            state, parts = self.student.states[number], list[torch.Tensor]()
+            for target, mask in zip(targets, masks, strict=True):
+                state = self.student.run(name, number, state)
+                parts.append(_measure(state, target[number], mask[number]))
             if wanted:
-                pairs.append((self._answer(self.student, number, made), wanted[number]))
-            weights: tuple[Any, ...] = masks[number], 1.0
-            parts = [
-                torch.stack([((one - other).square() * weight).sum(), (other.square() * weight).sum()])
-                for (one, other), weight in zip(pairs, weights, strict=False)
-            ]
+                parts.append(_measure(self._answer(self.student, number, state), wanted[number], 1.0))
             return torch.stack(parts)
 
         def judge() -> float:
             with torch.no_grad():
-                held = range(self.rows.learned, len(targets))
+                held = range(self.rows.learned, len(self.masks))
                 noise, power = torch.stack([compare(number) for number in held]).sum(dim=0).unbind(1)
             return to_db(float((noise / power).mean()))
 
@@ -210,6 +228,10 @@ class Reconstructor:
             kept=after > before,
             seconds=time.perf_counter() - start,
         )
+
+
+def _measure(made: torch.Tensor, target: torch.Tensor, weight: Any) -> torch.Tensor:
+    return torch.stack([((made - target).square() * weight).sum(), (target.square() * weight).sum()])
 
 
 def _group(parameters: Tensors, settings: Reconstruction) -> Iterator[dict[str, Any]]:
@@ -242,8 +264,6 @@ def reconstruct(  # noqa: PLR0913, PLR0917
 ) -> ReconstructionRun:
     """Train the layers of a calibrated fake-quant model in place, from the embeddings to the head.
 
-    Layers that share weights have several targets, and stay as they are.
-
     Args:
         model: calibrated with `record`; stays on its device, where all of `rows` has to fit in two forms.
         teacher: its FP32 original, which gets the shifts of calibration.
@@ -253,9 +273,6 @@ def reconstruct(  # noqa: PLR0913, PLR0917
         UserError: as of `prepare`.
         CheckFailed: answers of the original are NaN or infinite.
     """
-    names, notes = family_of(model.config).runs(model), list[str]()
-    if len(set(names)) < len(names):
-        names, notes = [], ["nothing is reconstructed, as layers run several times with the same weights"]
     for shift in record.shifts.values():  # which hidden states of the model have
         apply_biases(teacher, shift.added)
     for each in (model, teacher):
@@ -278,26 +295,24 @@ def reconstruct(  # noqa: PLR0913, PLR0917
 
         sqnr, resumed = compare(), 0
         work = Reconstructor(model, teacher, rows, settings)
-        for number in range(len(names)):
-            work.teacher.advance(names[number])
+        for number in range(len(work.names)):
+            targets = work.aim(number)
             found = store.read(number) if store else None
             resumed += found is not None
-            weights, row = found or work.train(number, record.splits)
+            weights, row = found or work.train(number, targets, record.splits)
             if store and not found:
                 store.write(number, weights, row)
             work.settle(number, weights)
             trained.append(row)
         after = compare()
-    notes += [f"reconstruction resumed after {resumed} of {len(names)} layers"] * bool(resumed)
+    notes = [f"reconstruction resumed after {resumed} of {len(trained)} layers"] * bool(resumed)
     notes += [
         f"training of {row.layer} gave NaN, so it is as PTQ left it; lower reconstruction.learning_rate"
         for row in trained
         if row.after_db is None
     ]
     if not after > sqnr:
-        notes += ["reconstruction brought answers to held-out rows no nearer to FP32, so PTQ is kept"] * bool(
-            names
-        )
+        notes += ["reconstruction brought answers to held-out rows no nearer to FP32, so PTQ is kept"]
         with torch.no_grad():
             for ratio in native.list_learned(model):
                 ratio.fill_(1)

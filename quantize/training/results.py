@@ -104,7 +104,8 @@ class ReconstructionRun(Strict):
 def describe_tries(tried: list[Tried], chosen: float) -> str:
     """Say what `auto` expects to win, from the short training at each learning rate."""
     won = ", ".join(f"{each.gain_db:+.1f} dB at {each.learning_rate:g}" for each in tried) or "NaN"
-    found = f"learning rate {chosen:g} is the best" if chosen else "so there is nothing to win"
+    gain = max((each.gain_db for each in tried if each.learning_rate == chosen), default=0.0)
+    found = f"expect about {gain:.1f} dB at learning rate {chosen:g}" if chosen else "there is nothing to win"
     return f"Short trainings changed the SQNR on held-out rows by {won}; {found}"
 
 

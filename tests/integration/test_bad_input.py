@@ -131,6 +131,15 @@ OPTIONS = {
     ),
     "data-is-a-file": ("run {model} --task sst2 --data {folder}/config.json", [r"has no column sentence"]),
     "task-for-other-labels": ("run {model} --task mnli {data}", [r"mnli"]),
+    "reconstruction-for-other-labels": (
+        "run {model} --task mnli {data} --set reconstruction={{}}",
+        [r"mnli"],
+    ),
+    "reconstruction-without-words": (
+        "run {sst2} --set reconstruction.texts={dir}/blank",
+        [r"blank has 9 texts, 9 empty, 0 evaluated on, which leaves 0; give 4 or more"],
+    ),
+    "qat-of-nothing": ("qat {model} --task sst2 --data {dir}/nowhere", [r"nowhere does not exist"]),
     "unknown-text-column": (
         "run {sst2} --text-column sentense",
         [r"sentense \(nearest: sentence\)", r"--text-column\b(?!s)"],
@@ -176,10 +185,12 @@ def test_options(case, sst2, tmp_path, qdqbench, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # a missing folder may be a hub id
     line, told, *recipe = OPTIONS[case]
     (tmp_path / "recipe.yaml").write_text("".join(recipe))
+    (tmp_path / "blank").mkdir()
+    write_split(tmp_path / "blank" / "train.parquet", {"sentence": [" "] * 9})
     given = {"model": f"--model {sst2.model}", "data": f"--data {sst2.data}", "sst2": " ".join(sst2.options)}
     line = line.format(dir=tmp_path, folder=sst2.model, recipe=tmp_path / "recipe.yaml", **given)
     out = tmp_path / "run"
-    refused(qdqbench(*line.split(), *(["--out", out] if line.startswith("run") else [])), *told)
+    refused(qdqbench(*line.split(), *(["--out", out] if line.startswith(("run", "qat")) else [])), *told)
     assert not out.exists()
 
 

@@ -1,16 +1,21 @@
 """Fine-tunings over seeds, and a run with QAT; every number is invented."""
 
+import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from qdqbench.eval.runs.results import Results
+from qdqbench.quantize.pipeline.session import RunConfig, Session
+from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.training.results import Finetuning, LayerRow, ReconstructionRun, Spread, TrainingRun
 from qdqbench.quantize.utils.trackers import LogRow
 
 from .records import comparison
 from .runs import GARBLED, measured, poisoned, sample
+from .tiny_bert import VOCABULARY, recipe_with
 
 REASON = (
     "training diverged: after step 230 the model gives the same answer whatever the input, for 2 evaluations "
@@ -162,3 +167,15 @@ def hostile_qat() -> Results:
     for row in fields["training"]["log"]:
         row["values"] = {GARBLED: 0.5} if row["score"] is not None else {}
     return Results.model_validate(fields)
+
+
+def session_of(folder: Path, model: Path, **recipe: Any) -> Session:
+    """Of a task with 12 train rows and 4 that judge; texts differ."""
+    words = VOCABULARY[5:]
+    texts = [f"{one} {other}" for one, other in itertools.combinations(words[:7], 2)]
+    for name, rows in (("train", texts[:12]), ("validation", texts[12:16])):
+        lines = [f"{text},{number % 3}" for number, text in enumerate(rows)]
+        (folder / f"{name}.csv").write_text("\n".join(["sentence,label", *lines, ""]))
+    task = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
+    made = recipe_with("bert-int8-attention", **recipe)
+    return Session(RunConfig(recipe=made, model=str(model), task=task, data=str(folder)), folder / "run")

@@ -68,7 +68,7 @@ def finish_search(worker: Worker, folder: Path) -> Search:
         outcome.issues = judge_confirmed(found.confirmed[0], search.gate, found.metric)
         outcome.passed = not any(issue.state == "failed" for issue in outcome.issues)
         name = named_by(chosen.recipe.name, "searched")
-        write_recipe(chosen.recipe.ptq.model_copy(update={"name": name}), folder)
+        write_recipe(chosen.recipe.model_copy(update={"name": name, "qat": None}), folder)
     found.warnings = [*dict.fromkeys([*session.warnings, *_warn(worker, found)])]
     found.notes = session.notes
     write_result(found, search_report(found), folder)
@@ -168,8 +168,11 @@ def judge_confirmed(row: ConfirmedRecipe, gate: GateSettings, metric: str) -> li
 def _warn(worker: Worker, found: Search) -> Iterable[str]:
     if worker.source.mode == "int8-share":
         yield f"latency is {worker.source.label}"
-    if worker.work.session.recipe.calibration.bias_correction:
+    recipe = worker.work.session.recipe
+    if recipe.calibration.bias_correction:
         yield "trials are scored before biases are corrected; the chosen recipe is confirmed with it"
+    if recipe.reconstruction:
+        yield "trials are scored before reconstruction; the chosen recipe is confirmed with it"
     done, options = sum(trial.duplicate_of is None for trial in found.trials), worker.search.options
     if done < options.trials and options.budget is not None:
         yield f"{done} of {options.trials} trials fitted into {options.budget:g} s; the same command resumes"

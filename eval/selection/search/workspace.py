@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from qdqbench.eval.bench.measure import OpenEngine, alone, measure_speedup, open_engine, write_engine_graph
 from qdqbench.eval.metrics.results import Speedup
@@ -16,7 +16,7 @@ from qdqbench.eval.metrics.runners import evaluating, placed
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.eval.selection.search.results import Ranking, Source
 from qdqbench.eval.selection.sensitivity.results import CandidateRow
-from qdqbench.eval.selection.trials.calibrations import describe_cost
+from qdqbench.eval.selection.trials.calibrations import describe_cost, reconstruct_calibrated
 from qdqbench.eval.selection.trials.results import CalibrationCost, Origin, Trial, failure_of
 from qdqbench.eval.selection.trials.store import TRIALS, Trials, hash_of, named_by
 from qdqbench.eval.selection.units import Unit, Units
@@ -238,6 +238,7 @@ def plan_key(recipe: Recipe, plan: Plan) -> str:
         calibration if scaling else None,
         recipe.export.model_dump() if scaling else recipe.export.max_length,
         recipe.precision.compute,
+        *([recipe.reconstruction.model_dump()] if recipe.reconstruction else []),
     ]
     return hash_of(parts)
 
@@ -277,7 +278,7 @@ class Workspace:
     def score(self, recipe: Recipe, origin: Origin, kept: Trials | None = None) -> Trial:
         """Return the scores of a recipe on the draw; those that are `kept` in a store are not measured again.
 
-        What is kept is calibrated in full: with its corrections of biases, as in `qdqbench run`.
+        What is kept is calibrated in full, as in `qdqbench run`: with corrections of biases, reconstructed.
         """
         plan, trial = self.plan(recipe), Trial(recipe=recipe, origin=origin)
 
@@ -311,8 +312,14 @@ class Workspace:
     ) -> "tuple[PreTrainedModel, CalibrationRecord]":
         self._last = None  # never two at a time
         record = self._record(recipe, plan) if in_full else self._shared_record(recipe, plan)
-        model = self._session_of(recipe).new_int8_model()
-        ptq.restore(model, plan, record)
+        session, trains = self._session_of(recipe), recipe.reconstruction
+        if in_full and trains:
+            model, notes = reconstruct_calibrated(session, trains, plan, record, self.samples)
+            session.notes += [note for note in notes if note not in session.notes]
+            cast("Any", model).cpu()
+        else:
+            model = session.new_int8_model()
+            ptq.restore(model, plan, record)
         self._last = (plan_key(recipe, plan), in_full), model
         return model, record
 

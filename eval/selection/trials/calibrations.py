@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
+from qdqbench.eval.metrics.runners import placed
 from qdqbench.eval.selection.trials.results import EMBEDDINGS, LAYERNORMS, CalibrationCost
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
@@ -16,11 +17,12 @@ from qdqbench.quantize.calibration.fakequant.quantizers import (
     list_quantizers,
     round_weight,
 )
-from qdqbench.quantize.calibration.record import QuantizerState, require_plausible
+from qdqbench.quantize.calibration.record import CalibrationRecord, QuantizerState, require_plausible
 from qdqbench.quantize.calibration.techniques.centering import Centering, give_zero_a_code
 from qdqbench.quantize.calibration.techniques.qkv_bias_folding import share_scales
+from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.recipe.sections import Calibration
+from qdqbench.quantize.recipe.sections import Calibration, Reconstruction
 from qdqbench.quantize.utils.arrays import Batch
 
 if TYPE_CHECKING:
@@ -91,6 +93,18 @@ def describe_cost(
     ]
     ratio, name = max(ratios, key=itemgetter(0), default=(None, None))
     return CalibrationCost(seconds=seconds, amax_over_rms=ratio, amax_over_rms_at=name, notes=[*notes])
+
+
+def reconstruct_calibrated(
+    session: Session, settings: Reconstruction, plan: Plan, record: CalibrationRecord, judged: int
+) -> "tuple[PreTrainedModel, list[str]]":
+    """Reconstruct without the rows that trials are judged on; return the model and notes."""
+    from qdqbench.quantize.training.reconstruct import read_rows, reconstruct
+
+    model, teacher = placed(session.new_int8_model()), placed(session.new_model())
+    ptq.restore(model, plan, record)
+    rows, _ = read_rows(session, settings, judged=judged)
+    return model, reconstruct(model, teacher, plan, record, rows, settings).notes
 
 
 class QuantizerToggles:

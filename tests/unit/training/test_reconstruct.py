@@ -1,7 +1,7 @@
 """Reconstruction: layers of a tiny model come nearer to FP32, or stay as PTQ left them."""
 
 import copy
-import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,15 @@ from safetensors.torch import load_file
 from qdqbench.eval.selection.trials.store import draw_samples
 from qdqbench.quantize.calibration.fakequant.quantizers import list_quantizers
 from qdqbench.quantize.models.load import load_model
-from qdqbench.quantize.pipeline.session import RunConfig, Session
-from qdqbench.quantize.recipe.sections import Reconstruction
-from qdqbench.quantize.tasks.task import Task
+from qdqbench.quantize.recipe.schema import find_recipe
+from qdqbench.quantize.recipe.sections import Calibration, Reconstruction
 from qdqbench.quantize.training import reconstruct as module
 from qdqbench.quantize.training.reconstruct import LayerStore, Rows, draw_rows, read_rows, reconstruct
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
+from ...support.families import write_model
 from ...support.tiny_bert import LAYERS, VOCABULARY, Quantized, assert_same_state, calibrate, recipe_with
+from ...support.trainings import session_of
 
 SETTINGS = Reconstruction(samples=160, steps=60, batch_size=8, holdout=0.25)
 SPLIT: dict[str, Any] = {"smoothing": 0.5, "outlier_channel_splitting": 32, "bias_correction": True}
@@ -78,9 +79,9 @@ def test_a_killed_one_goes_on_with_the_next_layer(
     last.write_bytes(last.read_bytes()[:100])  # not whole
     train = module.Reconstructor.train
 
-    def noted(self: Any, layer: int, splits: Any) -> Any:
+    def noted(self: Any, layer: int, *given: Any) -> Any:
         trained.append(layer)
-        return train(self, layer, splits)
+        return train(self, layer, *given)
 
     monkeypatch.setattr(module.Reconstructor, "train", noted)
     again, run = rebuilt(made, tiny_bert, tmp_path / "whole", short)
@@ -130,43 +131,33 @@ def test_refusals(made: Quantized, tiny_bert: Path) -> None:
         reconstruct(model, teacher, *rest)
 
 
-def test_shared_layers_stay_as_they_are(
-    made: Quantized, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runs = lambda *_: [f"bert.encoder.layer.{n}" for n in (0, 0)]  # noqa: E731
-    monkeypatch.setattr(module, "family_of", lambda _: type("Shared", (), {"runs": runs}))
-    model, run = rebuilt(made, tiny_bert, tmp_path)
-    assert (run.layers, run.gained) == ([], False)
-    assert ["run several times" in note for note in run.notes] == [True]
-    assert_same_state(model, made.model)
-
-
-def session_of(folder: Path, model: Path, **recipe: Any) -> Session:
-    """Of a task with 12 train rows and 4 that judge; texts differ."""
-    words = VOCABULARY[5:]
-    texts = [f"{one} {other}" for one, other in itertools.combinations(words[:7], 2)]
-    for name, rows in (("train", texts[:12]), ("validation", texts[12:16])):
-        lines = [f"{text},{number % 3}" for number, text in enumerate(rows)]
-        (folder / f"{name}.csv").write_text("\n".join(["sentence,label", *lines, ""]))
-    task = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
-    made = recipe_with("bert-int8-attention", **recipe)
-    return Session(RunConfig(recipe=made, model=str(model), task=task, data=str(folder)), folder / "run")
+def test_a_shared_layer_comes_nearer_in_all_its_runs(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model", "albert")
+    recipe = find_recipe("int8-linears", str(folder))
+    made = calibrate(folder, recipe.model_copy(update={"calibration": Calibration()}))
+    model, run = rebuilt(made, folder, tmp_path / "store")
+    assert len({row.layer for row in run.layers}) == len(run.layers) == 2  # of four runs
+    assert all(row.after_db > row.before_db + 0.3 for row in run.layers)
+    assert run.after_db > run.before_db + 0.2
+    again, resumed = rebuilt(made, folder, tmp_path / "store")
+    assert any("after 2 of 2 layers" in note for note in resumed.notes)
+    assert_same_state(model, again)
 
 
 def test_texts_of_the_user_have_no_labels_and_are_none_that_judge(tiny_bert: Path, tmp_path: Path) -> None:
     session = session_of(tmp_path, tiny_bert)
-    other = tmp_path / "other"
-    other.mkdir()
+    other = tmp_path / "other" / "train.jsonl"
     judged = (tmp_path / "validation.csv").read_text().split("\n")[1].split(",")[0]
     own = [f"{word} {word} {word}" for word in VOCABULARY[5:13]]
-    (other / "train.csv").write_text("\n".join(["sentence", judged, *own, ""]))
-    settings = SETTINGS.model_copy(update={"texts": str(other)})
+    settings = SETTINGS.model_copy(update={"texts": str(other.parent)})
+    other.parent.mkdir()
+    other.write_text("\n".join(json.dumps({"sentence": text}) for text in [judged, *own, " "]))
     rows, fingerprint = read_rows(session, settings)
     assert sum(len(batch["input_ids"]) for batch in rows.batches) == len(own)
-    assert any("1 of 9 texts" in note for note in session.notes)
+    assert any("has 10 texts, 1 empty, 1 evaluated on" in note for note in session.notes)
     assert fingerprint != read_rows(session, SETTINGS)[1]
-    (other / "train.csv").write_text("sentence\n" + judged + "\n")
-    with pytest.raises(UserError, match="0 calibration rows"):
+    other.write_text("\n".join(json.dumps({"sentence": text}) for text in [judged, *[" "] * 8]))
+    with pytest.raises(UserError, match="9 texts, 8 empty, 1 evaluated on, which leaves 0"):
         read_rows(session, settings)
 
 

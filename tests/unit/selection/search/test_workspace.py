@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.selection.search.worker import Worker
-from qdqbench.eval.selection.search.workspace import make_space, plan_key
+from qdqbench.eval.selection.search.workspace import Workspace, make_space, plan_key
 from qdqbench.eval.selection.trials.results import Failure
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
@@ -18,6 +18,7 @@ from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 
 from ....support.searches import open_search, raising
 from ....support.tiny_bert import calibration_batches, padded_batch
+from ....support.trainings import session_of
 
 HOW = {"method": "max", "smoothing": "0.5", "weights_method": "max"}
 
@@ -91,6 +92,21 @@ def test_keys_tell_apart_what_makes_another_model(space):
     assert key([], method="mse") == key([], method="max")  # nothing to calibrate
     # smoothing is of LayerNorm outputs: with other linears alone it changes nothing
     assert key(some[:1], smoothing="0.8") == key(some[:1], smoothing="none")
+
+
+def test_the_choice_is_confirmed_with_reconstruction_and_trials_are_not(tiny_bert, tmp_path):
+    trains = {"samples": 8, "steps": 40, "batch_size": 4, "holdout": 0.25}
+    session = session_of(tmp_path, tiny_bert, calibration={"samples": 4}, reconstruction=trains)
+    model = session.fp32_model
+    work = Workspace(session, make_space(session.recipe, module_table(model), model.base_model_prefix), 3)
+    plain = session.recipe.ptq
+    trial, same = (work.score(recipe, "given").noise_power for recipe in (session.recipe, plain))
+    assert trial == same
+    confirmed, before = (
+        work.score(recipe, "given", work.confirmations) for recipe in (session.recipe, plain)
+    )
+    assert confirmed.failure is None
+    assert confirmed.scores != before.scores
 
 
 def test_a_point_that_fails_is_recorded_with_its_reason(tmp_path):
