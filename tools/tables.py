@@ -434,16 +434,6 @@ def speed_table(data: Data) -> str:
     return table(header, rows)
 
 
-def kernels_table(data: Data) -> str:
-    """`cuda` and TensorRT-RTX on two GPUs, at fixed shapes."""
-    return _by_gpu(data, int, "batch x tokens")
-
-
-def lengths_table(data: Data) -> str:
-    """`cuda` and TensorRT-RTX on two GPUs, at the lengths of data sets, in the largest batches."""
-    return _by_gpu(data, str, "batch x split")
-
-
 def _by_gpu(data: Data, kind: type, title: str) -> str:
     columns = [(gpu, backend) for gpu in (H200, H100) for backend in ("cuda", "tensorrt_rtx")]
     keys = [key for key in data.lowest if key[0] in (H200, H100) and key[2] == FUSED and type(key[5]) is kind]
@@ -454,16 +444,6 @@ def _by_gpu(data: Data, kind: type, title: str) -> str:
         rows.append([model, f"{batch} x {tokens}", *map(_ratio, cells)])
     names = [f"{gpu.split()[1]}, {label(backend)}" for gpu, backend in columns]
     return table(["model", title, *names], rows)
-
-
-def fp8_table(data: Data) -> str:
-    """INT8 in `cuda` against the unpadded encoder in FP8 and in FP16."""
-    return _beside_unpadded(data, "int8", ("unpadded-fp8", "FP8"), (UNPADDED, "FP16"))
-
-
-def portable_table(data: Data) -> str:
-    """`cuda` by mma.sync, through PTX of 8.0, against the unpadded encoder in FP16."""
-    return _beside_unpadded(data, "int8-fused-ptx", (UNPADDED, "FP16"))
 
 
 def _beside_unpadded(data: Data, own: str, *others: tuple[str, str]) -> str:
@@ -657,8 +637,8 @@ def families_table(data: Data) -> str:
 
 
 @cache
-def _foreign() -> Any:
-    return json.loads((ROOT / MEASURED / "foreign-tools.json").read_text(encoding="utf-8"))
+def _read(name: str) -> Any:
+    return json.loads((ROOT / MEASURED / f"{name}.json").read_text(encoding="utf-8"))
 
 
 TOOLS = {
@@ -673,9 +653,9 @@ TOOLS = {
 
 def foreign_table(data: Data) -> str:
     """Files of six tools in TensorRT-RTX and ONNX Runtime, before and after `fix`."""
-    rows = [["FP32 export", "", "", "", f"{_foreign()['rows']['fp32']['accuracy']:.4f}", ""]]
+    rows = [["FP32 export", "", "", "", f"{_read('foreign-tools')['rows']['fp32']['accuracy']:.4f}", ""]]
     for name, title in TOOLS.items():
-        row = _foreign()["rows"][name]
+        row = _read("foreign-tools")["rows"][name]
         before, after = (row["report"][f"engine_{when}"] for when in ("before", "after"))
         fused = f"{after['attention_fused']} of {after['attentions']} ({after['attention_int8']})"
         scores = [f"{row[f'accuracy_{when}']:.4f}" for when in ("before", "after")]
@@ -696,19 +676,17 @@ def _gemms(engine: dict[str, Any]) -> str:
 
 
 def foreign_words(data: Data) -> str:
-    refused = sum(bool(_foreign()["rows"][name]["report"]["engine_before"]["refused"]) for name in TOOLS)
-    made = _foreign()["rows"]["modelopt"]
+    refused = sum(
+        bool(_read("foreign-tools")["rows"][name]["report"]["engine_before"]["refused"]) for name in TOOLS
+    )
+    made = _read("foreign-tools")["rows"]["modelopt"]
     counts = _gemms(made["report"]["engine_before"])
     return (
         f"TensorRT-RTX refuses {refused} of the {len(TOOLS)} files. Of ModelOpt's file it puts {counts} "
         f"linear layers in INT8, and accuracy in ONNX Runtime is {made['accuracy_before']:.4f} against "
-        f"{_foreign()['rows']['fp32']['accuracy']:.4f}; after `fix` it is {made['accuracy_after']:.4f}"
+        f"{_read('foreign-tools')['rows']['fp32']['accuracy']:.4f}; after `fix` it is "
+        f"{made['accuracy_after']:.4f}"
     )
-
-
-@cache
-def _serving() -> Any:
-    return json.loads((ROOT / MEASURED / "serving.json").read_text(encoding="utf-8"))
 
 
 SERVED = {"bert-base": "BERT-base", "bert-base-embed": "BERT-base embeddings", "minilm": "MiniLM-L6"}
@@ -716,17 +694,17 @@ SERVED = {"bert-base": "BERT-base", "bert-base-embed": "BERT-base embeddings", "
 
 def _alone(run: str, tokens: int | None) -> float:
     """Return the texts a second of an engine alone."""
-    rates = _serving()["engine"]
+    rates = _read("serving")["engine"]
     return float(next(r["texts_per_s"] for r in rates if (r["run"], r["tokens"]) == (run, tokens)))
 
 
 def serving_table(data: Data) -> str:
     rows, best = [], dict[Any, Any]()
-    for each in sorted(_serving()["loads"], key=lambda each: float(each["texts_per_s"])):
+    for each in sorted(_read("serving")["loads"], key=lambda each: float(each["texts_per_s"])):
         best[
             each["run"], each["tokens"], each["texts_per_request"], each["connections"] == 1, each["share"]
         ] = each
-    for each in (each for each in _serving()["loads"] if each in best.values()):
+    for each in (each for each in _read("serving")["loads"] if each in best.values()):
         run, tokens = each["run"], each["tokens"]
         load = f" at {each['share']:.0%}" if each["share"] else ""
         rows.append(
@@ -742,25 +720,17 @@ def serving_table(data: Data) -> str:
 
 
 def _best(count: int) -> float:
-    loads = [each for each in _serving()["loads"] if each["run"] == "bert-base"]
+    loads = [each for each in _read("serving")["loads"] if each["run"] == "bert-base"]
     return float(max(each["texts_per_s"] for each in loads if each["texts_per_request"] == count))
 
 
-def serving_words(data: Data) -> str:
-    return f"{_best(1):,.0f} requests of one text a second"
-
-
-def texts_words(data: Data) -> str:
-    return f"{_best(32):,.0f} texts/s"
-
-
 def ready_words(data: Data) -> str:
-    times = _serving()["ready_s"].values()
+    times = _read("serving")["ready_s"].values()
     return f"{min(times):.1f} to {max(times):.1f} s"
 
 
 def openvino_words(data: Data) -> str:
-    made = json.loads((ROOT / MEASURED / "serving-openvino.json").read_text(encoding="utf-8"))["loads"][0]
+    made = _read("serving-openvino")["loads"][0]
     return (
         f"{made['share_of_engine']:.0%} of the engine's own rate, and {made['share_by_cpu']:.0%} by CPU time"
     )
@@ -770,23 +740,15 @@ def noop_table(data: Data) -> str:
     """CPU time of a server whose engine computes nothing."""
     rows = []
     for name in ("tokie", "tokenizers"):
-        path = ROOT / MEASURED / f"serving-noop-{name}.json"
-        loads = json.loads(path.read_text(encoding="utf-8"))["loads"]
+        loads = _read(f"serving-noop-{name}")["loads"]
         cells = {f"{each['connections']} x {each['texts_per_request']}": each for each in loads}
         rows.append([f"`{name}`", *(f"{each['cpu_us_per_text']:.0f}" for each in cells.values())])
     return table(["us a text, by connections x texts", *cells], rows)
 
 
-def two_words(data: Data) -> str:
-    text = (ROOT / MEASURED / "serving-two-gpus.json").read_text(encoding="utf-8")
-    loads = json.loads(text)["loads"]
-    return f"{max(each['texts_per_s'] for each in loads):,.0f} texts/s"
-
-
 def triton_words(data: Data) -> str:
     """CPU time of all processes of Triton and of `serve`, on one run."""
-    texts = (ROOT / MEASURED / f"serving-triton-{name}.json" for name in ("triton", "run"))
-    loads = [json.loads(text.read_text(encoding="utf-8"))["loads"] for text in texts]
+    loads = (_read(f"serving-triton-{name}")["loads"] for name in ("triton", "run"))
     theirs, ours = ([f"{each['cpu_us_per_text']:,.0f}" for each in made] for made in loads)
     return (
         f"{theirs[0]} us of CPU at 8 connections and {theirs[1]} at 64, in `qdqbench serve` "
@@ -804,7 +766,7 @@ def files_table(data: Data) -> str:
             f"{each['rows_per_second'] / _alone(each['run'], None):.0%}",
             f"{each['whole_s']:.0f}",
         ]
-        for each in _serving()["files"]
+        for each in _read("serving")["files"]
     ]
     return table(["model", "processes", "rows", "rows/s", "of the engine's", "s with loading"], rows)
 
@@ -870,10 +832,11 @@ def squad_words(data: Data) -> str:
 
 FIGURES: dict[str, Callable[[Data], str]] = {
     "speed": speed_table,
-    "kernels": kernels_table,
-    "lengths": lengths_table,
-    "fp8": fp8_table,
-    "portable": portable_table,
+    # `cuda` and TensorRT-RTX on two GPUs: at fixed shapes, then in the largest batches of data sets
+    "kernels": lambda data: _by_gpu(data, int, "batch x tokens"),
+    "lengths": lambda data: _by_gpu(data, str, "batch x split"),
+    "fp8": lambda data: _beside_unpadded(data, "int8", ("unpadded-fp8", "FP8"), (UNPADDED, "FP16")),
+    "portable": lambda data: _beside_unpadded(data, "int8-fused-ptx", (UNPADDED, "FP16")),  # by mma.sync
     "cpu-amx": partial(cpu_table, amx=True),
     "cpu": partial(cpu_table, amx=False),
     "cost": cost_table,
@@ -887,11 +850,13 @@ FIGURES: dict[str, Callable[[Data], str]] = {
     "foreign": foreign_table,
     "foreign-words": foreign_words,
     "serving": serving_table,
-    "serving-words": serving_words,
-    "texts-words": texts_words,
+    "serving-words": lambda data: f"{_best(1):,.0f} requests of one text a second",
+    "texts-words": lambda data: f"{_best(32):,.0f} texts/s",
     "serving-files": files_table,
     "triton-words": triton_words,
-    "two-words": two_words,
+    "two-words": lambda data: (
+        f"{max(r['texts_per_s'] for r in _read('serving-two-gpus')['loads']):,.0f} texts/s"
+    ),
     "ready-words": ready_words,
     "openvino-words": openvino_words,
     "noop": noop_table,
