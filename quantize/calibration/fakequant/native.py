@@ -120,8 +120,6 @@ class Learned:
     low: int
     axis: int | None
     count: int  # N of the paper
-    table: "ScaleTable" = None  # type: ignore[assignment]
-    place: int = 0
 
     @property
     def amax(self) -> torch.Tensor:
@@ -129,61 +127,23 @@ class Learned:
         return modelopt.get_stored_amax(self.quantizer).float().reshape(self.ratio.shape)
 
     def quantized(self, inputs: torch.Tensor) -> torch.Tensor:
-        scale, gain = self.table.current(self)
-        output: torch.Tensor = _quantize(inputs, self.ratio, scale, gain, self.axis, self.low)
+        ratio, factor = (
+            self.ratio.detach(),
+            (self.count * fake.INT8_MAX) ** -0.5,
+        )  # the paper's gradient scale
+        output: torch.Tensor = _quantize(inputs, self.ratio, self.scale, factor / ratio, self.axis, self.low)
         return output
 
     @property
-    def factor(self) -> float:
-        """The paper's gradient scale."""
-        return float((self.count * fake.INT8_MAX) ** -0.5)
+    def scale(self) -> torch.Tensor:
+        """The present scale, of the ratio's shape."""
+        scale = self.ratio.detach() * self.amax / fake.INT8_MAX
+        return round_up(scale) if self.rounded else scale
 
     @property
     def seen(self) -> tuple[int, int]:
         """Changes when the ratio is loaded, moved or stepped; a fused optimizer leaves no trace, though."""
         return self.ratio._version, self.ratio.data_ptr()
-
-
-class ScaleTable:
-    """Scales of every learned ratio, computed together: a few kernels for each step of the optimizer."""
-
-    def __init__(self, items: list[Learned]) -> None:
-        self.items = sorted(items, key=lambda item: item.rounded)
-        for place, item in enumerate(self.items):
-            item.table, item.place = self, place
-        self.sizes = [item.ratio.numel() for item in self.items]
-        self.exact = sum(item.ratio.numel() for item in self.items if not item.rounded)
-        self.factors = torch.cat([torch.full((item.ratio.numel(),), item.factor) for item in self.items])
-        self.scales: tuple[torch.Tensor, ...] = ()
-        self.gains: tuple[torch.Tensor, ...] = ()
-        self.seen: list[tuple[int, int]] = []
-
-    def expire(self, *_: Any) -> None:
-        """Note, as a forward pre-hook of the model, that the optimizer may have made a step."""
-        self.seen = []
-
-    def current(self, item: Learned) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scale and gain of an item: scalars or [channels]."""
-        if torch.compiler.is_compiling():
-            scale = item.ratio.detach() * item.amax / fake.INT8_MAX
-            return (round_up(scale) if item.rounded else scale), item.factor / item.ratio.detach()
-        if not self.seen or self.seen[item.place] != item.seen:
-            self._refresh()
-        return self.scales[item.place], self.gains[item.place]
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _refresh(self) -> None:
-        ratios = torch.cat([item.ratio.flatten() for item in self.items])
-        scales = ratios * torch.cat([item.amax.flatten() for item in self.items]) / fake.INT8_MAX
-        round_up(scales[self.exact :])
-        self.factors = self.factors.to(ratios.device)
-        self.scales, self.gains = map(self._split, (scales, self.factors / ratios))
-        self.seen = [item.seen for item in self.items]
-
-    def _split(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        parts = zip(torch.split(values, self.sizes), self.items, strict=True)
-        return tuple(part.view(item.ratio.shape) for part, item in parts)
 
 
 class FakeQuantLinear(nn.Linear):
@@ -394,16 +354,13 @@ def learn_amax(model: "PreTrainedModel", together: Iterable[Sequence[str]] = ())
     }
     equal = [*_group_readers(model), *([possible[name] for name in group] for group in together)]
     groups = {id(quantizer): group for group in equal for quantizer in group}
-    items: list[Learned] = []
     for name, quantizer in possible.items():
         if "learned" not in quantizer.__dict__:
-            items.append(item := _make_learned(model, name, quantizer))
-            quantizer.register_parameter(PARAMETER, item.ratio)
+            learned = _make_learned(model, name, quantizer)
+            quantizer.register_parameter(PARAMETER, learned.ratio)
             for member in groups.get(id(quantizer), [quantizer]):
-                member.learned = item
-    if items:
-        model.register_forward_pre_hook(ScaleTable(items).expire)
-    return [item.ratio for item in items]
+                member.learned = learned
+    return list_learned(model)
 
 
 def _make_learned(model: "PreTrainedModel", name: str, quantizer: Any) -> Learned:
@@ -431,10 +388,7 @@ def list_learned(model: "PreTrainedModel") -> list[nn.Parameter]:
 
 def keep_positive(model: "PreTrainedModel") -> None:
     """Hold learned ratios at or above 2^-7, in place, after a step of the optimizer; no host sync."""
-    ratios: list[torch.Tensor] = [
-        item.ratio for table in _list_tables(model).values() for item in table.items
-    ]
-    if ratios:
+    if ratios := list_learned(model):
         with torch.no_grad():
             torch._foreach_clamp_min_(ratios, LOWEST_RATIO)
 
@@ -456,11 +410,4 @@ def settle_learned(model: "PreTrainedModel") -> None:
     for quantizer in changed.values():
         quantizer._parameters.pop(PARAMETER, None)
         del quantizer.__dict__["learned"]
-    for key in _list_tables(model):
-        del model._forward_pre_hooks[key]
     use_modelopt(model)
-
-
-def _list_tables(model: "PreTrainedModel") -> dict[int, ScaleTable]:
-    owners = {key: getattr(hook, "__self__", None) for key, hook in model._forward_pre_hooks.items()}
-    return {key: owner for key, owner in owners.items() if isinstance(owner, ScaleTable)}

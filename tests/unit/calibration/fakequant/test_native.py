@@ -158,7 +158,7 @@ def test_gradient_of_lsq(x, amax, ratio, axis, rounded):
     quantizer = quantizer_of(bound, axis)
     parameter = torch.nn.Parameter(torch.full((len(x),) if axis == 0 else (), ratio))
     item = native.Learned(parameter, quantizer, rounded, -128, axis, x.shape[1])
-    scale, _ = native.ScaleTable([item]).current(item)
+    scale = item.scale
     incoming = torch.linspace(-2, 2, x.numel()).reshape(x.shape) + 0.1
     leaf = x.clone().requires_grad_()
     item.quantized(leaf).backward(incoming)
@@ -185,7 +185,7 @@ def test_learned_gradient_is_that_of_torch():
     quantizer = quantizer_of(1.7, None)
     ratio = torch.nn.Parameter(torch.tensor(0.8))
     item = native.Learned(ratio, quantizer, False, -128, None, 32)
-    scale, _ = native.ScaleTable([item]).current(item)
+    scale = item.scale
     item.quantized(x).square().sum().backward()
     leaf, other = scale.clone().reshape(1).requires_grad_(), x.detach().clone().requires_grad_()
     learnable = torch._fake_quantize_learnable_per_tensor_affine
