@@ -79,8 +79,8 @@ SAME = 1e-3  # length of what differs between embeddings, relative to theirs, up
 AGREEMENT = {  # of each text's cosine to FP32's embedding, and the share of neighbors that stay, [n, 2]
     "cosine": mean_of_column(0),
     "cosine_p1": Metric(
-        value=lambda table: float(np.quantile(table[:, 0], LOWEST, method="inverted_cdf")),
         weighted=lambda weights, table: weighted_percentile(weights, table[:, 0], LOWEST),
+        alone=lambda table: float(np.quantile(table[:, 0], LOWEST, method="inverted_cdf")),
     ),
     "neighbors": mean_of_column(1),
 }

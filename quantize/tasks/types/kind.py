@@ -22,24 +22,41 @@ if TYPE_CHECKING:
 class Metric:
     """One metric; a table is [samples, columns]."""
 
-    value: Callable[[Array], float]  # of a table
     # of tables whose rows count as often as weights say, float64 [resamples, rows]: one a resample
     weighted: Callable[[Floats, Array], Floats]
+    alone: Callable[[Array], float] | None = None  # of a table; None: each row counts once
     stderr: Callable[[Array], float] | None = None  # of a table; None: bootstrap
+
+    def value(self, table: Array) -> float:
+        if self.alone is not None:
+            return self.alone(table)
+        return float(self.weighted(np.ones((1, len(table))), table)[0])
+
+
+def share_of_rows(hits: Callable[[Array], Array]) -> Metric:
+    """Make a metric of the share of rows that hit, bool [rows]; its error is the binomial one."""
+
+    def stderr(table: Array) -> float:
+        share = float(hits(table).mean())
+        return float(np.sqrt(share * (1 - share) / len(table)))
+
+    return Metric(
+        lambda weights, table: np.asarray(weights @ hits(table) / weights.sum(axis=1)), stderr=stderr
+    )
 
 
 def of_sums(value: Callable[[Floats], Floats]) -> Metric:
     """Make a metric of the sums of a table's columns: [resamples, columns] to [resamples]."""
     return Metric(
-        value=lambda table: float(value(table.sum(axis=0, dtype=np.float64)[None])[0]),
         weighted=lambda weights, table: value(weights @ table),
+        alone=lambda table: float(value(table.sum(axis=0, dtype=np.float64)[None])[0]),
     )
 
 
 def mean_of_column(column: int) -> Metric:
     return Metric(
-        value=lambda table: float(table[:, column].mean()),
         weighted=lambda weights, table: np.asarray(weights @ table[:, column] / weights.sum(axis=1)),
+        alone=lambda table: float(table[:, column].mean()),
     )
 
 
@@ -51,25 +68,6 @@ def ratio(numerator: Floats, denominator: Floats) -> Floats:
 # The tables of these have two columns: label and prediction.
 
 
-def _accuracy(table: Array) -> float:
-    return float(np.mean(table[:, 0] == table[:, 1]))
-
-
-def _weighted_accuracy(weights: Floats, table: Array) -> Floats:
-    return np.asarray(weights @ (table[:, 0] == table[:, 1]) / weights.sum(axis=1))
-
-
-def _binomial(table: Array) -> float:
-    right = _accuracy(table)
-    return float(np.sqrt(right * (1 - right) / len(table)))
-
-
-def _f1(table: Array) -> float:
-    from sklearn import metrics
-
-    return float(metrics.f1_score(table[:, 0], table[:, 1], zero_division=0.0))
-
-
 def _weighted_f1(weights: Floats, table: Array) -> Floats:
     labels, predicted = table.T
     true_positive = weights @ ((labels == 1) & (predicted == 1))
@@ -77,15 +75,11 @@ def _weighted_f1(weights: Floats, table: Array) -> Floats:
 
 
 def _matthews(table: Array) -> float:
-    from sklearn import metrics
-
     if np.ptp(table[:, 0]) == 0:
         raise UserError(
             f"all {len(table)} labels are of one class, so Matthews is undefined; use more samples"
         )
-    if np.ptp(table[:, 1]) == 0:
-        return 0.0
-    return float(metrics.matthews_corrcoef(table[:, 0], table[:, 1]))
+    return float(_weighted_matthews(np.ones((1, len(table))), table)[0])
 
 
 def _weighted_matthews(weights: Floats, table: Array) -> Floats:
@@ -137,12 +131,12 @@ def _weighted_ranks(weights: Floats, values: Array) -> Floats:
 # undefined there: a stage that answers the same to everything has no association with the labels, and its
 # report and gate must say so rather than stop. Constant labels are another matter: nothing can be scored.
 CLASSES = {
-    "accuracy": Metric(_accuracy, _weighted_accuracy, _binomial),
-    "f1": Metric(_f1, _weighted_f1),
-    "matthews": Metric(_matthews, _weighted_matthews),
+    "accuracy": share_of_rows(lambda table: table[:, 0] == table[:, 1]),
+    "f1": Metric(_weighted_f1),
+    "matthews": Metric(_weighted_matthews, _matthews),
 }
 CORRELATIONS = {
-    name: Metric(partial(_correlation, ranks=ranks), partial(_weighted_correlation, ranks=ranks))
+    name: Metric(partial(_weighted_correlation, ranks=ranks), partial(_correlation, ranks=ranks))
     for name, ranks in (("pearson", False), ("spearman", True))
 }
 LOGITS = {"logits": ("batch", "label")}

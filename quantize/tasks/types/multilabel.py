@@ -7,7 +7,7 @@ import numpy as np
 
 from qdqbench.quantize.tasks.types.classification import class_text
 from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets
-from qdqbench.quantize.tasks.types.kind import SAME, Metric, TaskFields, TaskKind, of_sums, ratio
+from qdqbench.quantize.tasks.types.kind import SAME, TaskFields, TaskKind, of_sums, ratio, share_of_rows
 from qdqbench.quantize.tasks.types.tokens import class_names, explain_names, read_classes
 from qdqbench.quantize.utils.arrays import Array, Floats
 
@@ -40,11 +40,6 @@ def _exact(table: Array) -> Array:
     return np.asarray((predicted == gold).all(axis=1))
 
 
-def _exact_stderr(table: Array) -> float:
-    share = float(_exact(table).mean())
-    return float(np.sqrt(share * (1 - share) / len(table)))
-
-
 def _is_marked(rows: Sequence[Any], count: int) -> bool:
     """Return whether rows of numbers have a 0 or 1 for each class, rather than the numbers of classes."""
     return all(len(row) == count and {*row} <= {0, 1} for row in rows)
@@ -65,11 +60,7 @@ class MultiLabel(TaskKind):
     metrics = {
         "f1_micro": of_sums(_micro),
         "f1_macro": of_sums(_macro),
-        "exact_match": Metric(
-            value=lambda table: float(_exact(table).mean()),
-            weighted=lambda weights, table: np.asarray(weights @ _exact(table) / weights.sum(axis=1)),
-            stderr=_exact_stderr,
-        ),
+        "exact_match": share_of_rows(_exact),
     }
     default_metrics = tuple(metrics)
 

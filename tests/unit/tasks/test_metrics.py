@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import get_task
@@ -90,6 +91,9 @@ def test_weighted_metrics_equal_those_of_repeated_samples(seed, n, kind):
     drawn = np.repeat(np.arange(n), weights)
     assume(np.ptp(labels[drawn]) > 0)
     expected = metrics.compute(kind, logits[drawn], labels[drawn])
+    theirs = {"f1": f1_score, "accuracy": accuracy_score, "matthews": matthews_corrcoef}
+    for name in theirs.keys() & expected.keys():  # to the last digit
+        assert expected[name] == theirs[name](labels[drawn], logits[drawn].argmax(1))
     table = kind.kind.table(metrics.predict(kind, logits, labels), labels)
     found = {name: kind.kind.metrics[name].weighted(weights[None] * 1.0, table)[0] for name in kind.metrics}
     assert found == pytest.approx(expected, rel=0, abs=1e-12)
