@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from qdqbench.quantize.models.families.others import read_others
 from qdqbench.quantize.models.identity import find_model_file, read_model_json
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import read_json
@@ -33,36 +34,7 @@ HEADS = re.compile(
     r"predictions|qa_outputs|vocab_\w+|generator_\w+|discriminator_predictions|lm_predictions|mask_predictions|entity_predictions|"
     r"sop_classifier|seq_relationship|logits_proj)\."
 )
-MARKERS = {  # files of folders that are something else: what it is, and the next step
-    "adapter_config.json": (
-        "a PEFT adapter without its model",
-        "merge it first: `AutoPeftModelFor....from_pretrained(...).merge_and_unload().save_pretrained(...)`",
-    ),
-    "gliner_config.json": (
-        "a GLiNER model",
-        "export it to ONNX with gliner, and give that file to `qdqbench fix`",
-    ),
-    "meta.json": ("a spaCy pipeline", "give the transformer that it was trained from"),
-    "openvino_model.xml": ("an OpenVINO IR", "give the model that it was converted from"),
-    **dict.fromkeys(
-        ("pytorch_model.bin", "pytorch_model.bin.index.json"),
-        (
-            "weights in PyTorch's pickle format alone",
-            "pickle can run code, so save it as safetensors if you trust it: "
-            "`from_pretrained(..., use_safetensors=False)`, `save_pretrained`",
-        ),
-    ),
-}
 PARTS = ("onnx", "openvino")  # folders that may hold a model's only files
-SUFFIXES = {  # the same by the ends of names
-    ".gguf": ("a GGUF file, quantized for llama.cpp", "give the original model"),
-    ".onnx": ("an ONNX model alone", "`qdqbench check` and `qdqbench fix` take that file"),
-    ".h5": (
-        "TensorFlow weights alone",
-        "save it as safetensors: `from_pretrained(..., from_tf=True)`, `save_pretrained`",
-    ),
-    ".msgpack": ("Flax weights alone", "save it as safetensors with PyTorch"),
-}
 
 
 def require_model_folder(name: str) -> None:
@@ -90,8 +62,9 @@ def require_model_folder(name: str) -> None:
     if "modules.json" in files or ("config.json" in files and {WEIGHTS, INDEX} & files):
         return
     files |= {each.name for part in PARTS for each in (folder / part).glob("*")}
-    known = [MARKERS[file] for file in MARKERS if file in files]
-    known += [about for end, about in SUFFIXES.items() if any(file.endswith(end) for file in files)]
+    others = read_others()
+    known = [about for file, about in others["files"].items() if file in files]
+    known += [about for end, about in others["ends"].items() if any(file.endswith(end) for file in files)]
     if known:
         what, step = known[0]
         raise UserError(f"{name} holds {what}, which is no model to quantize; {step}")
