@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 
 from .tiny import EVAL_ROWS, MAIN, environment, listing, refused, rows, signs_of_life, write_split
 
-VALID = "version: 1\nname: mine\n"
 LATEST = ("results.json", "report.md", "report.html")
 
 
@@ -118,79 +118,21 @@ def test_damage_in_the_middle_of_a_run(a_run, sst2, copied, qdqbench):
         assert not (a_run / name).exists()
 
 
-# What is asked for does not exist or does not fit: the command, what its sentence must tell, and the recipe.
-
-OTHER_RULES = "rules: [{match: 'encoder.leyer.*', weights: int8/per-channel, input: int8/per-tensor}]"
-OPTIONS = {
-    "model-missing": ("run --model {dir}/nowhere --task sst2 {data}", [r"nowhere"]),
-    "model-is-a-file": ("run --model {folder}/config.json --task sst2 {data}", [r"config\.json"]),
-    "model-without-task": ("run {model}", [r"--model and --task belong together"]),
-    "data-missing": (
-        "run {model} --task sst2 --data {dir}/nowhere",
-        [r"data folder .*nowhere does not exist"],
-    ),
-    "data-is-a-file": ("run {model} --task sst2 --data {folder}/config.json", [r"has no column sentence"]),
-    "task-for-other-labels": ("run {model} --task mnli {data}", [r"mnli"]),
-    "reconstruction-for-other-labels": (
-        "run {model} --task mnli {data} --set reconstruction={{}}",
-        [r"mnli"],
-    ),
-    "reconstruction-without-words": (
-        "run {sst2} --set reconstruction.texts={dir}/blank",
-        [r"blank has 9 texts, 9 empty, 0 evaluated on, which leaves 0; give 4 or more"],
-    ),
-    "qat-of-nothing": ("qat {model} --task sst2 --data {dir}/nowhere", [r"nowhere does not exist"]),
-    "unknown-text-column": (
-        "run {sst2} --text-column sentense",
-        [r"sentense \(nearest: sentence\)", r"--text-column\b(?!s)"],
-    ),
-    "labels-more-than-outputs": (
-        "run {model} --task mine {data}/sst2 --text-column sentence --label-column idx",
-        [r"the right --label-column"],
-    ),
-    "number-of-labels-wrong": ("run {sst2} --num-labels 5", [r"5 classes"]),
-    "unknown-recipe": (
-        "run bert-int8-linear {sst2}",
-        [r"'bert-int8-linear'", r"nearest is 'bert-int8-linears'"],
-    ),
-    "broken-recipe": ("run {recipe} {sst2}", [r"not valid recipe YAML"], "rules: [{match: x"),
-    "recipe-matches-nothing": (
-        "run {recipe} {sst2}",
-        [r"encoder\.leyer", r"encoder\.layer"],
-        f"{VALID}{OTHER_RULES}",
-    ),
-    "recipe-longer-than-the-model": (
-        "run {recipe} {sst2}",
-        [r"export\.max_length is 256", r"128 positions"],
-        f"{VALID}export: {{max_length: 256}}",
-    ),
-    "recipe-shorter-than-the-data": (
-        "run {recipe} {sst2}",
-        [r"evaluation samples have more than 4 tokens \(engine\.shapes\)", r"export\.max_length"],
-        f"{VALID}engine: {{shapes: {{length: [4, 4, 4]}}}}",
-    ),
-    "revision-of-a-folder": ("run {sst2} --revision v1", [r"drop --revision"]),
-    "revision-of-nothing": ("run --revision v1", [r"belongs to --model"]),
-    "until-unknown": ("run {sst2} --until nonesuch", [r"'nonesuch'", r"baseline"]),
-    "no-such-command": ("rum", [r"rum"]),
-    "no-such-option": ("run {sst2} --tusk sst2", [r"--tusk"]),
-    "limit-of-nothing": ("run {sst2} --limit 0", [r"--limit"]),
-    "argument-missing": ("check", [r"(?i)target"]),
-    "hub-set-of-no-name": ("run {model} --task sst2 --data hub:", [r"hub:OWNER/NAME"]),
-}
+OPTIONS = yaml.safe_load(Path(__file__).with_name("options.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("case", OPTIONS)
 def test_options(case, sst2, tmp_path, qdqbench, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # a missing folder may be a hub id
-    line, told, *recipe = OPTIONS[case]
-    (tmp_path / "recipe.yaml").write_text("".join(recipe))
+    asked = OPTIONS[case]
+    (tmp_path / "recipe.yaml").write_text(asked.get("recipe", ""))
     (tmp_path / "blank").mkdir()
     write_split(tmp_path / "blank" / "train.parquet", {"sentence": [" "] * 9})
     given = {"model": f"--model {sst2.model}", "data": f"--data {sst2.data}", "sst2": " ".join(sst2.options)}
-    line = line.format(dir=tmp_path, folder=sst2.model, recipe=tmp_path / "recipe.yaml", **given)
+    line = asked["command"].format(dir=tmp_path, folder=sst2.model, recipe=tmp_path / "recipe.yaml", **given)
     out = tmp_path / "run"
-    refused(qdqbench(*line.split(), *(["--out", out] if line.startswith(("run", "qat")) else [])), *told)
+    given_out = ["--out", out] if line.startswith(("run", "qat")) else []
+    refused(qdqbench(*line.split(), *given_out), *asked["told"])
     assert not out.exists()
 
 

@@ -388,7 +388,7 @@ def list_learned(model: "PreTrainedModel") -> list[nn.Parameter]:
 
 def keep_positive(model: "PreTrainedModel") -> None:
     """Hold learned ratios at or above 2^-7, in place, after a step of the optimizer; no host sync."""
-    if ratios := list_learned(model):
+    if ratios := [ratio.data for ratio in list_learned(model)]:
         with torch.no_grad():
             torch._foreach_clamp_min_(ratios, LOWEST_RATIO)
 
