@@ -388,7 +388,8 @@ def list_learned(model: "PreTrainedModel") -> list[nn.Parameter]:
 
 def keep_positive(model: "PreTrainedModel") -> None:
     """Hold learned ratios at or above 2^-7, in place, after a step of the optimizer; no host sync."""
-    if ratios := [ratio.data for ratio in list_learned(model)]:
+    ratios: list[torch.Tensor] = [*list_learned(model)]
+    if ratios:
         with torch.no_grad():
             torch._foreach_clamp_min_(ratios, LOWEST_RATIO)
 
