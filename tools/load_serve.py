@@ -295,7 +295,7 @@ class Asking:
         before, seconds, asking = cpu_seconds(self.pid), self.seconds, 0.0
         together, queue, children = context.Barrier(clients), context.SimpleQueue(), []
         for n, share in enumerate(shares):
-            core = cores[-1 - n % len(cores)] if clients > 1 else None
+            core = cores[-1 - n % len(cores)] if clients > 1 or len(cores) > 2 else None
             given = (self.port, share, requests, seconds, rate / clients, core, together, queue)
             children.append(context.Process(target=drive, args=given))
             children[-1].start()

@@ -9,6 +9,7 @@ on an H200 with 16 cores.
 """
 
 import argparse
+import asyncio
 import json
 import random
 import subprocess
@@ -27,16 +28,18 @@ from qdqbench.quantize.deployment.predict_options import PredictOptions
 from qdqbench.quantize.standalone.server.engine import PREPARE_S
 from qdqbench.quantize.utils.system.cpu import usable_cores
 
-CLIENTS, QUEUE = 5, 4096
+CLIENTS, QUEUE = 4, 4096
 RUNS = ("bert-base", "bert-base-embed", "minilm")
 MRPC = 53  # tokens of a text: the mean of its pairs
 ENGINES = [("bert-base", None), ("bert-base", MRPC), ("bert-base", 128), ("bert-base-embed", MRPC)]
-ENGINES += [("minilm", None), ("minilm", MRPC), ("minilm", 128)]
+ENGINES += [("bert-base-embed", None), ("minilm", None), ("minilm", MRPC), ("minilm", 128)]
 LOADS = [  # run, tokens of a text (None: as it is), connections, texts of a request, share of the full rate
     ("bert-base", None, 1, 1, 0.0),
     ("bert-base", None, 1000, 1, 0.0),
+    ("bert-base", None, 2000, 1, 0.0),
     ("bert-base", None, 96, 32, 0.0),
     ("bert-base", 128, 96, 32, 0.0),
+    ("bert-base-embed", None, 96, 32, 0.0),
     ("bert-base-embed", MRPC, 96, 32, 0.0),
     ("bert-base", None, 1000, 1, 0.7),
     ("bert-base", None, 400, 32, 0.7),
@@ -51,13 +54,13 @@ LOADS = [  # run, tokens of a text (None: as it is), connections, texts of a req
     ("minilm", MRPC, 96, 32, 0.0),
     ("minilm", 128, 96, 32, 0.0),
 ]
-PEERS = [  # peer, run, connections and texts of a request; the last one is asked in its own process
+PEERS = [  # peer, run, connections and texts of a request; without them it is asked in its own process
     ("unpadded", "bert-base", [(1000, 1), (96, 32)]),
-    ("litserve", "bert-base", [(200, 1), (64, 32)]),
     ("triton", "bert-base", [(8, 1), (64, 1), (64, 32)]),
     ("sentence-transformers", "bert-base-embed", []),
+    ("litserve", "bert-base", [(200, 1), (64, 32)]),
 ]
-FILES = [("bert-base", 4), ("bert-base", 6), ("minilm", 6)]  # run, processes
+FILES = [("bert-base", 6), ("bert-base", 8), ("minilm", 6)]  # run, processes
 
 
 def start(run, peer=None):
@@ -141,6 +144,12 @@ class Measuring:
             for tokens, (rate, _) in zip(given, rates, strict=True):
                 self.keep("engine", {"run": run, "tokens": tokens, "texts_per_s": round(rate)})
 
+    def kills(self):
+        process, port, _ = start(self.runs / "minilm")
+        load = load_serve.Load(port, self.texts[:200])
+        found = load_serve.hold(load, process, self.asked.seconds, load_serve.MOST_RATE)
+        self.keep("kills", asyncio.run(found))
+
     def peers(self):
         for peer, run, loads in PEERS:
             if not loads:
@@ -170,7 +179,7 @@ def main():
     parser.add_argument("--texts", type=Path, required=True, help="one a line")
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--rows", type=int, default=1_000_000, help="of a file")
-    parser.add_argument("--parts", default="loads,engine,peers,files")
+    parser.add_argument("--parts", default="loads,engine,kills,peers,files")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     measuring = Measuring(arguments)

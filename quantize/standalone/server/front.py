@@ -33,8 +33,8 @@ INLINE = 10_000  # characters of a request that are tokenized at once; more woul
 FASTER = 10  # times, at least, of a faster tokenizer
 MOST_RETRY_S = 60
 SWEEP_S = 0.05
-FEW_ROWS = 8  # under way: with fewer a front does not sleep, with more new ones wait for others of this time
-TOGETHER_S = 0.001  # what a turn of the loop costs is then shared: at a partial load it is most of a request
+FEW_ROWS = 8  # with no more under way a front does not sleep; with more, new ones wait until they are as many
+TOGETHER_S = 0.001  # at most: they share the cost of a turn of the loop, which is most of a lone request's
 FAREWELL_S = 0.5  # from the last answers of a front that gives up to its end
 Reply = Callable[[int, bytes, Mapping[str, str]], None]  # of a connection: status, body, headers
 FAILED = Refusal(500, "the server failed at this request; its log says why")  # without internals
@@ -175,11 +175,12 @@ class Front:
         if self._takes_long(about):
             self._encode_slowly(asked)
         else:
-            if not self.arrived and self.under_way > FEW_ROWS:
-                self.loop.call_later(TOGETHER_S, self._flush)
-            elif not self.arrived:
-                self.loop.call_soon(self._flush)
             self.arrived.append(asked)
+            first, full = len(self.arrived) == 1, self.reserved - count < FEW_ROWS <= self.reserved
+            if full or (first and self.under_way <= FEW_ROWS):
+                self.loop.call_soon(self._flush)
+            elif first:
+                self.loop.call_later(TOGETHER_S, self._flush)
         if self.awake_s and not self.waking:
             self._stay_awake()
         return asked

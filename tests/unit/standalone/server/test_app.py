@@ -278,21 +278,24 @@ def test_long_requests_are_tokenized_beside_others_by_what_takes_them(fast):
     assert read == ([False, False, True, True] if fast else [False, True, True, True])
 
 
-@pytest.mark.parametrize(("under_way", "turns"), [(9, [1, 2]), (1, [1, 1, 1])])
-def test_requests_wait_for_each_other_where_many_rows_are_under_way(under_way, turns):
+@pytest.mark.parametrize(
+    ("rows", "turns"), [((9, 1, 1), [1, 2]), ((1, 1, 1), [1, 1, 1]), ((9, 8, 1), [1, 1, 1])]
+)
+def test_a_few_rows_wait_for_each_other_where_many_are_under_way(rows, turns):
     made = []
 
     async def main(site):
         submit = site.front._submit
         site.front._submit = lambda batch, coded: (made.append(len(batch)), submit(batch, coded))
         asked = []
-        for texts in (["1"] * under_way, ["2"], ["3"]):
-            asked.append(asyncio.create_task(called(site, "POST", "/v1/predict", {"texts": texts})))
+        for place, count in enumerate(rows):
+            body = {"texts": [str(place)] * count}
+            asked.append(asyncio.create_task(called(site, "POST", "/v1/predict", body)))
             for _ in range(3):  # turns of the loop, in much less than requests wait
                 await asyncio.sleep(0)
         return [each[2]["answers"][-1]["score"] for each in await asyncio.gather(*asked)]
 
-    assert within(main, fake_served(per_batch=0.1)) == [1, 2, 3]
+    assert within(main, fake_served(per_batch=0.1)) == [0, 1, 2]
     assert made == turns
 
 
