@@ -14,7 +14,7 @@ from onnx import numpy_helper
 from qdqbench.quantize.engine import layers as tables
 from qdqbench.quantize.engine.backend import Backend, BuildProgress, BuiltEngine, build_engine, choose_backend
 from qdqbench.quantize.engine.cpu_runtimes import (
-    MOST_ROWS,
+    STREAM_ROWS,
     CompiledModel,
     Compute,
     choose_streams,
@@ -195,7 +195,11 @@ def _build_for_cpu(
     report_phase("compiling")
     model = compile_model(chosen.name, data, blob=False, compute=compute, fixed=(batch, length))
     warm_up(model, profiles[0].opt)
-    blob, cores, rows = model.blob(), find_cpu().cores, min(MOST_ROWS, max(each.max[0] for each in profiles))
+    blob, cores, rows = (
+        model.blob(),
+        find_cpu().cores,
+        min(STREAM_ROWS, max(each.max[0] for each in profiles)),
+    )
 
     def open_model(streams: int) -> CompiledModel:
         return compile_model(chosen.name, blob, blob=True, compute=compute, threads=cores, streams=streams)

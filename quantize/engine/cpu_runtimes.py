@@ -28,7 +28,7 @@ Compute = Literal["fp32", "bf16"]  # datatype of what is not quantized
 Run = Callable[[Mapping[str, Array]], dict[str, Array]]
 Sizes = tuple[int | None, int | None]  # batch and length; None: free
 FREE: Sizes = (None, None)
-STREAM_TRIALS, STREAM_BATCHES, STREAMS_WON = 3, 4, 1.05
+STREAM_ROWS, STREAM_BATCHES, STREAM_TRIALS, STREAM_S, STREAMS_WON = 16, 2, 6, 0.5, 1.05
 MOST_ROWS = 32  # of a batch, which a few rows fill
 _TYPES = {  # by the names of OpenVINO, ONNX Runtime and ONNX
     **dict.fromkeys(("i8", "int8"), "Int8"),
@@ -381,11 +381,12 @@ def choose_streams(open_model: Callable[[int], CompiledModel], shape: tuple[int,
         feeds = make_feeds(model, shape)
 
         with ThreadPoolExecutor(count) as pool:
-            for _ in range(STREAM_TRIALS):
+            times = list[float]()
+            while len(times) < STREAM_TRIALS and sum(times) < STREAM_S:
                 started = time.perf_counter()
                 list(pool.map(_repeat, model.lanes(), [feeds] * count))
-                rate = count * STREAM_BATCHES / (time.perf_counter() - started)
-                rates[count] = max(rates.get(count, 0.0), rate)
+                times.append(time.perf_counter() - started)
+        rates[count] = count * STREAM_BATCHES / min(times)
     best = max(rates, key=lambda count: rates[count])
     return best if rates[best] >= STREAMS_WON * rates[1] else 1
 

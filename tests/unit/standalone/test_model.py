@@ -10,13 +10,14 @@ from tokenizers import Tokenizer
 
 from qdqbench.quantize.standalone import model
 from qdqbench.quantize.standalone.model import Model
+from qdqbench.quantize.standalone.runtimes import Streams
 from qdqbench.quantize.standalone.texts import Refused
 
 from ...support.fake_served import Engine, Packing, digits, fake_told
 from .server.test_app import Doubled
 
 
-@pytest.mark.parametrize("engine", [Engine, Packing])
+@pytest.mark.parametrize("engine", [Engine, Packing, lambda: Streams(Engine(), 3)])
 @given(texts=st.lists(st.integers(0, 10**6), min_size=1, max_size=40), tokens=st.integers(1, 40))
 def test_each_text_gets_its_own_answer(engine, texts, tokens):
     opened = Model(fake_told(batch=3), Tokenizer.from_str(digits()), engine())
@@ -44,11 +45,11 @@ class Tokens(Packing):
         return np.stack([ids, ids * 0 + np.arange(ids.shape[1])], axis=2).astype(np.float32)
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_tokens_get_their_own_answers(packed):
+@pytest.mark.parametrize("form", ["packed", "padded", "in streams"])
+def test_tokens_get_their_own_answers(form):
     told = fake_told(kind="token classification", over_tokens=True, words=True, batch=2)
-    engine = Tokens()
-    opened = Model(told, Tokenizer.from_str(digits()), engine if packed else engine.__call__)
+    forms = {"packed": Tokens(), "padded": Tokens().__call__, "in streams": Streams(Tokens().__call__, 2)}
+    opened = Model(told, Tokenizer.from_str(digits()), forms[form])
     coded = opened.encoder.code([["12", "3"], ["4"], ["5", "6", "789"]])
     for ids, answers in zip(np.split(coded.ids, coded.lengths.cumsum()[:-1]), opened.run(coded), strict=True):
         assert answers.tolist() == [[token, place] for place, token in enumerate(ids.tolist())]
