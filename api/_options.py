@@ -70,9 +70,7 @@ class TaskOptions(Options):
     )
     revision: str | None = field(REVISION, default=None)
     text_column: list[str] | None = field("Text column (default: text); two for pairs.", default=None)
-    label_column: str | None = field(
-        "Label column of your own data (default: label); a,b,c are columns of 0 and 1.", default=None
-    )
+    label_column: str | None = field("Label column (default: label); a,b: columns of 0 and 1.", default=None)
     num_labels: int | None = field("Classes (default: counted); 1 is regression.", default=None, ge=1)
     metric: list[str] | None = field("Metric of your data; repeatable, the first is primary.", default=None)
 
@@ -259,9 +257,7 @@ class TrackerOptions(Options):
 class QatOptions(TrackerOptions, EvaluationOptions):
     """Train with quantization, then continue to engine and report; on one GPU or many."""
 
-    shapes: Literal["auto"] | None = field(
-        "auto: profiles for the data's lengths (default: the recipe's).", default=None
-    )
+    shapes: Literal["auto"] | None = field("auto: profiles for the data's lengths.", default=None)
 
 
 class RunOptions(QatOptions):
@@ -290,9 +286,7 @@ class AutoOptions(EvaluationOptions):
     samples: int = field("Train rows to choose proposals on; none is used to calibrate.", default=512, ge=32)
     trials: int = field("Largest number of recipes that the search tries.", default=24, ge=8)
     batch: int = field("Batch size at which latency is measured.", default=32, ge=1)
-    length: int | None = field(
-        "Sequence length for latency, in tokens (default: 128 or the recipe's).", default=None, ge=1
-    )
+    length: int | None = field("Tokens for latency (default: 128 or the recipe's).", default=None, ge=1)
 
 
 class SearchCommandOptions(EvaluationOptions, SearchOptions):
@@ -412,9 +406,7 @@ class CheckOptions(Options):
     """Options of `check`."""
 
     recipe: str | None = field("Recipe: which layers must be in INT8 (default: the run's).", default=None)
-    allow: list[str] | None = field(
-        "Code of findings to leave out, such as quantized-residual; repeatable.", default=None
-    )
+    allow: list[str] | None = field("Finding to leave out, as quantized-residual; repeatable.", default=None)
 
 
 class CheckCommandOptions(CheckOptions):
@@ -482,9 +474,7 @@ class FixCommandOptions(TaskOptions):
     weights: Literal["channel", "factored"] = field(
         "Form of weight scales; factored is faster in TensorRT-RTX.", default="channel"
     )
-    inputs: Path | None = field(
-        "Samples to compare on and to calibrate with (.npz, one array per input).", default=None
-    )
+    inputs: Path | None = field("Samples to compare and calibrate on (.npz, array per input).", default=None)
     samples: int = field("Rows of the train split, with --model and --task.", default=128, ge=1)
     seed: int = field("Seed of random inputs, or of the drawn samples.", default=0, ge=0)
     max_error: float = field("Largest relative error against the file without Q/DQ.", default=0.1, ge=0)

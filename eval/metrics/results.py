@@ -70,27 +70,15 @@ class Comparison(Strict):
 class ParityRow(Strict):
     """A quantized tensor or an output, with the reference's inputs fed to the graph (teacher forcing)."""
 
-    name: str = field(
-        "Module path of the layer whose input is compared; `@N` for call N of weights used several times; or "
-        "name of an output."
-    )
+    name: str = field("Module path of the layer whose input is compared (`@N`: call N), or output.")
     int8_values: int = field("INT8 values compared; 0 for an output.")
     differing: int = field("INT8 values that differ.")
     at_border: int = field("Differing values one step off at a rounding border of the graph.", default=0)
     max_step: int = field("Largest difference between two INT8 values.")
-    output_rel_error: float | None = field(
-        "Relative error of the layer's own output (norm of the difference / norm of the reference). Of an "
-        "output it is that of its worst sample; null if not measured."
-    )
-    output_limit: float = field(
-        "Largest such error that passes: 0.005, or 0.02 for an output with FP16 compute.",
-        default=MAX_OUTPUT_ERROR,
-    )
+    output_rel_error: float | None = field("Relative error of the layer's own output, or null.")
+    output_limit: float = field("Largest passing error: 0.005, or 0.02 in FP16.", default=MAX_OUTPUT_ERROR)
     limit: float = field("Largest passing share of differing INT8 values.", default=0.005)
-    step_limit: int = field(
-        "Largest difference of one INT8 value that passes: 1, or 2 for the softmax output with FP16 compute.",
-        default=1,
-    )
+    step_limit: int = field("Largest passing difference of one INT8 value.", default=1)
 
     @classmethod
     def of_output(cls, name: str, error: float, limit: float) -> "ParityRow":
@@ -128,11 +116,7 @@ class Parity(Strict):
     limit_fraction: float = field("Largest share of differing INT8 values that passes.")
     limit_step: int = field("Largest difference of one INT8 value that passes.")
     passed: bool = field("True if every row and output is within its limits.")
-    end_to_end: Comparison | None = field(
-        "ONNX Runtime minus fake-quant on the first evaluation split; not checked, as rounding differences "
-        "add up over the layers; null if not measured.",
-        default=None,
-    )
+    end_to_end: Comparison | None = field("ONNX Runtime minus fake-quant; not judged.", default=None)
 
     @property
     def compared(self) -> list[ParityRow]:
@@ -290,10 +274,7 @@ class StageResult(Strict):
         "`exact_match`; the suffix `_mm` is MNLI's mismatched split.",
         default={},
     )
-    stderr: dict[str, float] = field(
-        "Standard error of each metric over the samples, regardless of tokens or windows per sample.",
-        default={},
-    )
+    stderr: dict[str, float] = field("Standard error of each metric over the samples.", default={})
     n: int = field("Samples of the first evaluation split, whose metrics have no suffix.", default=0)
     vs_fp32: Comparison | None = field("Paired comparison; null for `fp32` and if skipped.", default=None)
     detail: str | None = field("Library, version, provider and precision; null if skipped.", default=None)
@@ -332,11 +313,7 @@ class GateIssue(Strict):
     stage: str | None = field("`fp32`, `fake_quant`, `onnxruntime`, `engine`, or null.", default=None)
     split: str | None = field("Evaluation split; null where the task has one.", default=None)
     metric: str | None = field("Metric; null where none is concerned.", default=None)
-    value: float | None = field(
-        "Drop (`accuracy`), metric of FP32 (`baseline`), speed-up (`min_speedup`) or dB (`min_sqnr_db`); "
-        "null if not measured.",
-        default=None,
-    )
+    value: float | None = field("Drop, metric, speed-up or dB; null if not measured.", default=None)
     stderr: float | None = field("Standard error of `value`; null without one.", default=None)
     limit: float | None = field("Limit of `value`; null without one.", default=None)
     n: int | None = field("Number of samples; null where none are concerned.", default=None)
@@ -353,10 +330,7 @@ class Gate(Strict):
 
     passed: bool = field("True if nothing that was evaluated fails; else the exit status is 2.")
     max_drop: float = field("Largest loss of the primary metric that passes, absolute, without noise.")
-    min_speedup: float | None = field(
-        "Lowest speed-up over the fastest system without INT8 that passes in each config; null if none.",
-        default=None,
-    )
+    min_speedup: float | None = field("Lowest passing speed-up in each config, or null.", default=None)
     issues: list[GateIssue] = field("Checks that do not simply pass.", default=[])
 
     def having(self, *states: IssueState) -> list[GateIssue]:

@@ -52,10 +52,7 @@ class ComparedRun(Strict):
     int8: int | None = field("Matrix products that the engine runs in INT8; null without one.")
     planned_int8: int = field("Linear layers that the recipe puts in INT8.")
     linears: int = field("Linear layers of the model.")
-    onnx_bytes: int | None = field(
-        "Size in bytes of the quantized ONNX file, or of the FP16 graph if nothing is quantized; null "
-        "without a file."
-    )
+    onnx_bytes: int | None = field("Bytes of the quantized ONNX file, else of the FP16 graph; or null.")
     engine_bytes: int | None = field("Size of the engine in bytes; null without one.")
     gate: GateState = field("State of the gate.")
     failures: list[GateCode] = field("Codes of the gate's failed checks.")
@@ -94,9 +91,7 @@ class ComparedSample(Strict):
 class ComparedLayer(Strict):
     """Quantizer, linear layer or block side by side in several runs."""
 
-    what: Literal["amax", "output error", "block error"] = field(
-        "Quantity: amax of a quantizer, output error of a linear layer, output error of a block."
-    )
+    what: Literal["amax", "output error", "block error"] = field("Quantity that is compared.")
     name: str = field("Name of the quantizer, linear layer or block.")
     values: dict[str, float | None] = field("Values by run; null if not known. Errors are relative.")
 

@@ -68,15 +68,9 @@ class Results(Tabular):
     created: str = field("Time of the end, ISO 8601, UTC.")
     command: str = field("Command line.")
     recipe: dict[str, Any] = field("Recipe with every default filled in, as in `recipe.yaml`.")
-    model: dict[str, Any] = field(
-        "Name, sha256 of the files (for a hub model: of id and commit), `revision` (commit of a hub model, "
-        "null for a folder), number of parameters, architecture."
-    )
+    model: dict[str, Any] = field("Name, sha256, `revision` (hub commit or null), parameters, architecture.")
     task: dict[str, Any] = field("Name, metrics (the primary one first), label names.")
-    data: dict[str, Any] = field(
-        "Source of the data, `revision` (commit of a hub data set, null for a folder), calibration and "
-        "evaluation splits with their number of samples."
-    )
+    data: dict[str, Any] = field("Source, `revision` (hub commit or null), splits with their sizes.")
     seed: int = field("Seed of all random numbers.")
     quantized_layers: list[str] = field("Linear layers in INT8.", default=[])
     quantized_attention: list[str] = field("Attention layers in INT8.", default=[])
@@ -94,10 +88,7 @@ class Results(Tabular):
         default={},
     )
     skipped: dict[str, str] = field("Reason by stage without a result, such as no device.", default={})
-    changed_predictions: ChangedPredictions | None = field(
-        "Samples with another prediction than FP32 nearest to deployment; null if only FP32 was scored.",
-        default=None,
-    )
+    changed_predictions: ChangedPredictions | None = field("Samples answered otherwise.", default=None)
     classes: Classes | None = field("Confusion and recall by class, if there are classes.", default=None)
     layer_errors: LayerErrors | None = field("Cost of INT8 by layer, if any is quantized.", default=None)
     model_changes: list[ModelChange] = field("Changes of the model besides Q/DQ.", default=[])
@@ -116,10 +107,7 @@ class Results(Tabular):
     timings: dict[str, Timing] = field("Cost by stage, in the order of the run.")
     warnings: list[str] = field("Caveats of the numbers: `--limit`, skipped stages, partial splits.")
     notes: list[str] = field("How the data were read and calibrated.", default=[])
-    environment: dict[str, Any] = field(
-        "Versions of the libraries, hardware, `git`: commit of the checkout, with the suffix `-dirty` if "
-        "files were changed; null for an installed package."
-    )
+    environment: dict[str, Any] = field("Versions, hardware, `git`: commit (-dirty: with changes) or null.")
 
     def facts(self) -> dict[str, Any]:
         """Return what a notebook shows of it."""

@@ -59,10 +59,7 @@ class PaddingCheck(Strict):
         "a mean over `n` samples. Both are larger the fewer samples tell them."
     )
     max_abs_logit_diff: float | None = field("Largest spread of a logit over the settings, or null.")
-    max_limit: float = field(
-        "Limit of the largest: twice the largest logit difference of fake-quant and FP32, and more the fewer "
-        "samples tell it; at least 10% of the logits' root mean square."
-    )
+    max_limit: float = field("Limit: twice quantization's largest logit difference, at least 10% rms.")
 
     @property
     def holds(self) -> bool:
@@ -76,10 +73,7 @@ class PredictionsCheck(Strict):
     n: int = field("Samples drawn.")
     nonfinite: int = field("Samples with a NaN or infinite logit; where there are any, the rest is null.")
     metric: str = field("Primary metric of the task.")
-    drop: float | None = field(
-        "Metric of the reference minus that of the engine; null with `nonfinite` samples, with fewer than "
-        "ten, and with labels that have no score."
-    )
+    drop: float | None = field("Metric of the reference minus the engine's; null if not scored.")
     drop_limit: float | None = field("Limit: `max_drop`, and what chance adds in one of 1,000 checks.")
     disagreements: int | None = field("Samples whose predicted class differs; null for regression.")
     disagreement_limit: float | None = field(
@@ -88,10 +82,7 @@ class PredictionsCheck(Strict):
     )
     mean_abs_logit_diff: float | None = field("Mean absolute logit difference from the reference.")
     quantization_mean_abs_logit_diff: float = field("Mean logit difference of the reference from FP32.")
-    mean_limit: float = field(
-        "Limit of `mean_abs_logit_diff`: twice the mean logit difference of fake-quant and FP32, and more "
-        "the fewer samples tell it; at least 2% of the logits' root mean square."
-    )
+    mean_limit: float = field("Limit: twice quantization's mean logit difference, at least 2% rms.")
     ks_statistic: float | None = field("Kolmogorov-Smirnov statistic of the label with the smallest p.")
     ks_p: float | None = field("p-value of `ks_statistic`; null with it.")
     ks_p_limit: float = field("Smallest p-value that passes: 0.001 divided by the number of labels.")

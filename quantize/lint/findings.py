@@ -95,10 +95,7 @@ class FindingRow(Strict):
     """One place of a finding: a line of `check`."""
 
     severity: Severity = field("Severity; an `error` makes the exit status 2.")
-    effect: Effect = field(
-        "Effect on a TensorRT engine: it is not built, predictions can be wrong, INT8 does not happen, ONNX "
-        "Runtime alone refuses the file, time, a note."
-    )
+    effect: Effect = field("Effect on an engine of TensorRT, or in ONNX Runtime (`not portable`).")
     code: str = field("Stable short name of the rule.")
     node: str = field("ONNX node or tensor.")
     why: str = field("Cause.")

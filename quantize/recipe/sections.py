@@ -50,10 +50,7 @@ class FamilyLayout(Frozen):
     outside: dict[str, Role] = field("Roles of linears in no layer, by the ends of their names.")
     attention: str | None = field("Module with transformers' AttentionInterface, or null.", default=None)
     head_size: str = field("Attribute of the attention.", default="head_dim")
-    residuals: dict[str, tuple[Role, ...]] = field(
-        "Modules that add a residual, the attention's first, and linears that read the same tensor.",
-        default={},
-    )
+    residuals: dict[str, tuple[Role, ...]] = field("Modules that add a residual, with readers.", default={})
     norms: dict[str, Norm] = field("Tensor that each LayerNorm of a layer normalizes.")
     embeddings: str = field("In the base model.")
     embeddings_norm: str = field("In the base model; empty: none.", default="")
@@ -170,13 +167,8 @@ class Rule(Frozen):
         "fp16 or fp32: the matched modules stay out of INT8; int8: an Attention or a Residual.", default=None
     )
     method: Method | None = field("Method for these activations; null: `calibration`'s.", default=None)
-    weights_method: WeightMethod | None = field(
-        "`calibration.weights_method` of these linears; null: as there.", default=None
-    )
-    smoothing: Smooth | None = field(
-        "As `calibration.smoothing`; of attention outputs too (factors go into v); null: as there.",
-        default=None,
-    )
+    weights_method: WeightMethod | None = field("Of these linears; null: `calibration`'s.", default=None)
+    smoothing: Smooth | None = field("As in `calibration`, of attention outputs too; or null.", default=None)
 
     @model_validator(mode="after")
     def _one_intent(self) -> "Rule":
@@ -288,10 +280,7 @@ class Export(Frozen):
         "and output scales.",
         default="shared",
     )
-    gelu: Literal["exact", "tanh"] = field(
-        "GELU of the INT8 graph: the model's own, or its faster tanh form, off by 5e-4 at most.",
-        default="exact",
-    )
+    gelu: Literal["exact", "tanh"] = field("GELU: the model's own, or its faster tanh form.", default="exact")
 
 
 class EngineSettings(Frozen):
@@ -409,10 +398,7 @@ class Qat(Training):
         default="tf32",
     )
     dropout: Fraction | None = field("Dropout; null: the model's own; 0: near its teacher.", default=0.0)
-    amax: Literal["frozen", "learned"] = field(
-        "frozen: calibrated scales; learned: their ratio is trained (LSQ, arXiv 1902.08153).",
-        default="frozen",
-    )
+    amax: Literal["frozen", "learned"] = field("frozen, or learned with a ratio (LSQ).", default="frozen")
     amax_learning_rate: Rate = field("Of learned amax, relative to its value.", default=1e-3)
     distill: Distill = field("Parts of the loss.", default=Distill())
 
@@ -426,9 +412,7 @@ class Reconstruction(Frozen):
         default=None,
     )
     samples: Positive = field("Samples of the calibration split; texts alone are read.", default=4096)
-    holdout: float = field(
-        "Share that evaluates the training and is never learned.", default=0.125, gt=0, le=0.5
-    )
+    holdout: float = field("Share that evaluates, and is never learned.", default=0.125, gt=0, le=0.5)
     batch_size: Positive = field("Samples of one step, of similar length.", default=32)
     steps: Positive = field("Steps of Adam for each layer.", default=300)
     learning_rate: Annotated[float, Field(ge=0, lt=1)] = field(
@@ -438,7 +422,5 @@ class Reconstruction(Frozen):
     amax_learning_rate: Annotated[float, Field(ge=0, lt=1)] = field(
         "Of learned amax, relative to its value; 0: calibrated scales.", default=3e-3
     )
-    precision: Literal["tf32", "fp32"] = field(
-        "Arithmetic: tf32 (where the GPU has it, else fp32) or fp32.", default="tf32"
-    )
+    precision: Literal["tf32", "fp32"] = field("Arithmetic; tf32 where the GPU has it.", default="tf32")
     seed: Annotated[int, Field(ge=0)] = field("Seed of the draw and of the order.", default=0)

@@ -96,10 +96,7 @@ class DrawRecord(ChoiceRecord):
     recipe: dict[str, Any] = field("Recipe with every default filled in.")
     model: dict[str, Any] = field("Name and SHA-256 of its files.")
     task: dict[str, Any] = field("Name, columns, metrics, label names.")
-    data: dict[str, Any] = field(
-        "Source, split, fingerprint, rows, `calibration` and scored `samples`, seed of the draw; of methods "
-        "the rows of each `evaluation` split too."
-    )
+    data: dict[str, Any] = field("Source, split, fingerprint, rows, samples, seed; of methods `evaluation`.")
     seed: int = field("Seed of the bootstrap; the draws use the recipe's `calibration.seed`.")
     batch_size: int = field("Batch size of the evaluation in samples.")
 

@@ -49,11 +49,7 @@ class SoftmaxRow(Strict):
     module: str = field("Path of the attention.")
     length: int = field("Longest sample of this row in tokens; shorter ones have rows of their own.")
     amax: float = field("Amax of the softmax output; the scale is amax / 127, or amax / 255 with `row_max`.")
-    row_max: bool = field(
-        "Whether the softmax output is divided by the largest of its row first, and the attention by the sum "
-        "of what comes of it.",
-        default=False,
-    )
+    row_max: bool = field("Whether the softmax is divided by the largest of its row.", default=False)
     centered: bool = field("Whether values are centered: a row that loses mass gets their mean.")
     zeroed: float = field("Share of the attention that rounds to zero.")
     clipped: float = field("Share of the attention above the amax.")
