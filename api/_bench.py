@@ -190,12 +190,7 @@ def _owned_folder(
 
 
 def _export_all(  # noqa: PLR0913, PLR0917
-    model: str,
-    recipes: Sequence[Recipe],
-    folder: Path,
-    plan: BenchPlan,
-    pooling: Pooling | None,
-    work: Work,
+    model: str, recipes: Sequence[Recipe], folder: Path, plan: BenchPlan, pooling: Pooling | None, work: Work
 ) -> Target:
     """Return the target by the first recipe, with those by the others, exported at the same time."""
     recipe, *others = recipes

@@ -99,11 +99,7 @@ def _own_folder(
 
 
 def _request_of(
-    options: TrainingOptions,
-    task: "Task",
-    folder: Path,
-    accelerator: "Accelerator",
-    max_length: int,
+    options: TrainingOptions, task: "Task", folder: Path, accelerator: "Accelerator", max_length: int
 ) -> "tuning.FinetuneRequest":
     from qdqbench.quantize.training import finetune as tuning
 

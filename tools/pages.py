@@ -200,12 +200,7 @@ def supported_page() -> str:
     free, names = family_free_recipes(), [family.name for family in FAMILIES]
     lines = []
     rows = [
-        [
-            family.name,
-            _list(family.model_types),
-            _list(family.inputs),
-            _recipes_of_cuda(family.name),
-        ]
+        [family.name, _list(family.model_types), _list(family.inputs), _recipes_of_cuda(family.name)]
         for family in FAMILIES
     ]
     header = ["family", "`model_type` in config.json", "inputs of the graph", "backend `cuda`"]

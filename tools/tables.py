@@ -525,14 +525,7 @@ def recipes_table(data: Data) -> str:
         held_out, worst, sqnr, speed = (
             "" if cell == shipped.NOT_MEASURED else cell for cell in (*told, sqnr, speed)
         )
-        cells = (
-            over,
-            held_out,
-            worst,
-            lost.replace("/", " of "),
-            sqnr and f"{sqnr} dB",
-            speed,
-        )
+        cells = (over, held_out, worst, lost.replace("/", " of "), sqnr and f"{sqnr} dB", speed)
         rows.append([f"{code(figure.recipe)}, {shipped.BACKENDS[figure.backends]}", *cells])
     header = ["recipe", "mean (tasks)", "held out", "worst task", "lost", "SQNR", "speed-up"]
     return table(header, rows)

@@ -9,13 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from qdqbench._options import (
-    CacheRecipeOptions,
-    ListOptions,
-    NewRecipeOptions,
-    ShowOptions,
-    ValidateOptions,
-)
+from qdqbench._options import CacheRecipeOptions, ListOptions, NewRecipeOptions, ShowOptions, ValidateOptions
 from qdqbench.cli.answer import Answer
 from qdqbench.cli.schemas import Recipes, ShownRecipe, ValidRecipes
 from qdqbench.cli.terminal import console

@@ -68,11 +68,7 @@ class Study(Strict):
     environment: dict[str, Any] = field("Versions of the libraries, hardware, git hash.")
 
 
-def study(
-    request: FinetuneRequest,
-    recipes: list[Recipe],
-    accelerator: "Accelerator",
-) -> Study:
+def study(request: FinetuneRequest, recipes: list[Recipe], accelerator: "Accelerator") -> Study:
     """Fine-tune for every seed, then PTQ and QAT of every recipe on each of these models.
 
     Rows that an earlier call finished are kept.

@@ -20,14 +20,7 @@ from qdqbench.eval.selection.trials.calibrations import (
     describe_cost,
     reconstruct_calibrated,
 )
-from qdqbench.eval.selection.trials.results import (
-    DRAW,
-    CalibrationCost,
-    DrawRecord,
-    Origin,
-    Scores,
-    Trial,
-)
+from qdqbench.eval.selection.trials.results import DRAW, CalibrationCost, DrawRecord, Origin, Scores, Trial
 from qdqbench.eval.selection.trials.store import TRIALS, Trials, named_by, write_recipe
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.techniques.channel_splitting import EXTRA

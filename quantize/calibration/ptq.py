@@ -12,12 +12,7 @@ import numpy as np
 
 from qdqbench.quantize.calibration import record as records
 from qdqbench.quantize.calibration.fakequant import quantizers as fake
-from qdqbench.quantize.calibration.techniques import (
-    centering,
-    channel_splitting,
-    qkv_bias_folding,
-    smoothing,
-)
+from qdqbench.quantize.calibration.techniques import centering, channel_splitting, qkv_bias_folding, smoothing
 from qdqbench.quantize.calibration.techniques import softmax_scale as softmax
 from qdqbench.quantize.calibration.techniques.bias_correction import (
     apply_biases,
@@ -156,10 +151,7 @@ def insert_quantizers(model: "PreTrainedModel", plan: Plan) -> dict[str, Any]:
 
 
 def calibrate(
-    model: "PreTrainedModel",
-    plan: Plan,
-    batches: Iterable[Batch],
-    settings: Calibration,
+    model: "PreTrainedModel", plan: Plan, batches: Iterable[Batch], settings: Calibration
 ) -> records.CalibrationRecord:
     """Insert quantizers and calibrate them, in place; memory does not grow with the samples.
 

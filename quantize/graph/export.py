@@ -15,12 +15,7 @@ import onnx
 
 from qdqbench.quantize.graph import rewrites
 from qdqbench.quantize.graph.index import name_runs, prune
-from qdqbench.quantize.graph.precision import (
-    constants_to_initializers,
-    drop_noop_casts,
-    halve_table,
-    to_fp16,
-)
+from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, halve_table, to_fp16
 from qdqbench.quantize.graph.weights import drop_zero_biases, factor_scales, fold_weights
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.load import is_large

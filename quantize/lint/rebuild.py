@@ -7,15 +7,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqbench.quantize.graph.index import (
-    FOLDED,
-    MOVES,
-    GraphIndex,
-    attribute,
-    is_qdq,
-    prune,
-    replace_nodes,
-)
+from qdqbench.quantize.graph.index import FOLDED, MOVES, GraphIndex, attribute, is_qdq, prune, replace_nodes
 from qdqbench.quantize.graph.precision import cast_node
 from qdqbench.quantize.graph.weights import quantize_weights
 from qdqbench.quantize.lint.findings import finding_label

@@ -215,8 +215,7 @@ def find_best(backends: Backends, candidates: Iterable[Figure]) -> str | None:
     ]
     least = AS_FAST * max((speed for speed, _ in able), default=0)
     return max(
-        ((each.sqnr_db or 0, speed, each.recipe) for speed, each in able if speed >= least),
-        default=(None,),
+        ((each.sqnr_db or 0, speed, each.recipe) for speed, each in able if speed >= least), default=(None,)
     )[-1]
 
 

@@ -59,8 +59,7 @@ def test_a_file_is_answered_as_the_run_was(run, tmp_path, qdqbench):
 
 
 @pytest.mark.parametrize(
-    ("case", "column"),
-    [("embed", "embedding"), ("tokens", "predicted_labels"), ("qa", "predicted_answer")],
+    ("case", "column"), [("embed", "embedding"), ("tokens", "predicted_labels"), ("qa", "predicted_answer")]
 )
 def test_other_tasks_are_answered_as_by_deploy(case, column, whole_run, tmp_path, qdqbench):
     run = with_cpu_engine(whole_run(case), tmp_path / "run")

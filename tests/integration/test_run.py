@@ -35,14 +35,7 @@ NO_ENGINE = "no engine can be built here, so the run will continue without one"
 DEPLOYED = [  # of a run for TensorRT-RTX
     f"deploy/{name}"
     for name in (
-        *(
-            "README.md",
-            "SHA256SUMS",
-            "build_tensorrt.sh",
-            "config.json",
-            "model.json",
-            "model.onnx",
-        ),
+        *("README.md", "SHA256SUMS", "build_tensorrt.sh", "config.json", "model.json", "model.onnx"),
         *("onnx/model_quantized.onnx", "openvino/openvino_model.bin", "openvino/openvino_model.xml"),
         *("recipe.yaml", "requirements.txt", "run_onnxruntime.py", "run_openvino.py", "run_tensorrt.py"),
         *("run_tensorrt_rtx.py", "sentence_bert_config.json", "serve.py"),

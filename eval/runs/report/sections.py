@@ -188,10 +188,7 @@ def parity_section(results: Results) -> doc.Section:
         ("largest step", lambda tensor: tensor.max_step),
         ("limit", lambda tensor: tensor.step_limit),
         ("output error", lambda tensor: known(tensor.output_rel_error, ".2g")),
-        (
-            "limit",
-            lambda tensor: "" if tensor.output_rel_error is None else f"{tensor.output_limit:.2g}",
-        ),
+        ("limit", lambda tensor: "" if tensor.output_rel_error is None else f"{tensor.output_limit:.2g}"),
         ("codes", lambda tensor: f"{tensor.int8_values:,}"),
         ("differing", lambda tensor: f"{tensor.differing:,}"),
         ("", lambda tensor: doc.mark(tensor.holds)),

@@ -6,13 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from qdqbench.eval.metrics import figures
 from qdqbench.eval.metrics.gate import judge_shapes
-from qdqbench.eval.metrics.results import (
-    GateState,
-    Parity,
-    ParityRow,
-    Speedup,
-    StageResult,
-)
+from qdqbench.eval.metrics.results import GateState, Parity, ParityRow, Speedup, StageResult
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.report.charts import place
 from qdqbench.eval.runs.results import Results

@@ -57,11 +57,7 @@ class MultiLabel(TaskKind):
     gold_is_labels = False
     calibrates_unlabelled = True
     # of classes whose probability, the sigmoid of the logit, is above 0.5
-    metrics = {
-        "f1_micro": of_sums(_micro),
-        "f1_macro": of_sums(_macro),
-        "exact_match": share_of_rows(_exact),
-    }
+    metrics = {"f1_micro": of_sums(_micro), "f1_macro": of_sums(_macro), "exact_match": share_of_rows(_exact)}
     default_metrics = tuple(metrics)
 
     def label_problem(self, dataset: "Dataset", task: TaskFields) -> str:

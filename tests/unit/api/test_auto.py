@@ -28,9 +28,6 @@ def test_the_recipe_to_start_with_comes_first(tiny_bert, tmp_path, monkeypatch):
 
 
 def test_named_ones_come_in_their_order(tiny_bert):
-    assert names(tiny_bert, given=["bert-int8-ffn", "int8-linears"]) == [
-        "bert-int8-ffn",
-        "bert-int8-linears",
-    ]
+    assert names(tiny_bert, given=["bert-int8-ffn", "int8-linears"]) == ["bert-int8-ffn", "bert-int8-linears"]
     with pytest.raises(UserError, match="two steps would be called"):
         names(tiny_bert, given=["int8-ffn", "bert-int8-ffn"])

@@ -214,10 +214,7 @@ def some_target(tmp_path, recipe="bert-int8-linears", kind="shape"):
     )
     recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
     session = SimpleNamespace(
-        recipe=recipe,
-        target=choose_target(recipe),
-        folder=tmp_path,
-        plan=SimpleNamespace(attention=()),
+        recipe=recipe, target=choose_target(recipe), folder=tmp_path, plan=SimpleNamespace(attention=())
     )
     return bench_target.Target(session, about)
 

@@ -7,11 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from qdqbench.quantize.engine.layers import (
-    kernel_label,
-    parse_inspector_json,
-    types_text,
-)
+from qdqbench.quantize.engine.layers import kernel_label, parse_inspector_json, types_text
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.lint.inspection import (
     explain_slowdown,

@@ -158,10 +158,7 @@ def test_a_folder_of_something_else_is_named_with_the_next_step(tmp_path, files,
     [
         (ModuleNotFoundError("You need to install fugashi to use MecabTokenizer."), "fugashi"),
         (ImportError("You need to install sudachipy to use SudachiTokenizer."), "sudachipy"),
-        (
-            ImportError("CpmTokenizer requires the SentencePiece library"),
-            "sentencepiece",
-        ),
+        (ImportError("CpmTokenizer requires the SentencePiece library"), "sentencepiece"),
         (ValueError("`tiktoken` is required. Install it with `pip install tiktoken`."), "sentencepiece"),
         (ModuleNotFoundError("No module named 'unidic_lite'", name="unidic_lite"), "unidic-lite"),
     ],

@@ -97,10 +97,7 @@ def test_the_worst_task_is_shown_and_what_no_engine_ran_is_called_so():
 def test_a_task_counts_once_in_the_mean_and_held_out_ones_are_told_apart():
     rows = [accuracy("sst2", -0.4, 0.1), accuracy("sst2", 0.2, 0.3), accuracy("rte", -1.3, 0.6)]
     found = shipped.Figure(
-        recipe="x",
-        backends="tensorrt",
-        accuracy=(*rows, accuracy("mnli", -9, stage="fake_quant")),
-        speed=(),
+        recipe="x", backends="tensorrt", accuracy=(*rows, accuracy("mnli", -9, stage="fake_quant")), speed=()
     )
     assert found.mean == shipped.Mean(
         tasks=2, points=-0.7, stderr=0.3162, measurements=3, beyond=2, by_chance=0.07

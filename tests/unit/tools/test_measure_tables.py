@@ -8,17 +8,7 @@ from pathlib import Path
 import pytest
 import typer
 from tools import measure_tables
-from tools.measure_tables import (
-    LATE,
-    REAL,
-    Step,
-    chunks,
-    main,
-    measure,
-    name_run,
-    runs,
-    write_squad_lengths,
-)
+from tools.measure_tables import LATE, REAL, Step, chunks, main, measure, name_run, runs, write_squad_lengths
 
 from qdqbench.cli.app import app
 from qdqbench.quantize.models.load import load_tokenizer
