@@ -13,7 +13,7 @@ from qdqbench.eval.metrics.logits import read_logits
 from qdqbench.eval.metrics.runners import Predict
 from qdqbench.eval.verification import checks
 from qdqbench.eval.verification.blocks import Uncut, open_reference, reference_blocks, stitch
-from qdqbench.eval.verification.results import BlockCheck, ShapeCheck, Verification
+from qdqbench.eval.verification.results import BlockCheck, Verification
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.engine.profiles import Profile
@@ -204,7 +204,11 @@ def verify_engine(session: Session) -> Verification:
         data = _read_data(session, widest(profiles).max[1])
         told = data.encoded.answers_of(data.encoded.rows_of(data.distinct))
         cost = checks.QuantizationCost.of(data.reference[told], data.fp32[told], len(data.distinct), rounding)
-        shapes = _run_shapes(run, data, profiles, session)
+        shapes = []
+        for case in track("shapes", shape_cases(data.encoded.lengths, profiles, seed)):
+            n, reference = len(case.rows), data.reference[data.encoded.answers_of(np.array(case.rows))]
+            got = _answer(run, data.encoded, case, session.pad_id, n)
+            shapes.append(checks.check_shape(got, reference, (n, case.length), case.what))
         few = data.rows[:PADDING_SAMPLES].tolist()
         padding = checks.check_padding(
             padding_answers(run, data.encoded, few, profiles, session.pad_id), cost
@@ -263,15 +267,6 @@ def _read_data(session: Session, longest: int) -> _Data:
     fitting = distinct[fitting_samples(encoded.longest[distinct], longest)]
     drawn = np.random.default_rng(session.config.seed).permutation(fitting)[:SAMPLES]
     return _Data(encoded, reference, fp32, distinct, drawn)
-
-
-def _run_shapes(run: Predict, data: _Data, profiles: Sequence[Profile], session: Session) -> list[ShapeCheck]:
-    found = []
-    for case in track("shapes", shape_cases(data.encoded.lengths, profiles, session.config.seed)):
-        n, reference = len(case.rows), data.reference[data.encoded.answers_of(np.array(case.rows))]
-        got = _answer(run, data.encoded, case, session.pad_id, n)
-        found.append(checks.check_shape(got, reference, (n, case.length), case.what))
-    return found
 
 
 def _run_rows(run: Predict, data: _Data, profiles: Sequence[Profile], session: Session) -> Floats:
