@@ -73,7 +73,7 @@ COMMANDS: dict[str, dict[str, Command]] = {  # by what they are for, as help sho
         "diagnose": Command("lint.diagnose", options.DiagnoseOptions, html=True),
         "fix": Command("lint.fix", options.FixCommandOptions, html=True),
         "compare": Command("compare.compare", options.CompareOptions),
-        "bench": Command("bench.bench", options.BenchOptions, TARGET),
+        "bench": Command("run.bench", options.BenchOptions, TARGET),
         "timings": Command("compare.timings", options.StageOptions, about=TIMINGS),
         "doctor": Command("lint.doctor", options.DoctorOptions, html=True),
     },
@@ -86,7 +86,7 @@ COMMANDS: dict[str, dict[str, Command]] = {  # by what they are for, as help sho
     },
     "Train": {
         "qat": Command("run.run", options.QatOptions, QAT_RECIPE, steps="stage", resumes=True),
-        "finetune": Command("train.finetune", options.FinetuneOptions, steps="training", resumes=True),
+        "finetune": Command("run.finetune", options.FinetuneOptions, steps="training", resumes=True),
     },
     "Deploy": {
         "deploy": Command("serve.deploy", options.DeployOptions),
@@ -95,5 +95,5 @@ COMMANDS: dict[str, dict[str, Command]] = {  # by what they are for, as help sho
         "serve": Command("serve.serve", ServeOptions, RUN, about=SERVE, steps=None, json=False),
         "export-triton": Command("serve.export_triton", options.TritonOptions),
     },
-    "Maintainers": {"study": Command("train.study", options.StudyOptions, resumes=True)},
+    "Maintainers": {"study": Command("run.study", options.StudyOptions, resumes=True)},
 }

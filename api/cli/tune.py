@@ -6,14 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from qdqbench import _options
 from qdqbench._auto import start_auto
-from qdqbench._options import (
-    AutoOptions,
-    CalibrationOptions,
-    RecipeOptions,
-    SearchCommandOptions,
-    SensitivityOptions,
-)
 from qdqbench.cli.answer import Answer
 from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.selection import calibration_comparison as compared
@@ -38,14 +32,14 @@ WORK = "work"
 EMBEDDED_MODEL = Path("embedded", "model", "config.json")
 
 
-def auto(options: AutoOptions) -> Answer:
+def auto(options: _options.AutoOptions) -> Answer:
     result, folder = start_auto(options)
     failure = CheckFailed(f"no recipe holds: {'; '.join(unmet_lines(result))}")
     lines = [f"report: {folder / 'auto.html'}"]
     return Answer(result, auto_report(result), lines, None if result.choice.passed else failure)
 
 
-def search(recipe: str | None, options: SearchCommandOptions) -> Answer:
+def search(recipe: str | None, options: _options.SearchCommandOptions) -> Answer:
     config = options.config(options.find_recipe(recipe).ptq)
     folder, study = run_folder("search", config, options.out), options.study_name
     study = study or f"{config.recipe.name}-{config.task.name}"
@@ -71,7 +65,7 @@ def search(recipe: str | None, options: SearchCommandOptions) -> Answer:
     return Answer(found, search_report(found), [f"report: {folder / 'search.html'}"], error)
 
 
-def sensitivity(recipe: str | None, options: SensitivityOptions) -> Answer:
+def sensitivity(recipe: str | None, options: _options.SensitivityOptions) -> Answer:
     config = options.config(options.find_recipe(recipe).ptq)
     answer = _measure("sensitivity", config, options, Measurement, sensitivity_report)
     if not answer.found.choice.reached:
@@ -79,7 +73,7 @@ def sensitivity(recipe: str | None, options: SensitivityOptions) -> Answer:
     return answer
 
 
-def compare_calibration(recipe: str | None, options: CalibrationOptions) -> Answer:
+def compare_calibration(recipe: str | None, options: _options.CalibrationOptions) -> Answer:
     config = options.config(options.find_recipe(recipe).ptq)
     named, smooths = options.method or (), options.smoothing or ()
     # a wrong name fails before anything is loaded
@@ -92,7 +86,7 @@ def compare_calibration(recipe: str | None, options: CalibrationOptions) -> Answ
 def _measure(
     kind: str,
     config: RunConfig,
-    options: SensitivityOptions | CalibrationOptions,
+    options: _options.SensitivityOptions | _options.CalibrationOptions,
     measured: Any,
     report: Callable[[Any], Report],
 ) -> Answer:
@@ -110,7 +104,7 @@ def _measure(
 
 
 @contextmanager
-def _held(kind: str, session: Session, folder: Path, options: RecipeOptions) -> Iterator[None]:
+def _held(kind: str, session: Session, folder: Path, options: _options.RecipeOptions) -> Iterator[None]:
     """Hold the folder of a command, with the built-in BERT where no model is named."""
     identity = identity_of(kind, session)
     ready = partial(session.require_inputs, evaluates=kind != "sensitivity")

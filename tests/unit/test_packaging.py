@@ -197,7 +197,7 @@ def test_help_is_quick():
         (  # what every command loads first, before it reads what it was given
             "quantize.utils.errors quantize.utils.files quantize.recipe.schema quantize.recipe.plan "
             "quantize.pipeline.session quantize.pipeline.pipeline quantize.models.load cli.app "
-            "cli.run cli.tune cli.bench cli.train cli.serve cli.compare cli.lint cli.recipes",
+            "cli.run cli.tune cli.serve cli.compare cli.lint cli.recipes",
             {"torch", "transformers", "datasets", "onnxruntime", "matplotlib"},
         ),
         ("quantize.lint.logs", {"qdqbench.quantize.graph.export", "qdqbench.quantize.recipe.schema"}),
