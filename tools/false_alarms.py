@@ -13,6 +13,7 @@ where something healthy fails, or a fault passes or was planted nowhere.
 """
 
 import argparse
+import re
 import sys
 import tempfile
 import time
@@ -109,44 +110,26 @@ def graphs(quantized: Quantized, recipe: Recipe) -> Iterator[tuple[str, onnx.Mod
             yield f"{compute} {weights}", export.finish_graph(traced, quantized.plan, settings)
 
 
-def _linear(graph: onnx.ModelProto, part: str) -> str | None:
-    """Return the second linear whose name ends so: nothing of it is the same in every token."""
-    names = [t.name for t in graph.graph.initializer if t.name.endswith(f"{part}.weight_int8")]
-    return names[-1].removesuffix(".weight_int8") if names else None
+def _linear(graph: onnx.ModelProto, *parts: str) -> str | None:
+    """Return the second linear of the first part that it has: nothing of it is the same in every token."""
+    end, names = ".weight_int8", [t.name for t in graph.graph.initializer][::-1]
+    found = (name for part in parts for name in names if name.endswith(part + end))
+    return next((name.removesuffix(end) for name in found), None)
 
 
-def _scaled(suffix: str, part: str, factor: float, channels: slice) -> Fault:
+def _store(graph: onnx.ModelProto, names: list[str], change: Callable[[Any], Any]) -> bool:
+    for name in names:
+        store(graph, name, change(tensor(graph, name)))
+    return bool(names)
+
+
+def _vector(suffix: str, change: Callable[[Any], Any], *parts: str) -> Fault:
     def fault(graph: onnx.ModelProto) -> bool:
-        name = _linear(graph, part)
-        known = {t.name for t in graph.graph.initializer}
-        found = next((n for n in (f"{name}.{suffix}", f"{name}.{suffix}_fp16") if n in known), None)
-        if found is None or not tensor(graph, found).ndim:
-            return False
-        value = tensor(graph, found).astype(np.float32)
-        value[channels] *= np.float32(factor)
-        store(graph, found, value)
-        return True
+        name = f"{_linear(graph, *parts)}.{suffix}"
+        names = [t.name for t in graph.graph.initializer if t.name in (name, f"{name}_fp16") and t.dims]
+        return _store(graph, names, lambda value: change(value.astype(np.float32)))
 
     return fault
-
-
-def _bias(graph: onnx.ModelProto, amount: float, channels: slice) -> bool:
-    known = {t.name for t in graph.graph.initializer}
-    name = _linear(graph, "dense") or _linear(graph, "lin1")
-    found = next((n for n in (f"{name}.bias", f"{name}.bias_fp16") if n in known), None)
-    if found is None:
-        return False
-    value = tensor(graph, found).astype(np.float32)
-    value[channels][::2] += amount  # a LayerNorm takes out what all channels share
-    store(graph, found, value)
-    return True
-
-
-def _transposed(graph: onnx.ModelProto) -> bool:
-    name = _linear(graph, "query") or _linear(graph, "q_lin")
-    if name:
-        store(graph, f"{name}.weight_int8", tensor(graph, f"{name}.weight_int8").T.copy())
-    return name is not None
 
 
 def _swapped(graph: onnx.ModelProto) -> bool:
@@ -161,8 +144,13 @@ def _swapped(graph: onnx.ModelProto) -> bool:
     return True
 
 
+def _transposed(graph: onnx.ModelProto) -> bool:
+    name = _linear(graph, "query", "q_lin")
+    return _store(graph, [f"{name}.weight_int8"] if name else [], lambda value: value.T.copy())
+
+
 def _wrong_axis(graph: onnx.ModelProto) -> bool:
-    name = _linear(graph, "attention.output.dense") or _linear(graph, "out_lin")
+    name = _linear(graph, "attention.output.dense", "out_lin")
     for node in graph.graph.node:
         if node.op_type == "DequantizeLinear" and node.input[0] == f"{name}.weight_int8" and node.attribute:
             axis = next(item for item in node.attribute if item.name == "axis")
@@ -171,60 +159,52 @@ def _wrong_axis(graph: onnx.ModelProto) -> bool:
     return False
 
 
-def _stale_amax(kind: str, factor: float) -> Fault:
+def _stale_amax(kind: str) -> Fault:
     def fault(graph: onnx.ModelProto) -> bool:
         """The scale of a Q and its DQ is of another calibration."""
-        names = [
-            n.input[1]
-            for n in graph.graph.node
-            if n.op_type == "QuantizeLinear" and module_of(n.name).endswith(kind)
-        ]
-        if names:
-            store(graph, names[-1], tensor(graph, names[-1]) * np.float32(factor))
-        return bool(names)
+        nodes = [node for node in graph.graph.node if node.op_type == "QuantizeLinear"]
+        names = [node.input[1] for node in nodes if module_of(node.name).endswith(kind)]
+        return _store(graph, names[-1:], lambda value: value * np.float32(0.8))
 
     return fault
 
 
 def _positions(graph: onnx.ModelProto) -> bool:
     names = [t.name for t in graph.graph.initializer if "position_embeddings.weight" in t.name]
-    for name in names:
-        store(graph, name, np.roll(tensor(graph, name), 1, 0))
-    return bool(names)
+    return _store(graph, names, lambda value: np.roll(value, 1, 0))
 
 
 def _mask(graph: onnx.ModelProto) -> bool:
-    names = [
-        t.name for t in graph.graph.initializer
-        if t.data_type in (1, 10) and not t.dims and tensor(graph, t.name) <= MASK_FILL
-    ]  # fmt: skip
-    for name in names:
-        store(graph, name, np.zeros_like(tensor(graph, name)))
-    return bool(names)
+    scalars = [t.name for t in graph.graph.initializer if t.data_type in (1, 10) and not t.dims]
+    return _store(graph, [name for name in scalars if tensor(graph, name) <= MASK_FILL], np.zeros_like)
 
 
 def _shift(graph: onnx.ModelProto) -> bool:
     """The bias of a LayerNorm, which holds what was shifted out of a tensor, is missing."""
-    names = [
-        t.name for t in graph.graph.initializer if "LayerNorm.bias" in t.name or "layer_norm.bias" in t.name
-    ]
-    if names:
-        store(graph, names[-2], np.zeros_like(tensor(graph, names[-2])))
-    return bool(names)
+    names = [t.name for t in graph.graph.initializer if re.search("(LayerNorm|layer_norm).bias", t.name)]
+    return _store(graph, names[-2:-1], np.zeros_like)
 
 
-ALL = slice(None)
+def _first(value: Any) -> Any:
+    return np.arange(len(value)) == 0
+
+
 FAULTS: dict[str, Fault] = {
-    "wrong scale of a weight": _scaled("weight_scale", "dense", 1.25, ALL),
-    "wrong scale of one channel": _scaled("weight_scale", "dense", 1.5, slice(0, 1)),
+    "wrong scale of a weight": _vector("weight_scale", lambda value: value * 1.25, "dense"),
+    "wrong scale of one channel": _vector(
+        "weight_scale", lambda value: value * (1 + _first(value) / 2), "dense"
+    ),
     "wrong axis": _wrong_axis,
     "swapped q and k": _swapped,
     "transposed weight": _transposed,
-    "one bias off": lambda graph: _bias(graph, 0.1, ALL),
-    "bias of one channel off": lambda graph: _bias(graph, 0.5, slice(0, 1)),
+    # every second channel: a LayerNorm takes out what all share
+    "one bias off": _vector(
+        "bias", lambda value: value + np.float32(0.1) * (np.arange(len(value)) % 2 == 0), "dense", "lin1"
+    ),
+    "bias of one channel off": _vector("bias", lambda value: value + _first(value) / 2, "dense", "lin1"),
     "missing shift": _shift,
-    "stale amax of an input": _stale_amax("input_quantizer", 0.8),
-    "stale amax of a value": _stale_amax("v_bmm_quantizer", 0.8),
+    "stale amax of an input": _stale_amax("input_quantizer"),
+    "stale amax of a value": _stale_amax("v_bmm_quantizer"),
     "positions off by one": _positions,
     "wrong mask": _mask,
 }
