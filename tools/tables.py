@@ -697,7 +697,10 @@ def serving_table(data: Data) -> str:
         best[
             each["run"], each["tokens"], each["texts_per_request"], each["connections"] == 1, each["share"]
         ] = each
-    for each in (each for each in _read("serving")["loads"] if each in best.values()):
+    # further ones are in the file
+    shown = [each for each in best.values() if each["tokens"] != MRPC or each["run"].endswith("embed")]
+    shown = [each for each in shown if each["run"] != "minilm" or not (each["tokens"] or each["share"])]
+    for each in (each for each in _read("serving")["loads"] if each in shown):
         run, tokens = each["run"], each["tokens"]
         load = f" at {each['share']:.0%}" if each["share"] else ""
         rows.append(
@@ -710,6 +713,34 @@ def serving_table(data: Data) -> str:
             ]
         )
     return table(["model, tokens", "connections x texts", "texts/s", "of the engine's", "p50/p99 ms"], rows)
+
+
+MRPC = 53  # tokens of a text: the mean of its pairs
+BESIDE = [(1, 1, 0.0), (2000, 1, 0.0), (96, 32, 0.0), (1000, 1, 0.7)]  # loads of ours that peers stand beside
+
+
+def peers_table(data: Data) -> str:
+    """Our server and others on two GPUs, for texts as they are."""
+    rows, read = [], _read("serving-two-gpus")
+    ours = [each | {"peer": "serve"} for each in read["loads"] if each["tokens"] is None]
+    ours = [e for e in ours if (e["connections"], e["texts_per_request"], e["share"]) in BESIDE]
+    for each in (*(each for each in ours if each["run"] != "minilm"), *read["peers"]):
+        load, times = "in process", ""
+        if "connections" in each:
+            load = f"{each['connections']:,}x{each['texts_per_request']}"
+            load += f" at {each['share']:.0%}" if each["share"] else ""
+            times = f"{each['p50_ms']:.1f}/{each['p99_ms']:.1f}"
+        load += ", embeddings" if each["run"].endswith("embed") else ""
+        rows.append([f"`{each['peer']}`", load, f"{each['texts_per_s']:,.0f}", times])
+    return table(["server", "connections x texts", "texts/s", "p50/p99 ms"], rows)
+
+
+def kills_words(data: Data) -> str:
+    made = _read("serving-kills")
+    killed, stopped = made["killed"], made["stopped"]
+    assert not killed["lost"] + killed["wrong"] + stopped["wrong"] + stopped["status"]
+    asked = sum(killed["statuses"].values())
+    return f"{len(killed['replaced_after_s'])} kills under {asked:,} requests"
 
 
 def _best(count: int) -> float:
@@ -759,7 +790,7 @@ def files_table(data: Data) -> str:
             f"{each['rows_per_second'] / _alone(each['run'], None):.0%}",
             f"{each['whole_s']:.0f}",
         ]
-        for each in _read("serving")["files"]
+        for each in {each["run"]: each for each in _read("serving")["files"]}.values()  # the last of each
     ]
     return table(["model", "processes", "rows", "rows/s", "of the engine's", "s with loading"], rows)
 
@@ -843,13 +874,12 @@ FIGURES: dict[str, Callable[[Data], str]] = {
     "foreign": foreign_table,
     "foreign-words": foreign_words,
     "serving": serving_table,
+    "serving-peers": peers_table,
+    "kills-words": kills_words,
     "serving-words": lambda data: f"{_best(1):,.0f} requests of one text a second",
     "texts-words": lambda data: f"{_best(32):,.0f} texts/s",
     "serving-files": files_table,
     "triton-words": triton_words,
-    "two-words": lambda data: (
-        f"{max(r['texts_per_s'] for r in _read('serving-two-gpus')['loads']):,.0f} texts/s"
-    ),
     "ready-words": ready_words,
     "openvino-words": openvino_words,
     "noop": noop_table,
