@@ -120,7 +120,7 @@ KEPT = _keep(  # what figures read of a run: None is all of a value, "*" every k
     "created command recipe model task seed trained environment",
     stages={"*": _keep("status n metrics stderr", vs_fp32=VERSUS)},
     training=_keep("best_step steps seconds learning_rate"),
-    reconstruction=_keep("rows held_out before_db after_db seconds"),
+    reconstruction=_keep("rows held_out before_db after_db seconds", layers=_keep("before_db after_db")),
     engine=_keep(
         "backend version compute_capability int8_gemms expected_int8_gemms attention_int8 "
         "expected_attention_int8 int8_residuals expected_int8_residuals"
@@ -615,6 +615,52 @@ def qat_table(data: Data) -> str:
     return table(["model", "backend", *map(code, recipes)], sorted(rows))
 
 
+def layers_table(data: Data) -> str:
+    """SQNR of each layer's output on held-out rows after reconstruction, and its gain; means over tasks."""
+    found: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for run in data.runs:
+        if (layers := (run.get("reconstruction") or {}).get("layers")) and not run.get("training"):
+            model = _model_name(run).removesuffix(f"-{run.task.name}")
+            found[model, _short(run.recipe).removesuffix("-reconstructed")].append(layers)
+    rows = []
+    for (model, recipe), tasks in sorted(found.items()):
+        means = [
+            [fmean(each[key] for each in at) for key in ("before_db", "after_db")]
+            for at in zip(*tasks, strict=True)
+        ]
+        after = "/".join(f"{after:.0f}" for _, after in means)
+        gain = "/".join(f"{after - before:.1f}" for before, after in means)
+        rows.append([code(model), code(recipe), after, gain])
+    return table(["model", "recipe", "after", "gain"], rows)
+
+
+TRAINERS = {
+    "ptq": "PTQ",
+    "reconstruction": "`reconstruction`",
+    "modelopt-qat": "`QATTrainer`",
+    "modelopt-qad": "`QADTrainer`",
+    "nncf-qat": "NNCF",
+}
+
+
+def trainers_table(data: Data) -> str:
+    """SQNR, metric, seconds and GiB of trainers, each at the rate with the highest SQNR of those tried."""
+    rows = []
+    for path in sorted((ROOT / MEASURED).glob("trainings-*.json")):
+        found = files.read_json(path)
+        metric, cells = GLUE[found["task"]].metrics[0], []
+        for system in TRAINERS:
+            tried = [row for row in found["trainings"] if row["system"] == system]
+            row = max(tried, key=lambda row: float(row["sqnr_db"]), default={})
+            shown = (("sqnr_db", 1, 1), (metric, 1, 4), ("seconds", 1, 0), ("peak_bytes", 2**30, 1))
+            parts = [f"{row[key] / unit:.{digits}f}" if key in row else "-" for key, unit, digits in shown]
+            cells.append("/".join(parts).removesuffix("/-/-") if row else "")
+        rows.append([code(found["model"]), code(found["recipe"]), *cells])
+    used = [place for place in range(2 + len(TRAINERS)) if any(row[place] for row in rows)]
+    head = ["model", "recipe", *TRAINERS.values()]
+    return table([head[place] for place in used], [[row[place] for place in used] for row in rows])
+
+
 def families_table(data: Data) -> str:
     """The tasks that an engine ran with the present code, by family and backend."""
     tasks: dict[tuple[str, str], dict[str, None]] = defaultdict(dict)
@@ -870,6 +916,8 @@ FIGURES: dict[str, Callable[[Data], str]] = {
     "changed": changed_table,
     "backends": backends_table,
     "qat": qat_table,
+    "qat-layers": layers_table,
+    "qat-trainers": trainers_table,
     "families": families_table,
     "foreign": foreign_table,
     "foreign-words": foreign_words,

@@ -23,7 +23,7 @@ from qdqbench.quantize.models.load import (
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.recipe.sections import Calibration
+from qdqbench.quantize.recipe.sections import Calibration, Qat, Reconstruction
 from qdqbench.quantize.tasks.data.encode import CalibrationBatches, encode
 from qdqbench.quantize.tasks.data.load import load_split, require_order
 from qdqbench.quantize.tasks.data.splits import Split, has_only_texts, read_split
@@ -233,7 +233,7 @@ class Session:
         labelled = not (task.kind.calibrates_unlabelled or texts)
         return self.split(name, limit=samples, seed=seed, labelled=labelled)
 
-    def own_texts(self, source: str, samples: int, seed: int) -> Split:
+    def own_texts(self, source: str, seed: int, samples: int | None = None) -> Split:
         """Return a draw from other texts than those of the task: without labels, none empty or judged.
 
         UserError: fewer than four are left.
@@ -280,11 +280,15 @@ class Session:
         if self.config.model is None:
             return
         self.plan  # noqa: B018
+        if self.recipe.reconstruction and not self.recipe.quantizes:
+            raise UserError(f"recipe {self.recipe.name} quantizes nothing that reconstruction could train")
         if calibrates and self.recipe.quantizes and not self.config.calibrated:
             with self.unnoted():
                 self.calibration_batches()
-                if (trains := self.recipe.reconstruction) and trains.texts:
-                    self.own_texts(trains.texts, trains.samples, trains.seed)
+                trainings: list[Reconstruction | Qat | None] = [self.recipe.reconstruction, self.recipe.qat]
+                for trains in trainings:
+                    if trains and trains.texts:
+                        self.own_texts(trains.texts, trains.seed)
         if evaluates:
             self.eval_splits  # noqa: B018
 

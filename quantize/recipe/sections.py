@@ -401,6 +401,16 @@ class Qat(Training):
     amax: Literal["frozen", "learned"] = field("frozen, or learned with a ratio (LSQ).", default="frozen")
     amax_learning_rate: Rate = field("Of learned amax, relative to its value.", default=1e-3)
     distill: Distill = field("Parts of the loss.", default=Distill())
+    texts: str | None = field(
+        "Folder, or `hub:OWNER/NAME`, whose train split is read instead of the task's, without labels.",
+        default=None,
+    )
+
+    @model_validator(mode="after")
+    def _no_labels(self) -> "Qat":
+        if self.texts and self.distill.labels:
+            raise ValueError("texts have no labels; set distill.labels to 0, or drop texts")
+        return self
 
 
 class Reconstruction(Frozen):

@@ -7,6 +7,7 @@ rebuild the trained fake-quant model bit for bit.
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from qdqbench.quantize.recipe.schema import require_qat
 from qdqbench.quantize.recipe.sections import Qat
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.data.encode import encode
+from qdqbench.quantize.tasks.data.splits import Split
+from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.training import loop
 from qdqbench.quantize.training.student import list_written, prepare, to_db, write_trained
@@ -80,6 +83,7 @@ class Distillation:
         self, session: Session, settings: Qat, accelerator: Accelerator, data: loop.TrainingData
     ) -> None:
         self.task, self.parts = session.config.task, settings.distill
+        self.labelled = not settings.texts
         self.accelerator, self.data = accelerator, data
         self.teacher = session.new_model().to(accelerator.device)
         self.teacher.requires_grad_(False)
@@ -136,7 +140,7 @@ class Distillation:
             shared = float(self.accelerator.reduce(hidden, reduction="sum"))
             values["hidden_db"] = to_db(shared / judged.rows)
             weighed.append((parts.hidden, values["hidden_db"]))
-        if not task.kind.embeds:
+        if self.labelled and not task.kind.embeds:
             values["loss"] = task.kind.mean_loss(answers, judged.labels, judged.answers)
             weighed.append((parts.labels, to_db(values["loss"])))
         score = sum(weight * value for weight, value in weighed) / sum(weight for weight, _ in weighed)
@@ -144,7 +148,7 @@ class Distillation:
         reference = metrics.select_reference(task, judged.gold, wanted)
         labels = judged.labels
         constant = loop.is_collapsed(task, answers, labels) and not loop.is_collapsed(task, wanted, labels)
-        found = metrics.compute(task, answers, reference)
+        found = metrics.compute(task, answers, reference) if self.labelled else {}
         return loop.HeldOut(values["score_db"], {**values, **found}, constant)
 
 
@@ -169,9 +173,21 @@ def prepare_student(session: Session, settings: Qat, batches: list[Batch]) -> Pr
     return model
 
 
-def new_job(session: Session, settings: Qat, accelerator: Accelerator) -> loop.Job:
+def _read_split(session: Session, settings: Qat) -> Split:
+    """Return the rows to learn from and to hold out; labels of own texts are zeros, which nothing reads."""
     task = session.config.task
-    split = session.split(task.train_split, limit=None)
+    if settings.texts is None:
+        return session.split(task.train_split, limit=None)
+    if not (task.kind.embeds or task.kind in (CLASSIFICATION, REGRESSION)):
+        raise UserError(f"qat.texts is for one answer a text, and task {task.name} has others; drop it")
+    split = session.own_texts(settings.texts, settings.seed)
+    kept = split.dataset.select_columns([*task.text_columns])
+    zeros = np.zeros(len(kept), dtype=np.int64)
+    return replace(split, dataset=kept.add_column(task.label_column or "label", zeros))
+
+
+def new_job(session: Session, settings: Qat, accelerator: Accelerator) -> loop.Job:
+    task, split = session.config.task, _read_split(session, settings)
     encoded = encode(split, task, session.tokenizer, session.recipe.export.max_length)
     data = loop.divide(encoded, session.pad_id, settings.holdout, settings.seed)
     some = loop.epoch_batches(data, loop.BATCH, settings.seed, 0)[:MEANS]

@@ -377,7 +377,7 @@ def read_rows(session: Session, settings: Reconstruction, judged: int = 0) -> tu
     `judged` rows after those that calibrate, in the order of calibration, are left out: others judge on them.
     """
     if settings.texts is not None:
-        split = session.own_texts(settings.texts, settings.samples, settings.seed)
+        split = session.own_texts(settings.texts, settings.seed, settings.samples)
     elif judged:
         own = session.recipe.calibration
         split = session.calibration_split(settings.samples + judged, own.seed)

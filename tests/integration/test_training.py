@@ -355,6 +355,23 @@ def test_a_training_that_diverges_says_so(sst2, qdqbench, tmp_path):
     assert "lower learning_rate" in done.err
 
 
+def test_own_texts_teach_and_have_no_metric(sst2, qdqbench, tmp_path):
+    words = ["good", "bad", "fine", "poor", "great", "dull"]
+    texts = [f"{one} {other} {third}" for one in words for other in words for third in words]
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "train.csv").write_text("\n".join(["sentence", *texts, ""]))
+    own = str(tmp_path / "own")
+    asked = recipe(tmp_path, epochs=0.5, texts=own, learning_rate=1e-5)
+    done = qdqbench("run", asked, *sst2.options, "--until", "qat", "--out", str(tmp_path / "run"))
+    assert done.code == 0, done.err
+    training = json.loads((tmp_path / "run" / "qat" / "training.json").read_text())
+    assert training["rows"] + training["held_out"] == len(texts)
+    log = training["log"]
+    judged = [row["values"] for row in log if row["values"]]
+    assert all({*values} == {"score_db", "sqnr_db", "hidden_db"} for values in judged)
+    assert len(judged) == 3
+
+
 @pytest.mark.long
 def test_two_processes_train_one_run(given, tmp_path):
     out = tmp_path / "run"

@@ -137,6 +137,7 @@ def test_every_mistake_is_named_at_once():
         (HEAD + "qat: {epoch: 1}", "unknown key 'qat.epoch', did you mean 'epochs'"),
         (HEAD + "qat: {epochs: 0}", "qat.epochs"),
         (HEAD + "qat: {distill: {logits: 0, hidden: 0}}", "nothing to learn from"),
+        (HEAD + "qat: {distill: {labels: 1}, texts: mine}", "texts have no labels"),
         (HEAD + "export: {opset: 19}", "export.opset"),
         (HEAD + "export: {gelu: erf}", "export.gelu: Input should be 'exact' or 'tanh'"),
         (HEAD + "export: {gelu: true}", "export.gelu"),

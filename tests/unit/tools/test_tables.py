@@ -228,3 +228,32 @@ def test_training_is_compared_with_the_model_before_it():
     alone = run_of(given.model_copy(update={"training": None}))
     assert alone.recipe["name"] == "bert-int8-attention-reconstructed"
     assert tables.qat_table(Data([alone], [])).count("21.4/21.4/21.4") == 1
+    found = tables.layers_table(Data([alone, run_of(given)], [])).strip().splitlines()
+    assert len(found) == 3
+    assert found[2].endswith("| `int8-attention` | 28/28/26/26/24/24 | 1.5/1.5/1.5/1.5/1.5/1.5 |")
+
+
+def test_a_trainer_is_shown_at_its_best_rate(tmp_path, monkeypatch):
+    trained = [
+        {
+            "system": "nncf-qat",
+            "learning_rate": rate,
+            "seconds": 9.0,
+            "peak_bytes": 2**30,
+            "sqnr_db": sqnr,
+            "f1": 0.8,
+        }
+        for rate, sqnr in ((1e-6, 20.0), (1e-5, 19.0))
+    ]
+    found = {
+        "model": "m",
+        "recipe": "r",
+        "task": "mrpc",
+        "trainings": [{"system": "ptq", "sqnr_db": 18.0, "f1": 0.7}, *trained],
+    }
+    (tmp_path / "docs" / "measured").mkdir(parents=True)
+    (tmp_path / "docs" / "measured" / "trainings-x.json").write_text(json.dumps(found))
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    head, _, row = tables.trainers_table(Data([], [])).strip().splitlines()
+    assert head == "| model | recipe | PTQ | NNCF |"
+    assert row == "| `m` | `r` | 18.0/0.7000 | 20.0/0.8000/9/1.0 |"
