@@ -55,7 +55,8 @@ def test_the_gpu_calibrates_and_evaluates_as_the_cpu_does(sst2, tmp_path, monkey
 
 def test_sensitivity_takes_no_kernels_of_modelopt(sst2, tmp_path):
     pytest.importorskip("optuna")
-    options = [*sst2.options, "--set", "engine.backend=cuda", "--samples", 32, "--out", tmp_path / "out"]
+    options = [*sst2.options, "--set", "engine.backend=cuda", "--set", "calibration.samples=64"]
+    options += ["--samples", 32, "--out", tmp_path / "out"]
     outcome = invoke("sensitivity", "bert-int8-attention", *options)
     assert outcome.exit_code == 0, outcome.exception
     require_no_extension()
