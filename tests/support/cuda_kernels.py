@@ -10,7 +10,7 @@ import numpy as np
 from qdqbench.eval.metrics.parity import LIMIT_FRACTION
 from qdqbench.eval.verification.bisect import GELU_ERROR
 from qdqbench.quantize.engine.cuda.interpret import compute
-from qdqbench.quantize.engine.cuda.names import NARROW, SLIM, STATIONARY, TILES
+from qdqbench.quantize.engine.cuda.names import find_target, list_tiles
 from qdqbench.quantize.engine.cuda.plan import (
     Answer,
     Attention,
@@ -89,14 +89,6 @@ def end(of: str) -> Head:
     return Head(name="head", input=of, pooling="first", steps=(), answers=(Answer(name="answer"),))
 
 
-TILED = [  # epilogues with each tile that Hopper has for them
-    (epilogue, tile)
-    for epilogue in EPILOGUES
-    for halves in ((NARROW, SLIM) if epilogue[2] == "fp16" else (),)
-    for tile in (*TILES, *halves, *[STATIONARY] * (epilogue[1] is None))
-]
-
-
 def make_gemm(k, n, activation, residual, output):
     """A GEMM of random codes with such an epilogue, from FP16 states `x` and `r`.
 
@@ -137,6 +129,14 @@ def make_gemm(k, n, activation, residual, output):
     return plan, {
         name: np.asarray(each, np.int8 if "weight" in name else np.float32) for name, each in arrays.items()
     }
+
+
+TILED = [  # epilogues with each tile that Hopper has for them
+    (epilogue, tile)
+    for epilogue in EPILOGUES
+    for plan, _ in [make_gemm(64, 64, *epilogue)]
+    for tile in list_tiles(plan.operations[2], plan, find_target("9.0"))
+]
 
 
 def make_norm(width, codes):

@@ -18,7 +18,6 @@ from typing import Any
 
 from qdqbench.quantize.engine.cuda.check import require_kernels
 from qdqbench.quantize.engine.cuda.names import (
-    STATIONARY,
     Target,
     Tile,
     attention_form,
@@ -102,10 +101,8 @@ def list_instances(operation: Operation, plan: Plan, target: Target) -> list[tup
             coded = plan.tensors[operation.output].kind == "int8"
             flags = f"{gemm_form(operation)}, {_RESIDUALS[residual]}, {str(coded).lower()}"
             name, tiles = gemm_name(operation, plan), list_tiles(operation, plan, target)
-            if target.wgmma:
-                forms = ["GEMM", *["HALVES_GEMM"] * (not coded), *["STATIONARY_GEMM"] * (STATIONARY in tiles)]
-                return [("gemm", f"{form}({name}, {flags})") for form in forms]
-            return [("gemm_mma", f"GEMM_OF(gemm_{tile}_{name}, {_form(tile)}, {flags})") for tile in tiles]
+            source, form = ("gemm", _hopper_form) if target.wgmma else ("gemm_mma", _form)
+            return [(source, f"GEMM_OF(gemm_{tile}_{name}, {form(tile)}, {flags})") for tile in tiles]
         case Attention(probability_multiplier=float()):
             coded = plan.tensors[operation.output].kind == "int8"
             flags = f"{operation.head_size}, {str(coded).lower()}, {attention_form(operation)}"
@@ -123,6 +120,13 @@ def _form(tile: Tile) -> str:
     """Return the arguments of a tile's template."""
     numbers = tile.m, tile.n, tile.k, *tile.warps, tile.stages, tile.blocks
     return ", ".join([*map(str, numbers), str(tile.splits).lower()])
+
+
+def _hopper_form(tile: Tile) -> str:
+    """Return the same of a tile of Hopper: rows in 64 of a group first."""
+    flags = (str(each).lower() for each in (tile.stationary, tile.together))
+    rows = tile.m // (128 if tile.together else 64)
+    return ", ".join([*map(str, (rows, tile.n, tile.stages)), *flags])
 
 
 def compile_source(name: str, instances: list[str], target: Target) -> bytes:

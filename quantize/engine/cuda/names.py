@@ -12,7 +12,8 @@ class Tile(NamedTuple):
     """Part of a GEMM that a block makes at once, the stages of its loads, and whether its weights stay.
 
     Those of mma.sync have more: channels of K of a stage, warps down and across, and the blocks of a
-    multiprocessor. If a tile `splits`, different blocks may sum `parts` of K.
+    multiprocessor. If a tile `splits`, different blocks may sum `parts` of K. On Hopper two groups of a block
+    make tiles by turns, or `together`.
     """
 
     m: int
@@ -24,6 +25,7 @@ class Tile(NamedTuple):
     blocks: int = 1
     splits: bool = False
     parts: int = 1
+    together: bool = False
 
     def __str__(self) -> str:
         return f"{self.m}_{self.n}" + ("_stationary" if self.stationary else "")
@@ -49,6 +51,7 @@ class Target(NamedTuple):
 TILES = Tile(128, 128, 5), Tile(64, 128, 8), Tile(64, 64, 12)
 STATIONARY = Tile(128, 128, 5, stationary=True)
 NARROW, SLIM = Tile(64, 96, 10), Tile(64, 32, 16)  # of FP16; columns of codes come in 64
+BROAD = Tile(128, 192, 5, together=True)  # with a residual, which is added in FP16: four cover 768 columns
 _MOST_STATIONARY = 1024  # channels of K: their weights and the stages fill the shared memory
 _KB = 1024
 
@@ -117,7 +120,7 @@ def list_tiles(operation: Linear, plan: Plan, target: Target) -> tuple[Tile, ...
     if not target.wgmma:
         return target.tiles
     halves = (NARROW, SLIM) if plan.tensors[operation.output].kind == "fp16" else ()
-    return (*target.tiles, *halves, *([STATIONARY] if operation.residual is None else []))
+    return (*target.tiles, *halves, STATIONARY if operation.residual is None else BROAD)
 
 
 def fits_stationary(k: int) -> bool:

@@ -131,7 +131,7 @@ def launch_gemm(  # noqa: PLR0913, PLR0917
 ) -> None:
     """Launch an instance of gemm.cu on INT8 [M, K] and [N, K], with one block a multiprocessor at most."""
     grid = min(multiprocessors, -(-call.m // tile.m) * -(-call.n // tile.n))
-    columns = 2 * 2 * 3 * 4 * tile.n  # bytes: scale, bias and factor, for two tiles of two groups
+    columns = 2 * 2 * 3 * 4 * tile.n  # bytes: scale, bias and factor, for two tiles of two groups at most
     weights = -(-call.k // 128) if tile.stationary else tile.stages  # [tile.n, 128] each
     shared = 128 * (tile.stages * tile.m + weights * tile.n) + 16 * tile.stages + columns + 1024
     arguments = [map_tiles(source, tile.m), map_tiles(weight, tile.n), call]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qdqbench.quantize.engine.cuda.names import (
+    BROAD,
     NARROW,
     SLIM,
     STATIONARY,
@@ -25,7 +26,8 @@ _COSTS = {
     TILES[0]: (2.2, 0.33, -0.3, 0.42),
     TILES[1]: (2.2, 0.155, 0.7, 0.28),
     TILES[2]: (2.0, 0.106, 0.05, 0.16),
-    NARROW: (2.2, 0.12, -0.13, 0.213),
+    BROAD: (2.2, 0.49, 3.5, 0.49),
+    NARROW: (2.2, 0.12, -0.2, 0.2425),
     SLIM: (1.93, 0.103, 0.28, 0.112),  # half of the multiprocessors load as much of it as the L2 gives
 }
 _LEAST_STATIONARY = 5  # tiles of a block; with fewer, loading the weights first costs more than it saves

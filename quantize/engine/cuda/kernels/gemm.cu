@@ -1,9 +1,10 @@
 // INT8 GEMM of Hopper: out[M, N] = epilogue(A[M, K] . B[N, K]^T), codes int8, sums int32, row-major.
 //
 // A block has three warp groups: one loads by TMA, two take turns (ping-pong): while one multiplies a tile, the
-// other finishes its own. Each block stays for many tiles. If it is stationary, these follow each other in a column of
-// tiles, and the weights of that column stay in shared memory: half of the bytes are loaded. Rows of B are permuted by
-// the packer so that a thread owns consecutive columns and writes 16 bytes at once: no staging in shared memory.
+// other finishes its own. Or they make half of each tile together: then the last wave of blocks ends sooner. Each block
+// stays for many tiles. If it is stationary, these follow each other in a column of tiles, and the weights of that
+// column stay in shared memory: half of the bytes are loaded. Rows of B are permuted by the packer so that a thread
+// owns consecutive columns and writes 16 bytes at once: no staging in shared memory.
 // The epilogue is x = activation(sum * scale[n] + bias[n]); then x + residual[m, n] in FP16, or x + codes[m, n] *
 // factor[n]; then FP16, or codes round(x), behind an activation round((x - center) * factor[n]). What it reads of
 // columns is in shared memory before a group's turn begins.
@@ -13,9 +14,9 @@
 // Of a tile with rows of 128 bytes, swizzled by 128 bytes: 8 rows lie 1,024 bytes apart.
 __device__ inline u64 descriptor(u32 address) { return u64(address >> 4 & 0x3FFF) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
 
-template <int MI, int TN, int STAGES, bool STATIONARY, Activation ACTIVATION, Residual RESIDUAL, bool CODED>
+template <int MI, int TN, int STAGES, bool STATIONARY, bool TOGETHER, Activation ACTIVATION, Residual RESIDUAL, bool CODED>
 __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map, const ArgumentsOf<ACTIVATION>& call) {
-  constexpr int TM = 64 * MI, TK = 128;
+  constexpr int GROUPS = TOGETHER ? 2 : 1, TM = 64 * MI * GROUPS, TK = 128;
   constexpr int A_BYTES = TM * TK, B_BYTES = TN * TK, STAGE = A_BYTES + (STATIONARY ? 0 : B_BYTES);
   constexpr bool SCALED = CODED && ACTIVATION != NONE && ACTIVATION != ROTARY, FACTOR = SCALED || RESIDUAL == RESIDUAL_CODES;
   constexpr int RUN = RUN_OF<CODED>, GROUP = 4 * RUN;
@@ -34,7 +35,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
   if (thread == 0) {
     for (int s = 0; s < STAGES; s++) {
       barrier_init(full + 8 * s, 1);
-      barrier_init(empty + 8 * s, 4);
+      barrier_init(empty + 8 * s, 4 * GROUPS);
     }
     barriers_ready();
     prefetch_map(&a_map);
@@ -72,8 +73,10 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
     }
   } else {
     more_registers<240>();
-    int mine = group - 1, slot = thread % 128;
-    float* numbers = (float*)(memory + (empty + 8 * STAGES - shared_address(memory))) + 6 * TN * mine;  // [2][3][TN]
+    // Together, both groups make half of the rows of each tile; else every other tile.
+    int mine = group - 1, who = TOGETHER ? 0 : mine, every = TOGETHER ? 1 : 2;
+    int slot = TOGETHER ? thread - 128 : thread % 128, below = TOGETHER ? 64 * MI * mine : 0;
+    float* numbers = (float*)(memory + (empty + 8 * STAGES - shared_address(memory))) + 6 * TN * who;  // [2][3][TN]
     float loaded[3];  // of a column of the group's next tile: scale, bias, factor
     auto load = [&](int tile) {
       int column = column_of(tile) + slot;
@@ -86,14 +89,14 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
       to[slot] = loaded[0] * IN<ACTIVATION>, to[TN + slot] = loaded[1] * IN<ACTIVATION>;
       if constexpr (FACTOR) to[2 * TN + slot] = loaded[2] * OUT<ACTIVATION, CODED>;
     };
-    if (mine == 1) turn_give(1);  // the first turn is the first group's
-    load(first + mine * step);
+    if (who == 1) turn_give(1);  // the first turn is the first group's
+    load(first + who * step);
     store(numbers);
     wait_previous();
-    for (int number = mine, tile = first + mine * step; tile < tiles; number += 2, tile += 2 * step) {
-      int row = row_of(tile) + 16 * warp + lane / 4, column = column_of(tile) + RUN * (lane % 4);
+    for (int number = who, tile = first + who * step; tile < tiles; number += every, tile += every * step) {
+      int row = row_of(tile) + below + 16 * warp + lane / 4, column = column_of(tile) + RUN * (lane % 4);
       int done = number * blocks;  // k blocks of all tiles before this one
-      const float* own = numbers + (number & 2 ? 3 * TN : 0) + RUN * (lane % 4);
+      const float* own = numbers + (number & every ? 3 * TN : 0) + RUN * (lane % 4);
       u32 words[TN / GROUP][MI][2][4];  // what a thread writes, and before that the residual
       if constexpr (RESIDUAL != NO_RESIDUAL) {
 #pragma unroll
@@ -114,8 +117,8 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
           places[i / 2][i % 2] = call.positions[min(row + i / 2 * 64 + i % 2 * 8, call.m - 1)] * call.pitch;
       }
       int sums[MI][TN / 2];
-      turn_wait(1 + mine);
-      load(tile + 2 * step);
+      turn_wait(1 + who);
+      load(tile + every * step);
       int at = done % STAGES; u32 phase = done / STAGES & 1; int last = -1;
       for (int block = 0; block < blocks; block++) {
         barrier_wait(full + 8 * at, phase);
@@ -124,7 +127,7 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
 #pragma unroll
           for (int i = 0; i < TN / 2; i++) pin(sums[mi][i]);
         wgmma_fence();
-        u64 a = descriptor(base + at * STAGE), b = descriptor(b_at(at, block));
+        u64 a = descriptor(base + at * STAGE + below * TK), b = descriptor(b_at(at, block));
 #pragma unroll
         for (int part = 0; part < 4; part++)
 #pragma unroll
@@ -137,8 +140,8 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
         last = at;
         if (++at == STAGES) at = 0, phase ^= 1;
       }
-      turn_give(2 - mine);
-      store(numbers + (number & 2 ? 0 : 3 * TN));  // all warps are done with the group's previous tile
+      if constexpr (!TOGETHER) turn_give(2 - mine);
+      store(numbers + (number & every ? 0 : 3 * TN));  // all warps are done with the group's previous tile
       float4 next[3];  // scale, bias and factor of the next four columns: shared memory is busy, and slow to answer
       auto read = [&](int at) {
 #pragma unroll
@@ -206,17 +209,8 @@ __device__ inline void gemm_body(const TensorMap& a_map, const TensorMap& b_map,
   }
 }
 
-#define GEMM_OF(NAME, MI, TN, STAGES, STATIONARY, ACTIVATION, RESIDUAL, CODED)                                   \
+#define GEMM_OF(NAME, MI, TN, STAGES, STATIONARY, TOGETHER, ACTIVATION, RESIDUAL, CODED)                         \
   extern "C" __global__ void __launch_bounds__(384, 1)                                                           \
       NAME(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const ArgumentsOf<ACTIVATION> call) { \
-    gemm_body<MI, TN, STAGES, STATIONARY, ACTIVATION, RESIDUAL, CODED>(a, b, call);                              \
+    gemm_body<MI, TN, STAGES, STATIONARY, TOGETHER, ACTIVATION, RESIDUAL, CODED>(a, b, call);                    \
   }
-// Three tiles for each epilogue: 128 x 128, 64 x 128, 64 x 64; two more of FP16; and one that is stationary.
-#define GEMM(NAME, ...)                                       \
-  GEMM_OF(gemm_128_128_##NAME, 2, 128, 5, false, __VA_ARGS__) \
-  GEMM_OF(gemm_64_128_##NAME, 1, 128, 8, false, __VA_ARGS__)  \
-  GEMM_OF(gemm_64_64_##NAME, 1, 64, 12, false, __VA_ARGS__)
-#define HALVES_GEMM(NAME, ...)                               \
-  GEMM_OF(gemm_64_96_##NAME, 1, 96, 10, false, __VA_ARGS__) \
-  GEMM_OF(gemm_64_32_##NAME, 1, 32, 16, false, __VA_ARGS__)
-#define STATIONARY_GEMM(NAME, ...) GEMM_OF(gemm_128_128_stationary_##NAME, 2, 128, 5, true, __VA_ARGS__)

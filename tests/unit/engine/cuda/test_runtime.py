@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.quantize.engine.cuda.interpret import compute
-from qdqbench.quantize.engine.cuda.names import NARROW, SLIM, STATIONARY, TILES, find_target
+from qdqbench.quantize.engine.cuda.names import BROAD, NARROW, SLIM, STATIONARY, TILES, find_target
 from qdqbench.quantize.engine.cuda.plan import Answer, Embed, Head, Plan, Step, Tensor
 from qdqbench.quantize.engine.cuda.runtime import (
     PACKED,
@@ -114,7 +114,7 @@ def test_a_thread_owns_consecutive_columns(n, run):
 
 @given(st.integers(1, MOST_TOKENS), st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 200))
 def test_choices_are_kernels_that_there_are(m, n, k, multiprocessors):
-    for tiles in (TILES, (*TILES, STATIONARY), (*TILES, NARROW, SLIM)):
+    for tiles in (TILES, (*TILES, STATIONARY), (*TILES, BROAD, NARROW, SLIM)):
         assert choose_tile(m, n, k, multiprocessors, tiles) in tiles
     for reach, longest in ((128, 64), (128, 128), (256, 64), (384, 512)):
         assert 1 <= choose_heads(m, 12, reach, longest, multiprocessors) <= (4 if reach == 128 else 2)
@@ -128,10 +128,12 @@ def test_weights_stay_in_large_launches_where_they_fit(m, k, stays):
     assert (choose_tile(m, 3072, k, 132, (*TILES, STATIONARY)) == STATIONARY) is stays
 
 
-@pytest.mark.parametrize(("m", "tile"), [(128, SLIM), (256, TILES[2]), (1024, NARROW), (16384, TILES[0])])
+@pytest.mark.parametrize(
+    ("m", "tile"), [(128, SLIM), (256, TILES[2]), (1024, NARROW), (4096, BROAD), (16384, TILES[0])]
+)
 def test_few_tokens_are_shared_by_more_multiprocessors(m, tile):
     for k in (768, 3072):
-        assert choose_tile(m, 768, k, 132, (*TILES, NARROW, SLIM)) == tile
+        assert choose_tile(m, 768, k, 132, (*TILES, BROAD, NARROW, SLIM)) == tile
 
 
 class Device:

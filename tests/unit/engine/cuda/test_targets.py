@@ -2,17 +2,24 @@
 
 import hashlib
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from qdqbench.quantize.engine.cuda import compile as kernels
+from qdqbench.quantize.engine.cuda import runtime
 from qdqbench.quantize.engine.cuda import tiles as tile_files
+from qdqbench.quantize.engine.cuda.driver import GemmArguments
 from qdqbench.quantize.engine.cuda.names import (
     ATTENTION_SIZES,
+    BROAD,
     NAMES,
+    NARROW,
     NORM_PARTS,
+    SLIM,
+    STATIONARY,
     TARGETS,
     choose_targets,
     explain_misfit,
@@ -32,9 +39,14 @@ from ....support.long import mark_long
 
 HOPPER, AMPERE = find_target("9.0"), find_target("8.0")
 SHARED_KB = {"7.5": 64, "8.0": 164, "8.6": 100, "8.9": 100, "9.0": 228, "12.0": 100}  # of a multiprocessor
+FORM = "false, false, GELU_TANH, NO_RESIDUAL, true)"
+SIZES = {"128_128": "2, 128, 5", "64_128": "1, 128, 8", "64_64": "1, 64, 12"}
 # of Hopper's kernels but attention, by NVRTC 13.0: what was measured is what is shipped
 KNOWN = {
-    "gemm": ("GEMM(gelu_tanh_none_int8, GELU_TANH, NO_RESIDUAL, true)", "c3a5007f8004c128"),
+    "gemm": (
+        "\n".join(f"GEMM_OF(gemm_{tile}_gelu_tanh_none_int8, {size}, {FORM}" for tile, size in SIZES.items()),
+        "c3a5007f8004c128",
+    ),
     "head": ("", "aa05322300018823"),
     "norm": ("NORM(6, 1)", "de71e29ae08b2ccd"),
 }
@@ -118,6 +130,20 @@ def test_blocks_fit_into_the_shared_memory_of_their_gpus(target):
     assert fit_attention(1, 128, ATTENTION_SIZES[-1]) <= target.shared
     most = choose_heads(1 << 16, 12, 128, 64, 1)
     assert fit_attention(most, 128, 64) <= target.shared
+
+
+@pytest.mark.parametrize("tile", [*HOPPER.tiles, NARROW, SLIM, BROAD, STATIONARY], ids=str)
+def test_blocks_of_hopper_fit_a_multiprocessor(tile, monkeypatch):
+    launches = []
+    monkeypatch.setattr(runtime, "map_tiles", lambda *_: None)
+    device = SimpleNamespace(
+        launch=lambda name, grid, block, arguments, shared: launches.append((grid, shared))
+    )
+    runtime.launch_gemm(device, "a", tile, 132, None, None, GemmArguments(m=16384, n=3072, k=768))
+    (((grid, _), shared),) = launches
+    assert grid == 132 * tile.blocks
+    assert shared <= HOPPER.shared
+    assert tile.blocks * (shared + 1024) <= SHARED_KB["9.0"] * 1024
 
 
 def test_kernels_of_hopper_are_those_that_were_measured(nvrtc):
