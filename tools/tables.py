@@ -454,7 +454,7 @@ def _beside_unpadded(data: Data, own: str, *others: tuple[str, str]) -> str:
         if all(row is not None and row.median_ms is not None for row in timed):
             first, *rest = (row for row in timed if row is not None)
             ratios = [speedup_between(first, row, "", bench.settings.seed, None) for row in rest]
-            shape = f"{bench.target.name}, {cell.batch} x {cell.length}, {_device(bench)}"
+            shape = f"{bench.target.name}, {cell.batch} x {cell.length}, {_device(bench).split()[-1]}"
             times = [figures.latency(row.median_ms or 0.0) for row in (first, *rest)]
             cells = [*times, *(_ratio(ratio, interval=True) for ratio in ratios)]
             now = min(ratio.value for ratio in ratios), cells
