@@ -51,7 +51,7 @@ class Target(NamedTuple):
 TILES = Tile(128, 128, 5), Tile(64, 128, 8), Tile(64, 64, 12)
 STATIONARY = Tile(128, 128, 5, stationary=True)
 NARROW, SLIM = Tile(64, 96, 10), Tile(64, 32, 16)  # of FP16; columns of codes come in 64
-BROAD = Tile(128, 192, 5, together=True)  # with a residual, which is added in FP16: four cover 768 columns
+BROAD = Tile(128, 192, 5, together=True)  # with a residual of codes; four cover 768 columns
 _MOST_STATIONARY = 1024  # channels of K: their weights and the stages fill the shared memory
 _KB = 1024
 
@@ -119,8 +119,14 @@ def list_tiles(operation: Linear, plan: Plan, target: Target) -> tuple[Tile, ...
     """Return the tiles that a GEMM has kernels for. With a residual, weights that stay save nothing."""
     if not target.wgmma:
         return target.tiles
-    halves = (NARROW, SLIM) if plan.tensors[operation.output].kind == "fp16" else ()
-    return (*target.tiles, *halves, STATIONARY if operation.residual is None else BROAD)
+    tiles = target.tiles
+    if plan.tensors[operation.output].kind == "fp16":
+        tiles += NARROW, SLIM
+    if operation.residual is None:
+        return (*tiles, STATIONARY)
+    # no GPU has run the broad tile with other kinds
+    kinds = plan.tensors[operation.residual].kind, plan.tensors[operation.output].kind
+    return (*tiles, BROAD) if kinds == ("int8", "fp16") else tiles
 
 
 def fits_stationary(k: int) -> bool:

@@ -132,6 +132,12 @@ def test_blocks_fit_into_the_shared_memory_of_their_gpus(target):
     assert fit_attention(most, 128, 64) <= target.shared
 
 
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
+def test_the_broad_tile_is_where_a_gpu_ran_it(epilogue):
+    plan, _ = make_gemm(64, 64, *epilogue)
+    assert (BROAD in list_tiles(plan.operations[2], plan, HOPPER)) == (epilogue[1:] == ("int8", "fp16"))
+
+
 @pytest.mark.parametrize("tile", [*HOPPER.tiles, NARROW, SLIM, BROAD, STATIONARY], ids=str)
 def test_blocks_of_hopper_fit_a_multiprocessor(tile, monkeypatch):
     launches = []
