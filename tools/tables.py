@@ -273,7 +273,10 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     """Return a recipe's settings, with what its rules do to each linear: older results have no roles."""
     family = family_named(recipe.model.family)
     linears = {f"{family.layers}.0.{path}": ModuleInfo("Linear") for path in family.linears}
-    recipe = recipe.model_copy(update={"calibration": recipe.calibration_for(recipe.engine.backend)})
+    backend = recipe.engine.backend
+    gelu = "tanh" if recipe.computes_tanh_on(backend) else "exact"
+    meant = {"calibration": recipe.calibration_for(backend)}
+    recipe = recipe.model_copy(update=meant | {"export": recipe.export.model_copy(update={"gelu": gelu})})
     rules: dict[str, dict[str, Any]] = {}
     for rule in recipe.rules:
         fields = rule.model_dump(mode="json", exclude_none=True, exclude={"match", "role", "type"})

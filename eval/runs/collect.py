@@ -282,13 +282,13 @@ def _add_effects(session: Session, results: Results) -> None:
     if session.recipe.quantizes:
         errors = files.read_json(session.folder / graphs.LAYER_ERRORS)
         results.layer_errors = LayerErrors.model_validate(errors)
-        recipe, plan = session.recipe, session.plan
+        plan = session.plan
         exact_gelu = getattr(session.fp32_model.config, plan.family.activation) == "gelu"
         results.model_changes = model_changes(
             plan,
             read_record(session.record_path),
             files.read_json(session.folder / graphs.REWRITES).get(graphs.graph_path(session).name, {}),
-            to_tanh=exact_gelu and recipe.export.gelu == "tanh",
+            to_tanh=exact_gelu and session.computes_tanh,
             half=session.target.half,
             reconstructed=results.reconstruction.kept if results.reconstruction else 0,
             trained=results.training.best_step if results.training else 0,

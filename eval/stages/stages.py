@@ -338,7 +338,7 @@ def _evaluation(session: Session) -> Any:
 def _placement(session: Session) -> Any:
     recipe = session.recipe
     rules = [rule.model_dump() for rule in recipe.rules]
-    return [_model(session), rules, recipe.attention, recipe.residual, recipe.export.gelu]
+    return [_model(session), rules, recipe.attention, recipe.residual, session.computes_tanh]
 
 
 def _calibration(session: Session) -> Any:

@@ -117,6 +117,10 @@ class Session:
         return self.recipe.calibration_for(self.target.backend)
 
     @property
+    def computes_tanh(self) -> bool:
+        return self.recipe.computes_tanh_on(self.target.backend)
+
+    @property
     def model_name(self) -> str:
         return self.config.model or str(self.folder / "embedded" / "model")
 
@@ -161,7 +165,7 @@ class Session:
 
     def new_int8_model(self) -> "PreTrainedModel":
         model = self.new_model()
-        if self.recipe.export.gelu == "tanh":
+        if self.computes_tanh:
             use_tanh_gelu(model, self.model_name)
         return model
 
@@ -191,7 +195,7 @@ class Session:
         name = str(self.folder / training / "model")
         report_phase("loading the model")
         model = load_model(name, kind=self.config.task.kind)
-        if self.recipe.export.gelu == "tanh":
+        if self.computes_tanh:
             use_tanh_gelu(model, name)
         ptq.restore(model, self.plan, read_record(self.folder / training / "calibration.json"))
         return model

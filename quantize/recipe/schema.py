@@ -100,6 +100,11 @@ class Recipe(Frozen):
             changes["softmax_scale"] = "row-max"
         return section.model_copy(update=changes)
 
+    def computes_tanh_on(self, backend: str) -> bool:
+        """Return whether GELU has its tanh form in the graph for a backend."""
+        gelu = self.export.gelu
+        return gelu == "tanh" or (gelu == "auto" and backend != "openvino")
+
     def _asks_int8(self, kind: str) -> bool:
         return any(rule.type == kind and rule.precision == "int8" for rule in self.rules)
 

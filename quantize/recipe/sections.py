@@ -280,7 +280,9 @@ class Export(Frozen):
         "and output scales.",
         default="shared",
     )
-    gelu: Literal["exact", "tanh"] = field("GELU: the model's own, or its faster tanh form.", default="exact")
+    gelu: Literal["auto", "exact", "tanh"] = field(
+        "GELU: the model's own, or its tanh form. auto: exact in OpenVINO, tanh elsewhere.", default="exact"
+    )
 
 
 class EngineSettings(Frozen):

@@ -226,7 +226,7 @@ def _identity(
     session: Session, settings: Qat, record: records.CalibrationRecord, fingerprint: str
 ) -> dict[str, Any]:
     recipe = session.recipe
-    placed = [rule.model_dump(mode="json") for rule in recipe.rules], recipe.attention, recipe.export.gelu
+    placed = [rule.model_dump(mode="json") for rule in recipe.rules], recipe.attention, session.computes_tanh
     return {
         "job": "qat",
         **get_code_identity(),

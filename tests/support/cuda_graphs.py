@@ -38,7 +38,7 @@ def batch_for(graph: onnx.ModelProto, lengths: tuple[int, ...] = (9, 4, 16), see
 def export(model: Any, recipe: Recipe, outputs: Any = LOGITS) -> onnx.ModelProto:
     """Quantize a model for backend cuda, and export it as the CPU runtimes get it."""
     recipe = recipe.model_copy(update={"calibration": recipe.calibration_for("cuda")})
-    if recipe.export.gelu == "tanh":
+    if recipe.computes_tanh_on("cuda"):
         use_tanh_gelu(model, "tiny")
     quantized = tiny.calibrate_model(model, recipe)
     settings = ExportSettings.of(recipe, "onnxruntime")

@@ -28,6 +28,7 @@ from qdqbench.eval.selection.trials.store import RECIPE_FILE, TRIALS, Trials, na
 from qdqbench.eval.selection.units import Units
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
+from qdqbench.quantize.engine.target import choose_target
 from qdqbench.quantize.models.families.family import LINEAR_KINDS, SMOOTHED
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.modules import ModuleInfo, module_table, record_first_inputs, resume_from
@@ -436,7 +437,7 @@ def list_limits(recipe: Recipe, samples: int) -> Iterator[str]:
             f"{count_of(samples, 'sample')}: too few to judge a drop: a standard error of 0 says that no "
             f"answer changed, not that none would; take {FEW} or more"
         )
-    if recipe.export.gelu == "tanh":
+    if recipe.computes_tanh_on(choose_target(recipe).backend):
         yield "FP32 is the recipe's model without quantizers; its GELU has the tanh form of the INT8 graph"
     if recipe.calibration.bias_correction:
         yield (

@@ -49,7 +49,7 @@ def test_the_recipe_of_an_unknown_type_makes_it_known(tmp_path):
     assert family_of("ernie").linears == recipe.model.layout.linears
     assert parse_recipe(dump_recipe(recipe), "again") == recipe
     assert (recipe.name, recipe.model.family, made.shipped) == ("ernie-int8-linears", "ernie", [])
-    assert recipe.export.gelu == "tanh"
+    assert recipe.export.gelu == "auto"
     assert recipe.calibration == load_recipe("bert-int8-linears").calibration
     tried = "attention: int8, with precision.never_quantize: [layernorm]"
     assert made.notes == [f"INT8 attention can be tried: {tried}."]

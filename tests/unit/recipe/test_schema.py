@@ -139,7 +139,7 @@ def test_every_mistake_is_named_at_once():
         (HEAD + "qat: {distill: {logits: 0, hidden: 0}}", "nothing to learn from"),
         (HEAD + "qat: {distill: {labels: 1}, texts: mine}", "texts have no labels"),
         (HEAD + "export: {opset: 19}", "export.opset"),
-        (HEAD + "export: {gelu: erf}", "export.gelu: Input should be 'exact' or 'tanh'"),
+        (HEAD + "export: {gelu: erf}", "export.gelu: Input should be 'auto', 'exact' or 'tanh'"),
         (HEAD + "export: {gelu: true}", "export.gelu"),
         (HEAD + "gate: {max_drop: .nan}", "gate.max_drop"),
         (HEAD + "gate: {xyzzy: 1}", "unknown key 'gate.xyzzy', known keys: max_drop, min_sqnr_db"),
@@ -352,6 +352,22 @@ def test_random_values_are_a_recipe_or_a_user_error(changes):
     except UserError:
         return
     assert schema.parse_recipe(schema.dump_recipe(recipe), "again") == recipe
+
+
+@pytest.mark.parametrize(
+    ("gelu", "computes_tanh"),
+    [
+        ("auto", {"openvino": False, "onnxruntime": True, "cuda": True, "auto": True}),
+        ("tanh", {"openvino": True, "cuda": True}),
+        ("exact", {"openvino": False, "cuda": False}),
+    ],
+)
+def test_the_gelu_of_auto_follows_the_backend(gelu, computes_tanh):
+    data = schema.load_recipe("bert-int8-linears").model_dump(mode="json")
+    assert data["export"]["gelu"] == "auto"
+    data["export"]["gelu"] = gelu
+    recipe = schema.Recipe.model_validate(data)
+    assert {backend: recipe.computes_tanh_on(backend) for backend in computes_tanh} == computes_tanh
 
 
 @pytest.mark.parametrize(
