@@ -18,6 +18,7 @@ import onnx
 from qdqbench.quantize.engine.layers import ATTENTION
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex, type_name
+from qdqbench.quantize.graph.openvino import fuse_for_openvino
 from qdqbench.quantize.standalone.runtimes import load_openvino
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
@@ -258,7 +259,7 @@ class _OpenVinoModel(CompiledModel):
             if blob:
                 self._model = core.import_model(data, "CPU", config)
             else:
-                graph = core.read_model(data) if isinstance(data, bytes) else data
+                graph = core.read_model(fuse_for_openvino(data)) if isinstance(data, bytes) else data
                 if fixed != FREE:  # kernels for one shape are faster: docs/explanation/why-it-is-fast.md
                     graph.reshape({port: _fixed_shape(port, fixed) for port in graph.inputs})
                 self._model = core.compile_model(graph, "CPU", config)
@@ -326,7 +327,7 @@ def write_openvino_ir(graph: Path, target: Path) -> None:
     """Write a graph as an .xml and its .bin, as OpenVINO keeps it; equal graphs give equal files."""
     ov = load_openvino()
     try:
-        model = ov.Core().read_model(graph)
+        model = ov.Core().read_model(fuse_for_openvino(graph.read_bytes()))
     except RuntimeError as error:
         raise UserError(f"OpenVINO {ov.__version__} refuses this graph: {_first_words(error)}") from error
     for number, node in enumerate(model.get_ordered_ops()):

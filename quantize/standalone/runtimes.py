@@ -147,8 +147,12 @@ def load_openvino() -> Any:
 
 def open_openvino(folder: Path, told: Told) -> Infer:
     """Compile the graph for a CPU, as the engine of the run was."""
-    core = load_openvino().Core()
-    model = core.compile_model(core.read_model(read(folder, "model.onnx")), "CPU", told["openvino"])
+    core, parts = load_openvino().Core(), ("openvino/openvino_model.xml", "openvino/openvino_model.bin")
+    # the IR has what the engine's graph had rewritten, model.onnx not
+    names = parts if (folder / parts[0]).is_file() else ("model.onnx",)
+    model = core.compile_model(
+        core.read_model(*(read(folder, name) for name in names)), "CPU", told["openvino"]
+    )
 
     def infer(tokens: Arrays) -> npt.NDArray[Any]:
         made = model(dict(tokens))
