@@ -26,6 +26,7 @@ from qdqbench.quantize.calibration.record import (
 from qdqbench.quantize.calibration.techniques import channel_splitting
 from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSplit
 from qdqbench.quantize.engine.backend import gpu_backend
+from qdqbench.quantize.engine.target import choose_target
 from qdqbench.quantize.graph.export import ExportSettings, trace, write_graph
 from qdqbench.quantize.lint.check import CheckReport, check_file
 from qdqbench.quantize.lint.inspect_target import find_checked_graph, recipe_modules
@@ -331,7 +332,7 @@ def quantize(
     sizes = {"input_ids": int(embeddings.num_embeddings)}
     if "token_type_ids" in plan.family.inputs:
         sizes["token_type_ids"] = model.config.type_vocab_size
-    settings = chosen.calibration_for(chosen.engine.backend).model_copy(update={"split": "memory"})
+    settings = chosen.calibration_for(choose_target(chosen).backend).model_copy(update={"split": "memory"})
     batches = Batches(list_samples(samples), settings.batch_size, longest, sizes)
     with displayed(progress):
         reporter().begin("calibrating")
@@ -386,7 +387,7 @@ def _kind_of(name: str) -> "TaskKind":
 def _prepare(model: "PreTrainedModel", recipe: Recipe) -> "tuple[PreTrainedModel, Plan]":
     """Return a copy of a model as the recipe computes it, and what becomes INT8 of it."""
     twin = prepare_model(copy.deepcopy(model))
-    if recipe.computes_tanh_on(recipe.engine.backend):
+    if recipe.computes_tanh_on(recipe.engine.backend):  # not of this machine: it may be loaded on another
         use_tanh_gelu(twin, type(model).__name__)
     return twin, resolve(recipe, module_table(twin), twin.base_model_prefix)
 

@@ -469,21 +469,39 @@ def _beside_unpadded(data: Data, own: str, *others: tuple[str, str]) -> str:
 
 
 def cpu_table(data: Data, *, amx: bool) -> str:
-    """INT8 on CPUs with or without AMX over the fastest without INT8, and over NNCF's engine."""
-    rows = []
+    """INT8 on CPUs with or without AMX over the fastest without INT8, NNCF's and ONNX Runtime's dynamic."""
+    rows, fastest = [], set[str]()
     for bench in data.benches:
         if bench.cpu is None or ("amx_int8" in bench.cpu.features) != amx:
             continue
-        names = {system.name: system.label for system in bench.systems}
+        labels = {system.name: system.label for system in bench.systems}
         for cell in bench.configs:
-            best, nncf = over_fastest(bench.systems, cell, "int8"), speedup_of(cell, "int8", "nncf-openvino")
+            best = over_fastest(bench.systems, cell, "int8")
+            others = [speedup_of(cell, "int8", each) for each in ("nncf-openvino", "dynamic-onnxruntime")]
             shape = f"{cell.batch} x {cell.length or label(bench.settings.dataset or '')}"
             if best is not None:
-                time, over = figures.latency(best.system_ms), names[best.baseline]
-                ratios = _ratio(best, interval=True), _ratio(nncf, interval=True)
-                rows.append([bench.target.name, shape, time, over, *ratios])
-    header = ["model", "batch x tokens", "INT8, ms", "fastest without", "over it", "over NNCF's INT8"]
+                fastest.add(labels[best.baseline])
+                ratios = (_ratio(each, interval=True) for each in (best, *others))
+                rows.append([bench.target.name, shape, figures.latency(best.system_ms), *ratios])
+    over = f"over {' or '.join(sorted(fastest))}"
+    header = ["model", "batch x tokens", "INT8, ms", over, "over NNCF", "over dynamic"]
     return table(header, rows)
+
+
+KERNELS = ("gemm with GELU", "gemm", "attention", "elementwise")
+
+
+def cpu_kernels_table(_: Data) -> str:
+    """Kernel times of engines on CPUs, by `inspect --profile cpu --json`, summed by kind."""
+    rows = []
+    for told in json.loads((ROOT / MEASURED / "kernels.json").read_text(encoding="utf-8")):
+        sums = dict.fromkeys((*KERNELS, "other"), 0.0)
+        for kernel in told["kernels"]:
+            kind = str(kernel["what"]) + " with GELU" * any("Gelu" in name for name in kernel["onnx"])
+            sums[kind if kind in sums else "other"] += kernel["ms"]
+        cells = (f"{figures.latency(ms)} ({ms / sum(sums.values()):.0%})" for ms in sums.values())
+        rows.append([f"{told['model']}, {told['shape']}", *cells])
+    return table(["ms", "GEMM + GELU", "other GEMMs", *KERNELS[2:], "other"], rows)
 
 
 def cost_table(data: Data) -> str:
@@ -879,17 +897,15 @@ def real_words(data: Data) -> str:
 
 
 def cpu_words(data: Data) -> str:
-    """The larger model of the CPU benches, at 8 x 128 tokens."""
-    found = [
-        (bench, best)
-        for bench in data.benches
-        for cell in bench.configs
-        if bench.device == "cpu" and (cell.batch, cell.length) == (8, 128)
-        and (best := over_fastest(bench.systems, cell, "int8"))
-    ]  # fmt: skip
-    bench, best = max(found, key=lambda each: each[0].target.shape.get("parameters", 0))
-    names = {system.name: system.label for system in bench.systems}
-    return f"{best.value:.2f}x {best.interval} over {names[best.baseline]}"
+    """What INT8 gains over the fastest without for one text of 128 tokens, on each CPU."""
+    found: dict[str, str] = {}
+    for bench in (each for each in data.benches if each.cpu and each.target.name.startswith("minilm")):
+        cell = next((each for each in bench.configs if (each.batch, each.length) == (1, 128)), None)
+        best = over_fastest(bench.systems, cell, "int8") if cell else None
+        if best is not None and bench.cpu is not None:
+            told = f"{best.value:.2f}x {best.interval}"
+            found["with AMX" if "amx_int8" in bench.cpu.features else "without"] = told
+    return " and ".join(f"{told} {cpu}" for cpu, told in sorted(found.items()))
 
 
 def squad_words(data: Data) -> str:
@@ -912,6 +928,7 @@ FIGURES: dict[str, Callable[[Data], str]] = {
     "portable": lambda data: _beside_unpadded(data, "int8-fused-ptx", (UNPADDED, "FP16")),  # by mma.sync
     "cpu-amx": partial(cpu_table, amx=True),
     "cpu": partial(cpu_table, amx=False),
+    "cpu-kernels": cpu_kernels_table,
     "cost": cost_table,
     "recipes": recipes_table,
     "recipes-words": recipes_words,

@@ -84,7 +84,7 @@ def _scaled_codes(index: GraphIndex, norm: onnx.NodeProto) -> Iterator[tuple[onn
 
 
 def move_value_biases(model: onnx.ModelProto) -> int:
-    """Add the bias of v behind an attention, in front of the Q of its output projection, in place.
+    """Add the bias of v after an attention, in front of the Q of its output projection, in place.
 
     Rows of a softmax sum to 1, so that changes no value. OpenVINO makes such a Q in two kernels, in FP32,
     but in one with the Add in front of it. Returns the number of attentions.

@@ -1,0 +1,158 @@
+"""Write small graphs in which OpenVINO's CPU plugin runs more kernels than it needs, and show their kernels.
+
+    python -m tools.openvino_graphs OUT --batch 8 --length 128 --threads 2
+
+Each graph has a twin that computes the same, or nearly so, in fewer or faster kernels. OUT gets both as ONNX.
+The table names each kernel with its datatypes and median ms. docs/explanation/openvino-issues.md tells of it.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, choose_compute, compile_model
+from qdqbench.quantize.standalone.runtimes import load_openvino
+from qdqbench.quantize.utils.arrays import Array
+from qdqbench.quantize.utils.system.cpu import find_cpu
+
+WIDTH, HEADS, FEED_FORWARD = 768, 12, 3072  # of BERT-base
+RUNS = 30
+
+
+class Graph:
+    """Nodes and constants of a graph with an input `x` [batch, length, width]."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        self.nodes, self.constants, self.width = list[onnx.NodeProto](), dict[str, Array](), width
+        self._random = np.random.default_rng(0)
+
+    def add(self, kind: str, *inputs: str, **attributes: object) -> str:
+        output = f"{kind.lower()}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(kind, [*inputs], [output], name=output, **attributes))
+        return output
+
+    def hold(self, value: Array) -> str:
+        name = f"constant_{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def draw(self, *shape: int) -> str:
+        return self.hold(self._random.normal(size=shape).astype(np.float32))
+
+    def linear(self, x: str, width: int, out: int) -> str:
+        """Add a linear layer in INT8: Q and DQ of its input, weights with a DQ, and a bias."""
+        scale, zero = self.hold(np.float32(0.03)), self.hold(np.int8(0))
+        codes = self.add("DequantizeLinear", self.add("QuantizeLinear", x, scale, zero), scale, zero)
+        kept = self.hold(self._random.integers(-127, 128, (width, out)).astype(np.int8))
+        weight = self.add("DequantizeLinear", kept, self.hold(np.float32(1e-3)), zero)
+        return self.add("Add", self.add("MatMul", codes, weight), self.draw(out))
+
+    def norm(self, x: str) -> str:
+        return self.add("LayerNormalization", x, self.draw(self.width), self.draw(self.width))
+
+    def finish(self, y: str) -> onnx.ModelProto:
+        shape = ["batch", "length", self.width]
+        made = helper.make_graph(
+            self.nodes,
+            "graph",
+            [helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, shape)],
+            [helper.make_tensor_value_info(y, onnx.TensorProto.FLOAT, None)],
+            [numpy_helper.from_array(value, name) for name, value in self.constants.items()],
+        )
+        return helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def attention(shift: bool) -> onnx.ModelProto:
+    """Make an attention in floating point, then a linear layer in INT8; `shift`: an Add in front of its Q."""
+    graph = Graph()
+    split = graph.hold(np.array([0, 0, HEADS, WIDTH // HEADS], np.int64))
+    turned = []
+    for perm in ((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3)):
+        part = graph.linear("x", WIDTH, WIDTH)
+        turned.append(graph.add("Transpose", graph.add("Reshape", part, split), perm=perm))
+    scores = graph.add("Softmax", graph.add("MatMul", *turned[:2]), axis=-1)
+    joined = graph.add("Transpose", graph.add("MatMul", scores, turned[2]), perm=(0, 2, 1, 3))
+    joined = graph.add("Reshape", joined, graph.hold(np.array([0, 0, WIDTH], np.int64)))
+    joined = graph.add("Add", joined, graph.draw(WIDTH)) if shift else joined
+    return graph.finish(graph.linear(joined, WIDTH, WIDTH))
+
+
+def norm(twice: bool) -> onnx.ModelProto:
+    """Make a LayerNorm that a linear layer in INT8 and a residual read; its gamma and beta once or twice."""
+    graph = Graph()
+    factors = np.linspace(0.5, 2, WIDTH).astype(np.float32)
+    if twice:
+        ones, zeros = np.ones(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
+        plain = graph.add("LayerNormalization", "x", graph.hold(ones), graph.hold(zeros))
+        gamma = np.asarray(graph.constants[graph.draw(WIDTH)])
+        read = [
+            graph.add("Add", graph.add("Mul", plain, graph.hold(gamma * each)), graph.draw(WIDTH))
+            for each in (factors, ones)
+        ]
+    else:
+        made = graph.norm("x")
+        read = [graph.add("Mul", made, graph.hold(factors)), made]
+    return graph.finish(graph.norm(graph.add("Add", read[1], graph.linear(read[0], WIDTH, WIDTH))))
+
+
+def gelu(kind: str) -> onnx.ModelProto:
+    """Make two linear layers in INT8 with an activation between."""
+    graph = Graph()
+    hidden = graph.linear("x", WIDTH, FEED_FORWARD)
+    if kind:
+        hidden = graph.add("Gelu", hidden, approximate=kind)
+    return graph.finish(graph.linear(hidden, FEED_FORWARD, WIDTH))
+
+
+GRAPHS: dict[str, Callable[[], onnx.ModelProto]] = {
+    "attention": lambda: attention(shift=False),
+    "attention-add": lambda: attention(shift=True),
+    "norm": lambda: norm(twice=False),
+    "norm-twice": lambda: norm(twice=True),
+    "gelu-tanh": lambda: gelu("tanh"),
+    "gelu-exact": lambda: gelu("none"),
+    "gelu-without": lambda: gelu(""),
+}
+
+
+def show(model: CompiledModel, shape: tuple[int, int]) -> None:
+    feeds = {"x": np.random.default_rng(0).normal(size=(*shape, WIDTH)).astype(np.float32)}
+    runs = []
+    for _ in range(RUNS):
+        model.run(feeds)
+        runs.append(model.kernels())
+    for place, (row, _) in enumerate(runs[0]):
+        ms = median(kernels[place].ms for kernels in runs)
+        if row.inputs and row.kind != "Reshape":
+            types = f"{'/'.join(dict.fromkeys(row.inputs))} > {'/'.join(row.outputs)}"
+            print(f"  {ms:8.3f} ms  {row.kind:14} {types:30} {row.kernel}  {row.name}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("out", type=Path)
+    for name, value in (("batch", 8), ("length", 128), ("threads", 2)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    given = parser.parse_args(arguments)
+    given.out.mkdir(parents=True, exist_ok=True)
+    ov, cpu = load_openvino(), find_cpu()
+    print(f"OpenVINO {ov.__version__}, {cpu}, {given.threads} threads, {given.batch} x {given.length}")
+    for name, make in GRAPHS.items():
+        path = given.out / f"{name}.onnx"
+        onnx.save(make(), path)
+        compute = choose_compute("openvino", cpu, "fp16")
+        graph = ov.Core().read_model(path)  # as it is: compile_model rewrites a file
+        model = compile_model(
+            "openvino", graph, blob=False, compute=compute, threads=given.threads, profile=True
+        )
+        print(path.name)
+        show(model, (given.batch, given.length))
+
+
+if __name__ == "__main__":
+    main()
