@@ -256,7 +256,6 @@ def test_what_can_be_done_before_is_done_in_processes_and_once(device, tmp_path)
 def test_another_recipe_of_the_model_is_an_engine_more(device, tmp_path):
     target, options = a_target(tmp_path), OPTIONS.model_copy(update={"baselines": False})
     target.extra["mine"] = a_target(tmp_path / "mine", "bert-int8-attention")
-    (tmp_path / "mine").mkdir()
     listed = describe_systems(target, options, "")
     assert (listed[-1].name, listed[-1].label) == ("int8-mine", "INT8 engine, mine")
     assert listed[-1].recipe == load_recipe("bert-int8-attention").model_dump(mode="json")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from qdqbench.cli import lint as commands
 from qdqbench.cli.app import main
 from qdqbench.quantize.lint import doctor
 from qdqbench.quantize.lint.doctor import Library, anonymous, look, probe, state_of, unmet
@@ -119,7 +120,7 @@ def test_this_machine(here):
 
 
 def run(monkeypatch, capsys, here, *arguments):
-    monkeypatch.setattr(doctor, "look", lambda *, offline: here)
+    monkeypatch.setattr(commands, "look", lambda *, offline: here)
     monkeypatch.setattr(sys, "argv", ["qdqbench", "doctor", *arguments])
     monkeypatch.setenv("COLUMNS", "80")
     try:

@@ -19,4 +19,4 @@ def test_the_page_is_of_the_measured_run_with_its_bench(tmp_path):
     page = write_page(tmp_path).read_text(encoding="utf-8")
     assert "minilm-l6-sst2" in page
     assert "Gate passed" in page
-    assert "1.48x" in page
+    assert "1.69x" in page
