@@ -97,6 +97,7 @@ def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> li
             layers_path=layers,
             timing_cache=folder / "timing.cache",  # no output of the stage: it changes and may go
             compute=session.target.compute,
+            times_streams=True,
             note=session.warnings.append,
             progress=lambda phase, fraction: report_phase(phase, fraction, 1),
         )

@@ -67,6 +67,7 @@ def build(  # noqa: PLR0913  all but the two files are keywords
     layers_path: Path | None = None,
     timing_cache: Path | None = None,
     compute: Compute = "fp32",
+    times_streams: bool = False,
     note: Callable[[str], None] = lambda _: None,  # gets what the user must hear
     progress: BuildProgress | None = None,
 ) -> EngineResult:
@@ -82,13 +83,14 @@ def build(  # noqa: PLR0913  all but the two files are keywords
             default.
         strict: an engine whose layer table cannot be read is an error, not a result that proves nothing.
         compute: datatype of what is not quantized (CPU runtimes only; a graph for TensorRT says it itself).
+        times_streams: find the fastest number of streams on a CPU, for files; it takes a second or two.
     """
     chosen = choose_backend(backend)
     wanted = list_targets(chosen.name, compute_capability)
     model = read_model(onnx_path)
     _check_names(onnx_path, _gemms(model), expected_gemms)
     if chosen.name in CPU_BACKENDS:
-        built = _build_for_cpu(onnx_path, chosen, profiles, compute)
+        built = _build_for_cpu(onnx_path, chosen, profiles, compute, times_streams=times_streams)
         name_products(built.layers, model)
     elif chosen.name == "cuda":
         built = _build_kernels(model, chosen, profiles, wanted)
@@ -186,7 +188,7 @@ def _prove(
 
 
 def _build_for_cpu(
-    onnx_path: Path, chosen: Backend, profiles: Sequence[Profile], compute: Compute
+    onnx_path: Path, chosen: Backend, profiles: Sequence[Profile], compute: Compute, *, times_streams: bool
 ) -> BuiltEngine:
     started = time.perf_counter()
     sizes = ({end[axis] for each in profiles for end in (each.min, each.max)} for axis in (0, 1))
@@ -195,18 +197,15 @@ def _build_for_cpu(
     report_phase("compiling")
     model = compile_model(chosen.name, data, blob=False, compute=compute, fixed=(batch, length))
     warm_up(model, profiles[0].opt)
-    blob, cores, rows = (
-        model.blob(),
-        find_cpu().cores,
-        min(STREAM_ROWS, max(each.max[0] for each in profiles)),
-    )
+    blob, cores = model.blob(), find_cpu().cores
+    shape = min(STREAM_ROWS, max(each.max[0] for each in profiles)), profiles[0].opt[1]
 
     def open_model(streams: int) -> CompiledModel:
         return compile_model(chosen.name, blob, blob=True, compute=compute, threads=cores, streams=streams)
 
     return BuiltEngine(
         data=blob,
-        streams=choose_streams(open_model, (rows, profiles[0].opt[1]), cores),
+        streams=choose_streams(open_model, shape, cores) if times_streams else 1,
         layers=[kernel.row for kernel in model.kernels()],
         backend=chosen.name,
         version=chosen.version,

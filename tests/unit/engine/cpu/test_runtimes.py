@@ -11,12 +11,14 @@ import pytest
 
 from qdqbench.eval.metrics.runners import session_of
 from qdqbench.quantize.engine import backend as backend_module
+from qdqbench.quantize.engine import build as builds
 from qdqbench.quantize.engine import cpu_runtimes
 from qdqbench.quantize.engine.build import build, list_gemms
 from qdqbench.quantize.engine.cpu_runtimes import choose_compute, compile_model, name_products, warm_up
 from qdqbench.quantize.engine.layers import is_int8
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.results import EngineResult, LayerRow
+from qdqbench.quantize.engine.sidecar import read_sidecar
 from qdqbench.quantize.graph.export import FORMS, ExportSettings, finish_graph, trace
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
@@ -73,6 +75,15 @@ def feeds(model, rows: int = 2, length: int = 16) -> dict:
     given = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
     given["attention_mask"][1, 9:] = 0
     return {name: given[name] for name in model.inputs}
+
+
+@pytest.mark.parametrize(("asked", "streams"), [({}, 1), ({"times_streams": True}, 3)])
+def test_streams_are_timed_for_the_engine_of_a_run_alone(asked, streams, graphs, tmp_path, monkeypatch):
+    monkeypatch.setattr(builds, "choose_streams", lambda *_: 3)
+    path, engine = graphs["onnxruntime"], tmp_path / "x.engine"
+    options = {"profiles": [PROFILE], "expected_gemms": linears(path), "expected_attention": 0}
+    build(path, engine, backend="onnxruntime", **options, **asked)
+    assert read_sidecar(engine).streams == streams
 
 
 @pytest.mark.parametrize("backend", cpus.BACKENDS)
