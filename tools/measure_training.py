@@ -29,7 +29,7 @@ from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.data.encode import encode, iter_encoded
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.training import loop
-from qdqbench.quantize.training.reconstruct import draw_rows, reconstruct
+from qdqbench.quantize.training.reconstruct import read_rows, reconstruct
 from qdqbench.quantize.training.student import to_db
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.system.environment import describe_environment
@@ -95,9 +95,7 @@ def train(given: Given, model: Any, rate: float, steps: int, kind: Any = Trainer
 
 def reconstructed(given: Given, rate: float, steps: int) -> Any:
     session, settings, model = given.session, Reconstruction(steps=steps), given.new()
-    split = session.calibration_split(settings.samples, settings.seed)
-    samples = iter_encoded(split, given.task, session.tokenizer, session.recipe.export.max_length)
-    rows = draw_rows(samples, settings, session.pad_id)
+    rows, _ = read_rows(session, settings)
     teacher = session.new_model().to(given.device)
     reconstruct(model, teacher, session.plan, given.record, rows, settings)
     return model
