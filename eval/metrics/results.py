@@ -38,10 +38,10 @@ class Comparison(Strict):
     mcnemar_p: float | None = field("p-value of the exact McNemar test; null for regression.")
     within_noise: bool = field("True if `delta` of the primary metric is at most two of its standard errors.")
     mean_abs_logit_diff: float = field("Mean absolute difference of the logits.")
-    sqnr_db: float | None = field("SQNR of the logits, 10 log10 of a power ratio; null if equal.")
+    sqnr_db: float | None = field("SQNR of the logits in dB; null if they equal those of FP32.")
     sqnr_db_stderr: float | None = field("Standard error of `sqnr_db` over samples.", default=None)
-    sqnr_output: str | None = field("Output of `sqnr_db`, the worst of several; else null.", default=None)
-    agreement: Agreement | None = field("Embeddings against FP32's; null for others.", default=None)
+    sqnr_output: str | None = field("Output with the lowest SQNR; null if there is only one.", default=None)
+    agreement: Agreement | None = field("Embeddings against FP32's; null for other models.", default=None)
 
     @model_validator(mode="before")
     @classmethod
@@ -164,7 +164,7 @@ class ClassRow(Strict):
     fp32: float | None = field("Recall of FP32; null without such labels.")
     recall: float | None = field("Recall of the stage; null without such labels.")
     delta: float | None = field("Recall of the stage minus that of FP32; null without such labels.")
-    delta_stderr: float | None = field("Paired standard error of `delta`; null with it.")
+    delta_stderr: float | None = field("Paired standard error of `delta`; null if `delta` is null.")
     regressed: int = field("Samples, or words, that only FP32 gets right.")
     fixed: int = field("Samples, or words, that only the stage gets right.")
 
@@ -175,7 +175,7 @@ class Classes(Strict):
     stage: str = field("Stage nearest to deployment that was scored.")
     unit: Literal["samples", "words"] = field("Unit of the counts.")
     rows: list[ClassRow] = field("Classes, by number.")
-    fp32: list[list[int]] = field("Confusion of FP32, `[label][prediction]`; empty over 40 classes.")
+    fp32: list[list[int]] = field("Confusion matrix of FP32, `[label][prediction]`; empty above 40 classes.")
     confusion: list[list[int]] = field("Confusion matrix of the stage, likewise.")
 
 
@@ -242,7 +242,7 @@ class Speedup(Ratio):
     baseline: str = field("Name of the baseline.")
     config: str = field("Config that both ran, such as `32 x 128`.")
     cpu: Ratio | None = field("Ratio of the CPU times of all threads; null on a GPU.", default=None)
-    other_cores: float | None = field("Cores that others took, in the mean; null on a GPU.", default=None)
+    other_cores: float | None = field("Mean cores used by other processes; null on a GPU.", default=None)
     quick: bool = field("True in results of a run for the bench that ends it.", default=False)
     conditions: Conditions | None = field("Conditions, in results of a run.", default=None)
 

@@ -93,7 +93,7 @@ class Results(Tabular):
     layer_errors: LayerErrors | None = field("Cost of INT8 by layer, if any is quantized.", default=None)
     model_changes: list[ModelChange] = field("Changes of the model besides Q/DQ.", default=[])
     fp16: StageResult | None = field("FP16 graph in ONNX Runtime, by `report RUN --fp16`.", default=None)
-    vs_fp16: Comparison | None = field("Last stage minus the FP16 graph; null with `fp16`.", default=None)
+    vs_fp16: Comparison | None = field("Last stage minus the FP16 graph; null if not run.", default=None)
     reconstruction: ReconstructionRun | None = field("Reconstruction, if it ran.", default=None)
     training: TrainingRun | None = field("QAT; null without `qat`, or before training.", default=None)
     qat_vs_ptq: Comparison | None = field("Fake-quant model after minus before training.", default=None)

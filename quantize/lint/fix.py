@@ -189,13 +189,13 @@ class OutputRow(Strict):
     of other values. Where it has another length, the share of missing values counts if that is more."""
 
     name: str = field("Name of the output.")
-    before_error: float | None = field("Error of the file to its values without Q/DQ; null: refused.")
-    after_error: float = field("Error of what was written, to the same.")
-    difference: float | None = field("Error of what was written, to the file.")
+    before_error: float | None = field("Error of the given file to itself without Q/DQ; null if refused.")
+    after_error: float = field("Error of the written file against the same reference.")
+    difference: float | None = field("Error of the written file against the given one.")
     limit: float = field("Limit of `after_error`.")
-    largest: float | None = field("Largest absolute difference of what was written from the file.")
+    largest: float | None = field("Largest absolute difference between the two files.")
     disagreements: int | None = field("Samples with another class; null without class scores.")
-    other_lengths: int = field("Batches in which what was written has another shape.", default=0)
+    other_lengths: int = field("Batches in which the written file has another shape.", default=0)
 
     @property
     def holds(self) -> bool:

@@ -41,14 +41,18 @@ class Recipe(Frozen):
         "Compute precision, and what stays out of INT8.", default=sections.Precision()
     )
     rules: tuple[sections.Rule, ...] = field("What becomes INT8; the later rule wins.", default=())
-    attention: Literal["fp16", "int8"] = field("Attentions that no rule matches.", default="fp16")
-    residual: Literal["fp16", "int8"] = field("What LayerNorms add, where no rule matches.", default="fp16")
+    attention: Literal["fp16", "int8"] = field(
+        "Precision of attentions that no rule matches.", default="fp16"
+    )
+    residual: Literal["fp16", "int8"] = field("Precision of residuals that no rule matches.", default="fp16")
     calibration: sections.Calibration = field("Data and method of each amax.", default=sections.Calibration())
     export: sections.Export = field("Form of the ONNX file.", default=sections.Export())
     engine: sections.EngineSettings = field(
         "Where the ONNX file is built, and for which shapes.", default=sections.EngineSettings()
     )
-    reconstruction: sections.Reconstruction | None = field("Training layer by layer.", default=None)
+    reconstruction: sections.Reconstruction | None = field(
+        "Training layer by layer; null: none.", default=None
+    )
     qat: sections.Qat | None = field("Training after PTQ, with its Q/DQ in place; null: none.", default=None)
     gate: sections.GateSettings = field("What must hold for exit status 0.", default=sections.GateSettings())
 

@@ -399,7 +399,7 @@ class Qat(Training):
         "GPU has it). bf16 rounds as coarsely as INT8.",
         default="tf32",
     )
-    dropout: Fraction | None = field("Dropout; null: the model's own; 0: near its teacher.", default=0.0)
+    dropout: Fraction | None = field("Dropout; null: the model's own. 0 suits distillation.", default=0.0)
     amax: Literal["frozen", "learned"] = field("frozen, or learned with a ratio (LSQ).", default="frozen")
     amax_learning_rate: Rate = field("Of learned amax, relative to its value.", default=1e-3)
     distill: Distill = field("Parts of the loss.", default=Distill())
