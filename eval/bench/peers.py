@@ -424,9 +424,12 @@ def rotary_layer(  # noqa: PLR0913, PLR0917
 def _turns(
     rotary: Any, hidden: "torch.Tensor", positions: "torch.Tensor", kind: str
 ) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Return cosine and sine [tokens, head size] of a kind of layer."""
-    cos, sin = rotary(hidden[None], positions[None], kind)
-    return cos[0], sin[0]
+    """Return cosine and sine [tokens, head size] of a kind of layer, without the FP32 GEMM of some versions."""
+    import torch
+
+    angles = positions[:, None].float() * getattr(rotary, f"{kind}_inv_freq").float()
+    angles, scale = torch.cat((angles, angles), dim=-1), getattr(rotary, f"{kind}_attention_scaling")
+    return (angles.cos() * scale).to(hidden.dtype), (angles.sin() * scale).to(hidden.dtype)
 
 
 def _turn(x: "torch.Tensor", cos: "torch.Tensor", sin: "torch.Tensor") -> "torch.Tensor":
