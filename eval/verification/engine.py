@@ -142,12 +142,16 @@ def _answer(run: Predict, encoded: Encoded, case: InputCase, pad_id: int, n: int
 
 @contextmanager
 def engine_of(
-    model: onnx.ModelProto, sidecar: Sidecar, expected_gemms: Iterable[str] = ()
+    model: onnx.ModelProto,
+    sidecar: Sidecar,
+    expected_gemms: Iterable[str] = (),
+    runtime_cache: Path | None = None,
 ) -> Iterator[tuple[Engine | CompiledEngine, EngineResult]]:
     """Build a cut graph as the deployed engine was built, which `sidecar` tells, and load it in the block.
 
     Args:
         expected_gemms: MatMul and Gemm nodes that must be in INT8; absent ones are passed over.
+        runtime_cache: that of the deployed engine, most of whose kernels the blocks have too.
 
     Raises:
         UserError: the builder refuses the graph.
@@ -167,7 +171,7 @@ def engine_of(
             strict=False,
             compute=sidecar.compute or "fp32",
         )
-        with open_engine(engine, path) as loaded:
+        with open_engine(engine, path, runtime_cache=runtime_cache) as loaded:
             yield loaded, result
 
 
@@ -200,24 +204,23 @@ def verify_engine(session: Session) -> Verification:
     sidecar = check_sidecar(path, graph)
     rounding = checks.BF16_LIMIT if sidecar.compute == "bf16" else checks.MIN_LIMIT
     profiles, task, seed = sidecar.profiles, session.config.task, session.config.seed
-    with open_runner(path, graph, pad_id=session.pad_id, outputs=task.kind.outputs) as run:
+    cache, pad_id = path.with_name("runtime.cache"), session.pad_id
+    with open_runner(path, graph, pad_id=pad_id, runtime_cache=cache, outputs=task.kind.outputs) as run:
         data = _read_data(session, widest(profiles).max[1])
         told = data.encoded.answers_of(data.encoded.rows_of(data.distinct))
         cost = checks.QuantizationCost.of(data.reference[told], data.fp32[told], len(data.distinct), rounding)
         shapes = []
         for case in track("shapes", shape_cases(data.encoded.lengths, profiles, seed)):
             n, reference = len(case.rows), data.reference[data.encoded.answers_of(np.array(case.rows))]
-            got = _answer(run, data.encoded, case, session.pad_id, n)
+            got = _answer(run, data.encoded, case, pad_id, n)
             shapes.append(checks.check_shape(got, reference, (n, case.length), case.what))
         few = data.rows[:PADDING_SAMPLES].tolist()
-        padding = checks.check_padding(
-            padding_answers(run, data.encoded, few, profiles, session.pad_id), cost
-        )
+        padding = checks.check_padding(padding_answers(run, data.encoded, few, profiles, pad_id), cost)
         answers = _run_rows(run, data, profiles, session)
     blocks: list[BlockCheck] = []
     uncut, gemms = None, built.int8_gemms
     try:
-        blocks, gemms = _run_blocks(session, sidecar, data, rounding)
+        blocks, gemms = _run_blocks(session, sidecar, data, rounding, cache)
     except Uncut as error:
         uncut = str(error)
     places, part = data.encoded.answers_of(data.rows), data.encoded.part(data.samples)
@@ -282,7 +285,7 @@ def _run_rows(run: Predict, data: _Data, profiles: Sequence[Profile], session: S
 
 
 def _run_blocks(
-    session: Session, sidecar: Sidecar, data: _Data, rounding: float
+    session: Session, sidecar: Sidecar, data: _Data, rounding: float, runtime_cache: Path
 ) -> tuple[list[BlockCheck], int]:
     """Build the stitched engine, feed it the reference's block inputs, and judge each block."""
     from qdqbench.quantize.calibration.fakequant.native import use_frozen_weights
@@ -295,7 +298,7 @@ def _run_blocks(
     with (
         open_reference(session) as (model, fp32),
         nullcontext() if fp32 is None else use_frozen_weights(model),
-        engine_of(stitched.model, sidecar, expected_gemms(session)) as (engine, built),
+        engine_of(stitched.model, sidecar, expected_gemms(session), runtime_cache) as (engine, built),
     ):
         for case in track("blocks", cases):
             batch = batch_of(data.encoded, case, session.pad_id)

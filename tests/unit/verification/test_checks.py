@@ -444,8 +444,8 @@ class OnnxRunner:
 
     spoil: Any = staticmethod(lambda batch, got: got)
 
-    def __init__(self, path, graph, *, pad_id, outputs):
-        assert pad_id == 0
+    def __init__(self, path, graph, *, pad_id, runtime_cache, outputs):
+        assert (pad_id, runtime_cache) == (0, path.with_name("runtime.cache"))
         self.run = onnxruntime_runner(graph)
 
     def __call__(self, batch):
@@ -458,8 +458,9 @@ class OnnxRunner:
 
 
 @contextmanager
-def onnx_engine(model, sidecar, gemms=()):
+def onnx_engine(model, sidecar, gemms, runtime_cache):
     """The cut graph on ONNX Runtime."""
+    assert runtime_cache.name == "runtime.cache"
     run = SimpleNamespace(run=lambda feeds: run_onnxruntime(model, feeds))
     yield run, SimpleNamespace(int8_gemms=len(gemms))
 
