@@ -182,7 +182,8 @@ def _column(name: str) -> str:
 
 def choose_texts(answering: Answering, schema: pa.Schema, named: Sequence[str] | None = None) -> list[str]:
     """Return the columns of texts of a table."""
-    return choose_columns(schema, answering.columns, len(answering.told["texts"]), named)
+    count, words = len(answering.told["texts"]), answering.told["words"]
+    return choose_columns(schema, answering.columns, count, named, words=words)
 
 
 def choose_kept(answering: Answering, schema: pa.Schema, keep: Sequence[str] | None) -> list[str]:

@@ -151,7 +151,8 @@ def _read_csv(path: Path, wanted: Collection[str]) -> Iterator[tuple[pa.RecordBa
         reader = pa.csv.open_csv(
             stream,
             pa.csv.ReadOptions(encoding="utf8" if encoding.startswith("utf-8") else encoding),
-            pa.csv.ParseOptions(delimiter=mark, newlines_in_values=True),
+            # of one column an empty line is an empty text
+            pa.csv.ParseOptions(delimiter=mark, newlines_in_values=True, ignore_empty_lines=len(names) != 1),
             pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False),
         )
         for batch in reader:
@@ -185,15 +186,16 @@ READERS: dict[str, Any] = {
 
 
 def choose_columns(
-    schema: pa.Schema, wanted: Sequence[str], count: int, named: Sequence[str] | None
+    schema: pa.Schema, wanted: Sequence[str], count: int, named: Sequence[str] | None, *, words: bool
 ) -> list[str]:
     """Return the columns of texts: those that are named, the task's, or the only one of texts.
 
     Args:
         wanted: the task's own columns.
         count: of texts of a row.
+        words: a text may be a list of words; else the model would read two as a pair of texts.
     """
-    texts = [field.name for field in schema if _is_text(field.type)]
+    texts = [field.name for field in schema if _is_text(field.type, words)]
     there = f"its columns are {name_list(schema.names)}"
     if named is not None and len(named) != count:
         raise UserError(f"--text-column names {len(named)} columns, and the run reads {count} texts a row")
@@ -209,9 +211,9 @@ def choose_columns(
     return chosen
 
 
-def _is_text(kind: Any) -> bool:
+def _is_text(kind: Any, words: bool) -> bool:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):  # of words
+    if words and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         kind = kind.value_type
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))

@@ -143,7 +143,7 @@ def add_label_values(task: Task, source: str, classes: Sequence[str] = ()) -> Ta
         return task.model_copy(update={"values": numbers})
     spelled = {text.strip().lower(): text for text in labels}
     names = [name.strip().lower() for name in classes]
-    values = tuple(sorted(labels))
+    values = tuple(sorted(labels, key=int if all(map(str.isdecimal, labels)) else None))
     if len(spelled) == len(labels) and {*spelled} <= {*names}:
         values = tuple(spelled.get(name, shown) for name, shown in zip(names, classes, strict=True))
     found = f"the labels (column {task.label_column!r}) of {source} are {len(values)} different texts"
@@ -166,7 +166,7 @@ def count_classes(task: Task, source: str, outputs: int | None = None) -> int:
     """
     labels, kind = _read_labels(task, source, required=True)
     if kind == "texts":
-        return max(2, len(labels))
+        return max(2, outputs or 0, len(labels))
     if kind == "fractions" or outputs == 1:
         return outputs or 1
     whole = {int(label) for label in labels} or {0}
@@ -276,6 +276,8 @@ def _check_texts(dataset: "datasets.Dataset", task: Task, split: str, source: st
                 f"{row}; fill or drop these rows"
             )
         texts = column.to_pylist()
+        if lost := sum(task.kind.split_words and None in text for text in texts):
+            raise UserError(f"column {name!r} of {source} has null words in {lost} texts; drop them")
         if count := sum(not (text.strip() if isinstance(text, str) else text) for text in texts):
             warnings.append(f"{count} of {len(texts)} texts in column {name!r} of split {split!r} are empty")
     return warnings

@@ -129,7 +129,7 @@ def _read_labels(dataset: "Dataset", task: TaskFields) -> list[list[Any]]:
 def count_labels(dataset: "Dataset", column: str) -> int:
     """Return how many classes labels without names say that there are."""
     rows = [[*row] for row in dataset[:][column]]
-    marked = rows and _is_marked(rows, len(rows[0]))
+    marked = rows and len(rows[0]) > 1 and _is_marked(rows, len(rows[0]))  # one is the number of a class
     return len(rows[0]) if marked else 1 + max((int(label) for row in rows for label in row), default=0)
 
 

@@ -159,7 +159,8 @@ def test_every_form_of_data_gives_its_rows_in_order(tmp_path):
     (tmp_path / "a.tsv").write_text("n\ttext\n1\tone\n2\ttwo, three\n")
     rows = [json.dumps(row) for row in table.to_pylist()]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
-    (tmp_path / "a.txt").write_text("one\n\nthree")
+    for name in ("a.txt", "one.csv"):  # an empty line is a text there, and no row of several columns
+        (tmp_path / name).write_text("text\n" * name.startswith("one") + "one\n\nthree")
     datasets.Dataset(table).save_to_disk(tmp_path / "saved")
     (tmp_path / "several").mkdir()
     for place in range(7):
@@ -168,7 +169,8 @@ def test_every_form_of_data_gives_its_rows_in_order(tmp_path):
         assert texts_of(open_rows(tmp_path / name, {"text"})) == texts, name
     assert texts_of(open_rows(tmp_path / "windows.csv", {"text"})) == ["ünï", "b"]
     assert texts_of(open_rows(tmp_path / "a.tsv", {"text"})) == ["one", "two, three"]
-    assert texts_of(open_rows(tmp_path / "a.txt", {"text"})) == ["one", "", "three"]
+    for name in ("a.txt", "one.csv"):
+        assert texts_of(open_rows(tmp_path / name, {"text"})) == ["one", "", "three"]
 
 
 def bad_data(folder: Path) -> dict[str, tuple[object, str]]:
@@ -186,6 +188,7 @@ def bad_data(folder: Path) -> dict[str, tuple[object, str]]:
         "list.json": (b'[{"text": "a"}]', "is one list of JSON; write a row in each line"),
         "broken.jsonl": (b'{"text": "a"}\n{"text": \n', "cannot read .*broken.jsonl as json"),
         "numbers.jsonl": (b'{"text": 1}\n', "column text holds int64, not texts"),
+        "pairs.jsonl": (b'{"text": ["1", "2"]}\n', "column text holds list.*, not texts"),
         "bytes.txt": (b"\xff\xfe\xfd", "cannot read .*bytes.txt as text"),
         "twins.jsonl": (
             b'{"text": "a", "predicted_score": 1}\n',

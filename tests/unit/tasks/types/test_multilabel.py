@@ -82,6 +82,8 @@ def test_a_training_takes_the_classes_of_its_data(tmp_path):
         "marks": ("LABEL_0", "LABEL_1", "LABEL_2"),
     }.items():
         assert add_data_classes(get_task("multi-label"), write(tmp_path, *FORMS[form])).classes == found
+    alone = write(tmp_path, [[0], [1], [1], [0]], datasets.Value("int64"))  # no marks of one class
+    assert add_data_classes(get_task("multi-label"), alone).classes == ("LABEL_0", "LABEL_1")
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,7 @@ def test_numbers_with_names_are_matched_by_name_and_without_by_order(tmp_path):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
+        ({"tokens": [["a", None]], "ner_tags": [["O", "O"]]}, "'tokens' of .* has null words in 1 texts"),
         ({"tokens": ["a b"], "ner_tags": [["O"]]}, "'tokens' of .* holds texts, not lists of words"),
         ({"tokens": [["a"]], "ner_tags": ["O"]}, "are texts; map them to lists with a tag for each word"),
         ({"tokens": [["a"]], "tags": [["O"]]}, r"no column ner_tags .*--label-column"),
