@@ -114,7 +114,7 @@ ON_CPU = Effort(16, 4.0, streams=(), least=2)
 class Burst:
     latencies_ms: list[float]
     launches_per_s: dict[int, float]  # by number of streams
-    start: float  # time.time(), for the clocks that were read meanwhile
+    start: float  # time.monotonic(), for the clocks that were read meanwhile
     end: float
     cpu_ms: float = 0.0  # CPU time of all threads of this process, each launch of the latencies
 
@@ -222,7 +222,7 @@ def _burst(system: ReadySystem, pace: tuple[int, int], effort: Effort) -> Burst:
     time.sleep(effort.rest_s)
     if warm:
         timer.latencies(lanes[0], warm)
-    start, spent = time.time(), time.process_time()
+    start, spent = time.monotonic(), time.process_time()
     latencies = timer.latencies(lanes[0], count)
     spent = time.process_time() - spent
     rates = {}
@@ -232,7 +232,7 @@ def _burst(system: ReadySystem, pace: tuple[int, int], effort: Effort) -> Burst:
         each = max(min(count, effort.least), math.ceil(count / streams))
         timer.wall(lanes, 1)  # the other streams are cold
         rates[streams] = each * streams / timer.wall(lanes, each)
-    return Burst(latencies, rates, start, time.time(), 1000 * spent / count)
+    return Burst(latencies, rates, start, time.monotonic(), 1000 * spent / count)
 
 
 @contextlib.contextmanager

@@ -70,7 +70,7 @@ class GpuMonitor:
     """
 
     def __init__(self, gpu_uuid: str | None) -> None:
-        self.samples: list[tuple[float, dict[str, float]]] = []  # seconds of time.time(), and fields of a row
+        self.samples: list[tuple[float, dict[str, float]]] = []  # time.monotonic(), fields of a row
         self.reason: str | None = None
         self._uuid, self._ended = gpu_uuid, threading.Event()
         self._thread: threading.Thread | None = None
@@ -112,7 +112,7 @@ class GpuMonitor:
             self.reason = f"NVML gave no reading: {error}"
             return
         while not self._ended.is_set():
-            when, reading = time.time(), dict[str, float]()
+            when, reading = time.monotonic(), dict[str, float]()
             for name, ask in CLOCKS.items():
                 try:
                     reading[name] = float(ask(gpu))

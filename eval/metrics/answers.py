@@ -234,6 +234,8 @@ def _row(name: str, labelled: Int64, before: Int64, after: Int64, samples: Int64
         delta = float(step.mean())
         of_sample = np.bincount(samples[labelled], weights=step - delta)
         error = float(np.sqrt(np.square(of_sample).sum()) / n)
+        if delta and error < 1e-12:  # one sample, or all alike, tells of no others
+            error = metrics.RULE_OF_THREE**0.5 / len({*samples[labelled].tolist()})
     return ClassRow(
         name=name,
         n=n,

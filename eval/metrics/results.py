@@ -219,7 +219,9 @@ class Ratio(Strict):
     @property
     def verdict(self) -> SpeedVerdict:
         low, high = self.ci95_low, self.ci95_high
-        if low is not None and high is not None and low <= 1 <= high:
+        if low is None or high is None:  # so few rounds tell nothing of others
+            return "inconclusive"
+        if low <= 1 <= high:
             return "as fast" if low >= 1 - AS_FAST and high <= 1 + AS_FAST else "inconclusive"
         return "slower" if self.value < 1 else "faster"
 

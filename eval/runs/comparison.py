@@ -121,7 +121,7 @@ class RunComparison(Tabular):
                 "delta": versus.delta.get(metric) if versus else None,
                 "delta_stderr": versus.delta_stderr.get(metric) if versus else None,
             }
-            yield flat | {f"ms at {each.config}": each.system_ms for each in run.speed}
+            yield flat | {f"ms at {each.config}": each.system_ms for each in reversed(run.speed)}
 
 
 MOST_SAMPLES = 500  # that are kept, of each task

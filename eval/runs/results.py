@@ -42,9 +42,6 @@ class EngineSize(Strict):
     bytes: int = field("Size of the engine in bytes.")
 
 
-SCHEMA_VERSION = 4
-
-
 RESULTS_FILE = "results.json"
 
 
@@ -63,7 +60,7 @@ class FileRow(Strict):
 class Results(Tabular):
     """Every number of one run, or of its stages up to one; what those do not write has its default."""
 
-    schema_version: int = field("Version of this schema.", default=SCHEMA_VERSION)
+    schema_version: Literal[4] = field("Version of this schema.", default=4)
     until: str | None = field("Last stage requested, or `evaluate`; null with a report.", default=None)
     created: str = field("Time of the end, ISO 8601, UTC.")
     command: str = field("Command line.")

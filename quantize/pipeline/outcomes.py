@@ -41,7 +41,7 @@ class OptimizedRun(Strict):
         lost = [
             f"{name} {value:.4f}, as exported {self.exported[name]:.4f}"
             for name, value in self.metrics.items()
-            if self.exported[name] - value > max_drop
+            if round(self.exported[name] - value, 12) > max_drop
         ]
         if self.int8_gemms < self.expected_int8_gemms:
             lost.append(uncovered(self.expected_int8_gemms - self.int8_gemms))

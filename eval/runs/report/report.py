@@ -182,7 +182,8 @@ def _speed_tile(results: Results) -> doc.Tile:
     remark += f", the worst of {len(shapes)}" if len(shapes) > 1 else ""
     remark += ", by CPU time" if least.by_cpu_time else ""
     if least.leading.verdict == "inconclusive":
-        remark += "; inconclusive: the 95% CI contains 1"
+        why = "the 95% CI contains 1" if least.leading.interval else "too few rounds for a 95% CI"
+        remark += f"; inconclusive: {why}"
     return doc.Tile("speed", figures.speed_text(least), remark, state)
 
 

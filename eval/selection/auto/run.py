@@ -414,7 +414,7 @@ def propose_search(auto: AutoRun, before: Sequence[AutoStep], left: float) -> tu
         trials = worker.list_trials()
     trial = choose_trial(trials, auto.criteria.min_speedup)
     assert trial.recipe is not None
-    given = next(each.noise_power for each in trials if each.is_scored and each.origin == "given")
+    given = next((each.noise_power for each in trials if each.is_scored and each.origin == "given"), None)
     return trial.recipe, Proposal(
         base=base.name,
         samples=worker.work.trials.draw.rows,

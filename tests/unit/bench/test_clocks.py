@@ -67,10 +67,10 @@ def nvml(monkeypatch):
 
 
 def wait_for(monitor, start):
-    deadline = time.time() + 20
-    while monitor.during([(start, time.time())]) == {} and time.time() < deadline:
+    deadline = time.monotonic() + 20
+    while monitor.during([(start, time.monotonic())]) == {} and time.monotonic() < deadline:
         time.sleep(0.02)
-    return monitor.during([(start, time.time())])
+    return monitor.during([(start, time.monotonic())])
 
 
 @pytest.mark.parametrize(("uuid", "power"), [("GPU-7", 400.5), (None, 400.5), ("GPU-7", None)])
@@ -80,7 +80,7 @@ def test_the_gpu_is_read_in_the_background_until_the_end(nvml, uuid, power):
     if power is None:
         nvml.power = pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
     with GpuMonitor(uuid) as monitor:
-        assert wait_for(monitor, time.time() - 0.01) == told
+        assert wait_for(monitor, time.monotonic() - 0.01) == told
         assert monitor.during([(0.0, 1.0)]) == {}
         thread = monitor._thread
     assert monitor.reason is None
@@ -103,7 +103,7 @@ def test_no_driver(nvml, monkeypatch):
 
     monkeypatch.setattr(pynvml, "nvmlInit", missing)
     with GpuMonitor(None) as monitor:
-        assert monitor.during([(0, time.time())]) == {}
+        assert monitor.during([(0, time.monotonic())]) == {}
     assert monitor.reason == "NVML does not start (NVML Shared Library Not Found)"
     assert nvml.calls == []
 

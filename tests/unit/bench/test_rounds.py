@@ -207,7 +207,7 @@ def test_progress_and_windows(monkeypatch):
         seen.append("timed")
         return float(next(clock))
 
-    clocks = SimpleNamespace(time=now, sleep=time.sleep, process_time=time.process_time)
+    clocks = SimpleNamespace(monotonic=now, sleep=time.sleep, process_time=time.process_time)
     monkeypatch.setattr(loop, "time", clocks)
     effort = loop.Effort(rounds=3, duration_s=1, iterations=1)
     monkeypatch.setattr(loop, "report_phase", lambda *begun: seen.append(begun))

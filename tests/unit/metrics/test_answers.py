@@ -123,7 +123,7 @@ def test_words_of_one_sentence_go_together(tmp_path):
     ]
     classes = compare_classes(both)
     assert (classes.unit, classes.fp32, classes.confusion) == ("words", [[2, 0], [0, 2]], [[2, 0], [2, 0]])
-    assert classes.rows[1].regressed == 2
+    assert (classes.rows[1].regressed, classes.rows[1].delta_stderr) == (2, 3**0.5)  # of one sentence
 
 
 @given(st.lists(st.tuples(st.floats(-30, 30), st.floats(-30, 30)), min_size=1, max_size=20))

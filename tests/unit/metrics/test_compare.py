@@ -100,6 +100,12 @@ def test_within_noise_is_two_paired_errors_of_the_primary_metric(lost, won, with
     assert compare(SST2, *case(500, lost, won), seed=0).within_noise is within
 
 
+def test_a_drop_at_its_limit_is_not_over_it():
+    """0.9 - 0.89 is 0.010000000000000009: a gate of 0.01 asked for a billion samples to tell it."""
+    found = compare(SST2, *case(100, 1, 0, both_wrong=10), seed=0)
+    assert (found.drop, judge(found.drop, found.drop_stderr, 0.01)) == (0.01, None)
+
+
 def test_one_seed_one_answer():
     first = compare(STSB, *scored(100, 0.3), seed=0)
     assert compare(STSB, *scored(100, 0.3), seed=0) == first

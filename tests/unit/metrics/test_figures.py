@@ -33,7 +33,7 @@ LOADED = speedup(0.73, 0.14, 4.07).model_copy(update={"cpu": speedup(1.1, 1.05, 
 @pytest.mark.parametrize(
     ("ratio", "cell", "place"),
     [
-        (speedup(1.31), Cell("1.31x", sort=1.31), "1.31x"),
+        (speedup(1.31), Cell("1.31x inconclusive", "unclear", sort=1.31), "1.31x"),
         (speedup(0.74, 0.7, 0.8), Cell("0.74x [0.70, 0.80] slower", "bad", sort=0.74), "0.74x [0.70, 0.80]"),
         (
             speedup(1.31, 0.7, 1.4),

@@ -18,6 +18,7 @@ from qdqbench.quantize.recipe.sections import GateSettings as Asked
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 
 from ...support import records
+from ...support.compared import sample_comparison
 from ...support.runs import run_gate
 
 
@@ -151,6 +152,12 @@ def test_speed_is_open_until_it_is_measured_and_then_judged_cell_by_cell():
     assert judge_speed(after, [fast]).state == "passed"  # measured again
     quick = slow.model_copy(update={"quick": True})
     assert judge_speed(asked, [quick]).issues == before.issues  # a quick bench is not what decides
+
+
+def test_of_two_benches_of_a_shape_a_table_of_runs_has_the_latest():
+    found = sample_comparison()
+    found.runs[0].speed = [records.speedup(1.2, ms=ms) for ms in (1.0, 3.0)]  # the latest first
+    assert next(found.rows())["ms at 32 x 128"] == 1.0
 
 
 @pytest.mark.parametrize("backend", get_args(BackendName))

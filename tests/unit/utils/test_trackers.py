@@ -1,5 +1,6 @@
 """Values that trackers get; the libraries are stand-ins with the calls of tensorboard, wandb and mlflow."""
 
+import json
 import sys
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
@@ -13,6 +14,8 @@ from qdqbench.eval.runs.tracked import tracking
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.progress import reporter
 from qdqbench.quantize.utils.trackers import LogRow, open_tracker, require_tracker
+
+from ...support.records import speedup
 
 MEASURED = Path(__file__).parents[3] / "docs/measured/report"
 CONFIG = {"recipe": "bert-int8-linears"}
@@ -63,9 +66,17 @@ def libraries(monkeypatch):
     return SimpleNamespace(given=given, install=install)
 
 
+def test_results_of_another_version_are_refused(tmp_path):
+    known = json.loads((MEASURED / "results.json").read_text()) | {"schema_version": 3}
+    (tmp_path / "results.json").write_text(json.dumps(known))
+    with pytest.raises(UserError, match=r"schema_version: Input should be 4\); run `qdqbench report"):
+        read_results(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
 def test_each_tracker_gets_the_log_and_the_results(name, libraries, tmp_path, capsys):
     results = read_results(MEASURED)
+    results.speed = [speedup(1.2), speedup(0.9)]  # the latest bench first
     rows = [LogRow(step=2, epoch=0.5, loss=0.25), LogRow(step=2, epoch=0.5, score=0.9, values={"f1": 0.8})]
     require_tracker(name)
     with tracking(name, tmp_path / "run", CONFIG) as run:
@@ -79,6 +90,7 @@ def test_each_tracker_gets_the_log_and_the_results(name, libraries, tmp_path, ca
     expected = {"train/loss": (0.25, 2), "held_out/score": (0.9, 2), "held_out/f1": (0.8, 2)}
     expected["seed-2/train/loss"] = (0.25, 2)
     expected["fp32/accuracy"] = (results.stages["fp32"].metrics["accuracy"], 2)
+    expected["speedup/INT8 engine over FP16 engine/32 x 128"] = (1.2, 2)
     assert expected.items() <= given.items()
     assert capsys.readouterr().out == ""
 

@@ -59,7 +59,7 @@ class Planned:
             raise outcome
         step.run, step.scores = outcome
         if self.speed and step.kind != "unquantized":
-            step.speedup = speedup(self.speed)
+            step.speedup = speedup(*3 * [self.speed])
 
     def take(self, budget=1000.0, names=NAMES, kinds=KINDS):
         proposers = [self.proposer(name, kind) for name, kind in zip(names, kinds, strict=True)]
