@@ -327,7 +327,8 @@ def _parity_batches(session: Session) -> Iterator[dict[str, Any]]:
 
 
 def _model(session: Session) -> Any:
-    return [session.model_sha256, session.config.task.model_dump(), session.recipe.export.max_length]
+    config = session.config
+    return [session.model_sha256, config.pooling, config.task.model_dump(), session.recipe.export.max_length]
 
 
 def _evaluation(session: Session) -> Any:
@@ -338,8 +339,8 @@ def _evaluation(session: Session) -> Any:
 
 def _placement(session: Session) -> Any:
     recipe = session.recipe
-    rules = [rule.model_dump() for rule in recipe.rules]
-    return [_model(session), rules, recipe.attention, recipe.residual, session.computes_tanh]
+    asked = recipe.model_dump(include={"model", "rules", "attention", "residual"})
+    return [_model(session), asked, session.computes_tanh]
 
 
 def _calibration(session: Session) -> Any:
@@ -380,7 +381,8 @@ def _exported(session: Session) -> Any:
 def _built(session: Session) -> Any:
     device, auto = (str(find_gpu()), str(find_cpu())), session.recipe.auto_shapes
     shapes = [str(profile) for profile in engine_profiles(session)] if auto else []
-    return [_placement(session), session.recipe.engine.model_dump(), available_backends(), device, *shapes]
+    settings = session.recipe.engine.model_dump(), session.target.compute
+    return [_placement(session), *settings, available_backends(), device, *shapes]
 
 
 def _measured(session: Session) -> Any:

@@ -259,9 +259,7 @@ class Trials:
                 *(split.fingerprint for split, _ in splits),
             ],
             "samples": self.samples,
-            "limit": config.limit,
-            "batch_size": config.batch_size,
-            "seed": config.seed,
+            **config.model_dump(mode="json", include={"limit", "batch_size", "seed", "pooling"}),
             **get_code_identity(),
         }
 

@@ -278,10 +278,15 @@ def test_sound_outputs_have_their_distance_recorded(precision, error):
     assert differences == {"x": pytest.approx(error, rel=1e-3)}
 
 
-def test_a_nan_on_the_second_stream_only_is_found():
-    lanes = [FakeLane(), FakeLane(NAN)]
-    errors, _, _ = loop.check_outputs([loop.ReadySystem("int8", "int8", lanes, FakeTimer(1.0))], [])
-    assert "NaN" in errors["int8"]
+@pytest.mark.parametrize("name", ["int8", "fp32"])
+@pytest.mark.parametrize(("lane", "message"), [(FakeLane(NAN), "NaN"), (noisy(0.8), "its logits are 0.8")])
+def test_what_is_wrong_on_the_second_stream_only_is_found(lane, message, name):
+    two = loop.ReadySystem(name, name, [FakeLane(), lane], FakeTimer(1.0))
+    errors, _, _ = loop.check_outputs(
+        [two, contestant("torch-fp32", precision="fp32")], ["fp32", "torch-fp32"]
+    )
+    assert [*errors] == [name]
+    assert message in errors[name]
 
 
 def test_a_reference_that_is_broken_is_passed_over():

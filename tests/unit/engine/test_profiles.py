@@ -1,5 +1,6 @@
 """Several optimization profiles: in recipes, in real ahead-of-time builds, and in the stages of a run."""
 
+import dataclasses
 import importlib.util
 import types
 
@@ -17,10 +18,11 @@ from qdqbench.quantize.engine.backend import build_engine, choose_backend
 from qdqbench.quantize.engine.profiles import Profile, fit_batch, require_room
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.engine.target import choose_target
+from qdqbench.quantize.models.identity import Pooling
 from qdqbench.quantize.pipeline import graphs, session
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import Shapes
-from qdqbench.quantize.tasks.task import GLUE
+from qdqbench.quantize.tasks.task import EMBED, GLUE
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.system.gpu import Gpu
@@ -179,6 +181,27 @@ def test_stage_build_has_every_profile_and_no_cache_among_its_outputs(run, rtx):
     assert files.read_json(outputs[4]) == {"of": "texts"}
     assert run.warnings == []  # 8.9 is supported, and TensorRT-RTX has no timing cache
     assert not list(run.folder.rglob("*.cache"))
+
+
+def test_stages_run_again_where_something_else_was_asked_for(tiny_bert, tmp_path):
+    """With another --pooling, or precision.compute on a CPU, answers and engine of before were shown."""
+    (tmp_path / "texts.txt").write_text("some\ntexts\n")
+
+    def inputs(stage, mode="mean", compute="fp32", family="bert"):
+        chosen = load_recipe("bert-int8-linears")
+        chosen = chosen.model_copy(update={"model": chosen.model.model_copy(update={"family": family})})
+        about = {"model": str(tiny_bert), "task": EMBED, "data": str(tmp_path / "texts.txt")}
+        pooling = Pooling(mode=mode, normalize=False)
+        made = session.Session(session.RunConfig(recipe=chosen, pooling=pooling, **about), tmp_path)
+        made.target = dataclasses.replace(made.target, compute=compute)
+        return stages.stages(made)[stage].inputs(made)
+
+    for stage, change in {
+        "baseline": {"mode": "cls"},
+        "build": {"compute": "bf16"},
+        "quantize": {"family": "roberta"},
+    }.items():
+        assert inputs(stage) == inputs(stage) != inputs(stage, **change)
 
 
 def test_known_faults_are_noted_by_the_build(run, rtx, monkeypatch):
