@@ -5,13 +5,15 @@
 All but NNCF start with the quantizers and scales of the recipe, and see as many batches of the train split
 as `reconstruction` takes steps. `modelopt-qat` and `modelopt-qad` are NVIDIA ModelOpt's trainers on top of
 the Hugging Face Trainer, the first with labels, the second with the FP32 model as teacher. `nncf-qat` places
-quantizers itself. Judged is the validation split: SQNR against FP32, and the first metric of the task.
+quantizers itself. `reconstruction-fp32-weights` rounds no weights: what it leaves, no rounding of weights
+can win. Judged is the validation split: SQNR against FP32, and the first metric of the task.
 """
 
 import argparse
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from transformers import DataCollatorWithPadding, Trainer, TrainingArguments, se
 from qdqbench.eval.metrics.compare import measure_powers
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import native
-from qdqbench.quantize.calibration.fakequant.quantizers import forward
+from qdqbench.quantize.calibration.fakequant.quantizers import forward, get_quantizer_kind, list_quantizers
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import adapt_recipe, find_recipe
 from qdqbench.quantize.recipe.sections import Reconstruction
@@ -93,8 +95,11 @@ def train(given: Given, model: Any, rate: float, steps: int, kind: Any = Trainer
     return model
 
 
-def reconstructed(given: Given, rate: float, steps: int) -> Any:
+def reconstructed(given: Given, rate: float, steps: int, without: str | None = None) -> Any:
     session, settings, model = given.session, Reconstruction(steps=steps), given.new()
+    for name, quantizer in list_quantizers(model).items():
+        if get_quantizer_kind(name) == without:
+            quantizer.disable()
     rows, _ = read_rows(session, settings)
     teacher = session.new_model().to(given.device)
     reconstruct(model, teacher, session.plan, given.record, rows, settings)
@@ -137,6 +142,7 @@ def nncf_qat(given: Given, rate: float, steps: int) -> Any:
 
 SYSTEMS: dict[str, Callable[[Given, float, int], Any]] = {
     "reconstruction": reconstructed,
+    "reconstruction-fp32-weights": partial(reconstructed, without="weight"),
     "modelopt-qat": modelopt_qat,
     "modelopt-qad": modelopt_qad,
     "nncf-qat": nncf_qat,
@@ -181,8 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         about |= {"backend": asked.backend, "steps": asked.steps, "n": len(given.judged.gold)}
         about |= {"environment": describe_environment()}
         for name in asked.systems.split(","):
-            rates = [0.0] if name == "reconstruction" else [float(each) for each in asked.rates.split(",")]
-            for rate in rates:
+            rates = "0" if name.startswith("reconstruction") else asked.rates
+            for rate in map(float, rates.split(",")):
                 found.append(measure(given, name, rate, asked.steps))
                 print(found[-1], flush=True)
                 files.write_json(Path(asked.out), about | {"trainings": found})

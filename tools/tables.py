@@ -658,6 +658,7 @@ def layers_table(data: Data) -> str:
 TRAINERS = {
     "ptq": "PTQ",
     "reconstruction": "`reconstruction`",
+    "reconstruction-fp32-weights": "it, FP32 weights",
     "modelopt-qat": "`QATTrainer`",
     "modelopt-qad": "`QADTrainer`",
     "nncf-qat": "NNCF",
