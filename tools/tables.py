@@ -636,13 +636,54 @@ def qat_table(data: Data) -> str:
     return table(["model", "backend", *map(code, recipes)], sorted(rows))
 
 
+def _reconstructed(data: Data) -> Iterator[tuple[str, Record]]:
+    """Yield the runs with a reconstruction and no QAT after it, and the recipe that it began with."""
+    for run in data.runs:
+        if run.get("reconstruction") and not run.get("training"):
+            yield _short(run.recipe).removesuffix("-reconstructed"), run
+
+
+def aims_table(data: Data) -> str:
+    """What reconstruction reaches over all models and tasks, by recipe; losses by the first metric."""
+    found: dict[str, list[Record]] = defaultdict(list)
+    for recipe, run in _reconstructed(data):
+        found[recipe].append(run)
+    columns = []
+    for runs in found.values():
+        ptq, trained, engines = (
+            [run.stages[stage].vs_fp32 for run in runs] for stage in ("ptq", "fake_quant", "engine")
+        )
+        gains = [after.sqnr_db - before.sqnr_db for before, after in zip(ptq, trained, strict=True)]
+        nearer = [engine.sqnr_db > before.sqnr_db for before, engine in zip(ptq, engines, strict=True)]
+        kept = [
+            each.delta[_metric(run)] >= -2 * each.delta_stderr[_metric(run)]
+            for run, each in zip(runs, engines, strict=True)
+        ]
+        seconds = [run.reconstruction.seconds for run in runs if run.environment.get("gpu")]
+        columns.append([
+            f"{fmean(gains):.1f} ({min(gains):.1f} to {max(gains):.1f})",
+            *(f"{sum(gain >= least for gain in gains)} of {len(runs)}" for least in (3, 6)),
+            *(f"{sum(each)} of {len(runs)}" for each in (nearer, kept)),
+            f"{max(seconds, default=0):.0f}",
+        ])  # fmt: skip
+    aims = (
+        "gain over PTQ, dB",
+        "3 dB or more",
+        "6 dB or more",
+        "engine nearer to FP32 than PTQ",
+        "engine's loss within two standard errors",
+        "seconds on one H200, at most",
+    )
+    rows = [[aim, *cells] for aim, *cells in zip(aims, *columns, strict=True)]
+    return table(["aim", *map(code, found)], rows)
+
+
 def layers_table(data: Data) -> str:
     """SQNR of each layer's output on held-out rows after reconstruction, and its gain; means over tasks."""
     found: dict[tuple[str, str], list[Any]] = defaultdict(list)
-    for run in data.runs:
-        if (layers := (run.get("reconstruction") or {}).get("layers")) and not run.get("training"):
-            model = _model_name(run).removesuffix(f"-{run.task.name}")
-            found[model, _short(run.recipe).removesuffix("-reconstructed")].append(layers)
+    for recipe, run in _reconstructed(data):
+        model = _model_name(run).removesuffix(f"-{run.task.name}")
+        found[model, recipe].append(run.reconstruction.layers)
     rows = []
     for (model, recipe), tasks in sorted(found.items()):
         means = [
@@ -937,6 +978,7 @@ FIGURES: dict[str, Callable[[Data], str]] = {
     "changed": changed_table,
     "backends": backends_table,
     "qat": qat_table,
+    "qat-aims": aims_table,
     "qat-layers": layers_table,
     "qat-trainers": trainers_table,
     "families": families_table,

@@ -231,6 +231,10 @@ def test_training_is_compared_with_the_model_before_it():
     found = tables.layers_table(Data([alone, run_of(given)], [])).strip().splitlines()
     assert len(found) == 3
     assert found[2].endswith("| `int8-attention` | 28/28/26/26/24/24 | 1.5/1.5/1.5/1.5/1.5/1.5 |")
+    head, _, gain, *counts, seconds = tables.aims_table(Data([alone], [])).strip().splitlines()
+    assert gain.endswith("| 0.0 (0.0 to 0.0) |")
+    assert [row.rpartition("|")[0][-7:].strip() for row in counts] == ["0 of 1"] * 3 + ["1 of 1"]
+    assert seconds.endswith("| 0 |")  # it has no GPU
 
 
 def test_a_trainer_is_shown_at_its_best_rate(tmp_path, monkeypatch):
