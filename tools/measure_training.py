@@ -5,14 +5,15 @@
 All but NNCF start with the quantizers and scales of the recipe, and see as many batches of the train split
 as `reconstruction` takes steps. `modelopt-qat` and `modelopt-qad` are NVIDIA ModelOpt's trainers on top of
 the Hugging Face Trainer, the first with labels, the second with the FP32 model as teacher. `nncf-qat` places
-quantizers itself. `reconstruction-fp32-weights` rounds no weights: what it leaves, no rounding of weights
-can win. Judged is the validation split: SQNR against FP32, and the first metric of the task.
+quantizers itself. `without-weight`, `without-input`, `without-attention` and `without-residual` reconstruct
+with these in FP32: what rounding them costs, no training of the others wins back. Judged is the validation
+split: SQNR against FP32, and the first metric of the task.
 """
 
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,10 +96,10 @@ def train(given: Given, model: Any, rate: float, steps: int, kind: Any = Trainer
     return model
 
 
-def reconstructed(given: Given, rate: float, steps: int, without: str | None = None) -> Any:
+def reconstructed(given: Given, rate: float, steps: int, without: Collection[str] = ()) -> Any:
     session, settings, model = given.session, Reconstruction(steps=steps), given.new()
     for name, quantizer in list_quantizers(model).items():
-        if get_quantizer_kind(name) == without:
+        if get_quantizer_kind(name) in without:
             quantizer.disable()
     rows, _ = read_rows(session, settings)
     teacher = session.new_model().to(given.device)
@@ -142,7 +143,10 @@ def nncf_qat(given: Given, rate: float, steps: int) -> Any:
 
 SYSTEMS: dict[str, Callable[[Given, float, int], Any]] = {
     "reconstruction": reconstructed,
-    "reconstruction-fp32-weights": partial(reconstructed, without="weight"),
+    "without-weight": partial(reconstructed, without=["weight"]),
+    "without-input": partial(reconstructed, without=["input"]),
+    "without-attention": partial(reconstructed, without=["query", "key", "value", "softmax"]),
+    "without-residual": partial(reconstructed, without=["residual"]),
     "modelopt-qat": modelopt_qat,
     "modelopt-qad": modelopt_qad,
     "nncf-qat": nncf_qat,
@@ -187,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         about |= {"backend": asked.backend, "steps": asked.steps, "n": len(given.judged.gold)}
         about |= {"environment": describe_environment()}
         for name in asked.systems.split(","):
-            rates = "0" if name.startswith("reconstruction") else asked.rates
+            rates = "0" if name.startswith(("reconstruction", "without")) else asked.rates
             for rate in map(float, rates.split(",")):
                 found.append(measure(given, name, rate, asked.steps))
                 print(found[-1], flush=True)

@@ -623,17 +623,18 @@ def backends_table(data: Data) -> str:
 
 def qat_table(data: Data) -> str:
     """SQNR of PTQ, of the trained model and of its engine, by model and recipe; no QAT after another."""
-    cells: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
+    cells: dict[str, dict[str, str]] = defaultdict(dict)
     for run in data.runs:
         stages = [run.stages.get(name) for name in ("ptq", "fake_quant", "engine")]
         if run.trained and stages[0] and not (run.get("reconstruction") and run.get("training")):
             shown = [f"{each.vs_fp32.sqnr_db:.1f}" if each and each.vs_fp32 else "-" for each in stages]
             name = _short(run.recipe).removesuffix("-qat").removesuffix("-reconstructed")
             backend = run.engine.backend if run.engine else run.recipe["engine"]["backend"]
-            cells[_model_name(run), label(backend)][name] = "/".join(shown)
+            model = code(_model_name(run))
+            cells[model if backend == "cuda" else f"{model}, {label(backend)}"][name] = "/".join(shown)
     recipes = sorted({name for row in cells.values() for name in row})
-    rows = [[code(key[0]), key[1], *(row.get(name, "") for name in recipes)] for key, row in cells.items()]
-    return table(["model", "backend", *map(code, recipes)], sorted(rows))
+    rows = [[model, *(row.get(name, "") for name in recipes)] for model, row in cells.items()]
+    return table(["model", *map(code, recipes)], sorted(rows))
 
 
 def _reconstructed(data: Data) -> Iterator[tuple[str, Record]]:
@@ -659,20 +660,21 @@ def aims_table(data: Data) -> str:
             each.delta[_metric(run)] >= -2 * each.delta_stderr[_metric(run)]
             for run, each in zip(runs, engines, strict=True)
         ]
-        seconds = [run.reconstruction.seconds for run in runs if run.environment.get("gpu")]
+        seconds = [run.reconstruction.seconds for run in runs if run.environment.get("gpu") == H200]
+        of = f" of {len(runs)}"
         columns.append([
-            f"{fmean(gains):.1f} ({min(gains):.1f} to {max(gains):.1f})",
-            *(f"{sum(gain >= least for gain in gains)} of {len(runs)}" for least in (3, 6)),
-            *(f"{sum(each)} of {len(runs)}" for each in (nearer, kept)),
+            f"{fmean(gains):.1f} ({min(gains):.1f}-{max(gains):.1f})",
+            "/".join(str(sum(gain >= least for gain in gains)) for least in (3, 6)) + of,
+            f"{sum(nearer)}{of}",
+            f"{sum(kept)}{of}",
             f"{max(seconds, default=0):.0f}",
         ])  # fmt: skip
     aims = (
-        "gain over PTQ, dB",
-        "3 dB or more",
-        "6 dB or more",
+        "dB over PTQ",
+        "3/6 dB or more",
         "engine nearer to FP32 than PTQ",
-        "engine's loss within two standard errors",
-        "seconds on one H200, at most",
+        "its loss below two errors",
+        "most seconds, H200",
     )
     rows = [[aim, *cells] for aim, *cells in zip(aims, *columns, strict=True)]
     return table(["aim", *map(code, found)], rows)
@@ -699,11 +701,29 @@ def layers_table(data: Data) -> str:
 TRAINERS = {
     "ptq": "PTQ",
     "reconstruction": "`reconstruction`",
-    "reconstruction-fp32-weights": "it, FP32 weights",
     "modelopt-qat": "`QATTrainer`",
     "modelopt-qad": "`QADTrainer`",
     "nncf-qat": "NNCF",
 }
+
+
+WITHOUT = {
+    "reconstruction": "none",
+    "without-weight": "weights",
+    "without-input": "inputs",
+    "without-attention": "attention",
+    "without-residual": "residual",
+}
+
+
+def holds_table(data: Data) -> str:
+    """SQNR after reconstruction of models that leave some tensors in FP32."""
+    rows = []
+    for path in sorted((ROOT / MEASURED).glob("trainings-*.json")):
+        found = files.read_json(path)
+        sqnr = {row["system"]: f"{row['sqnr_db']:.1f}" for row in found["trainings"]}
+        rows.append([code(found["model"]), code(found["recipe"]), *(sqnr.get(each, "") for each in WITHOUT)])
+    return table(["model", "recipe", *WITHOUT.values()], rows)
 
 
 def trainers_table(data: Data) -> str:
@@ -718,7 +738,8 @@ def trainers_table(data: Data) -> str:
             shown = (("sqnr_db", 1, 1), (metric, 1, 4), ("seconds", 1, 0), ("peak_bytes", 2**30, 1))
             parts = [f"{row[key] / unit:.{digits}f}" if key in row else "-" for key, unit, digits in shown]
             cells.append("/".join(parts).removesuffix("/-/-") if row else "")
-        rows.append([code(found["model"]), code(found["recipe"]), *cells])
+        if any(cells[2:]):
+            rows.append([code(found["model"]), code(found["recipe"]), *cells])
     used = [place for place in range(2 + len(TRAINERS)) if any(row[place] for row in rows)]
     head = ["model", "recipe", *TRAINERS.values()]
     return table([head[place] for place in used], [[row[place] for place in used] for row in rows])
@@ -980,6 +1001,7 @@ FIGURES: dict[str, Callable[[Data], str]] = {
     "qat": qat_table,
     "qat-aims": aims_table,
     "qat-layers": layers_table,
+    "qat-holds": holds_table,
     "qat-trainers": trainers_table,
     "families": families_table,
     "foreign": foreign_table,
