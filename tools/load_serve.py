@@ -19,6 +19,7 @@ import multiprocessing
 import os
 import platform
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -256,6 +257,16 @@ def drive(  # noqa: PLR0917
         out.put((shared.seconds, shared.statuses, time.perf_counter() - begun, time.process_time() - spent))
 
 
+def order_cores():
+    """Usable cores, hyperthreads of one next to each other: the last ones share none with the first."""
+
+    def first(core):
+        path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        return int(re.split("[,-]", path.read_text())[0]) if path.is_file() else core
+
+    return sorted(usable_cores(), key=lambda core: (first(core), core))
+
+
 def post(path, value):
     body = json.dumps(value).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -290,7 +301,7 @@ class Asking:
             rate: requests a second, in a Poisson process; 0: each connection asks again once it is answered.
         """
         context = multiprocessing.get_context("fork")  # at once: importing takes longer than a load
-        requests, cores, clients = self.requests(count), usable_cores(), min(self.clients, connections)
+        requests, cores, clients = self.requests(count), order_cores(), min(self.clients, connections)
         shares = [connections // clients + (n < connections % clients) for n in range(clients)]
         before, seconds, asking = cpu_seconds(self.pid), self.seconds, 0.0
         together, queue, children = context.Barrier(clients), context.SimpleQueue(), []

@@ -26,7 +26,6 @@ from qdqbench.quantize.deployment.opened import Answering
 from qdqbench.quantize.deployment.predict import predict_files
 from qdqbench.quantize.deployment.predict_options import PredictOptions
 from qdqbench.quantize.standalone.server.engine import PREPARE_S
-from qdqbench.quantize.utils.system.cpu import usable_cores
 
 CLIENTS, QUEUE = 4, 4096
 RUNS = ("bert-base", "bert-base-embed", "minilm")
@@ -65,7 +64,8 @@ FILES = [("bert-base", 6), ("bert-base", 8), ("minilm", 6)]  # run, processes
 
 def start(run, peer=None):
     """Start the server of a run, or a peer, on the first cores: its process, port, and seconds until then."""
-    cores = usable_cores()[: max(2, len(usable_cores()) - CLIENTS)]
+    cores = load_serve.order_cores()
+    cores = cores[: max(2, len(cores) - CLIENTS)]
     fronts = len(cores) - 1  # and a core for the engine
     command = ["qdqbench", "serve", run, "--port", 0, "--no-fp32", "--queue", QUEUE, "--fronts", fronts]
     if peer:

@@ -1,53 +1,35 @@
 """Options of `serve`."""
 
-from pydantic import Field
-
 from qdqbench.quantize.standalone.server.settings import Settings
 from qdqbench.quantize.utils.options import Options
+from qdqbench.quantize.utils.schema import field
 
 
 class ServeOptions(Options):
     """Settings of a server."""
 
-    host: str = Field(default=Settings.host, description="Address to listen on.")
-    port: int = Field(default=Settings.port, ge=0, le=65535, description="Port; 0: any free one.")
-    fronts: int | None = Field(
-        default=None, ge=1, le=64, description="Processes that tokenize (default: by the cores)."
+    host: str = field("Address to listen on.", default=Settings.host)
+    port: int = field("Port; 0: any free one.", default=Settings.port, ge=0, le=65535)
+    fronts: int | None = field("Processes that tokenize (default: by the cores).", default=None, ge=1, le=64)
+    engines: int | None = field(
+        "Processes with an engine (default: one for each GPU, on a CPU one).", default=None, ge=1, le=64
     )
-    engines: int | None = Field(
-        default=None,
-        ge=1,
-        le=64,
-        description="Processes with an engine (default: one for each GPU, on a CPU one).",
+    batch_tokens: int = field(
+        "Maximum tokens per batch of backend cuda.", default=Settings.batch_tokens, ge=512, le=65_536
     )
-    batch_tokens: int = Field(
-        default=Settings.batch_tokens,
-        ge=512,
-        le=65_536,
-        description="Maximum tokens per batch of backend cuda.",
+    queue: int = field("Maximum rows a front holds at once.", default=Settings.queue, ge=1, le=16_384)
+    timeout: float = field("Time limit of a request in seconds.", default=Settings.timeout, ge=0.1, le=600)
+    max_texts: int = field("Maximum texts per request.", default=Settings.max_texts, ge=1, le=1000)
+    max_characters: int = field(
+        "Character limit per text.", default=Settings.max_characters, ge=1, le=1_000_000
     )
-    queue: int = Field(
-        default=Settings.queue, ge=1, le=16_384, description="Maximum rows a front holds at once."
+    max_body_kb: int = field("Maximum size of a request in KiB.", default=1024, ge=1, le=16_384)
+    no_fp32: bool = field("Serve no FP32 model to compare with.", default=False)
+    watch: float = field(
+        "Share of requests of a classification that FP32 answers too, as a metric.", default=0.0, ge=0, le=1
     )
-    timeout: float = Field(
-        default=Settings.timeout, ge=0.1, le=600, description="Time limit of a request in seconds."
-    )
-    max_texts: int = Field(
-        default=Settings.max_texts, ge=1, le=1000, description="Maximum texts per request."
-    )
-    max_characters: int = Field(
-        default=Settings.max_characters, ge=1, le=1_000_000, description="Character limit per text."
-    )
-    max_body_kb: int = Field(default=1024, ge=1, le=16_384, description="Maximum size of a request in KiB.")
-    no_fp32: bool = Field(default=False, description="Serve no FP32 model to compare with.")
-    watch: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="Share of requests of a classification that FP32 answers too, as a metric.",
-    )
-    dimensions: list[int] = Field(
-        default=[], description="Size that embeddings may be cut to, of a model trained for it; repeatable."
+    dimensions: list[int] = field(
+        "Size that embeddings may be cut to, of a model trained for it; repeatable.", default=[]
     )
 
     def settings(self) -> Settings:

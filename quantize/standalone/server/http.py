@@ -15,7 +15,7 @@ from .settings import Served, Settings
 
 PERIOD_S = 10.0  # after one, but at most two of these a connection without progress is closed
 LEAST_BYTES = 16 << 10  # that a client must read in this time
-MOST_CONNECTIONS, BACKLOG = 1000, 1000  # of a front; of its socket
+MOST_CONNECTIONS, BACKLOG = 1000, 4096  # of a front; of all
 MOST_POSTS = 256  # at once in a front; with the largest body this bounds memory
 MOST_HEAD_BYTES, MOST_PARTS = 16 << 10, 10_000  # of a head; of a body, each of which takes time
 LINGER_S = 2.0  # from a refusal of what is still being sent to the end of the connection

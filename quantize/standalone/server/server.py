@@ -13,11 +13,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from itertools import chain, cycle, islice
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -145,7 +146,7 @@ def run_front(  # noqa: PLR0913, PLR0917
     shared: Shared,
     place: int,
     cores: Sequence[int],
-    listener: socket.socket,
+    door: socket.socket,
     fast: bool,
     shape: Shape,
     awake_s: float,
@@ -167,13 +168,27 @@ def run_front(  # noqa: PLR0913, PLR0917
     async def serve() -> None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         front.start(loop)
-        server = await loop.create_server(lambda: Client(site), sock=listener, backlog=BACKLOG)
+        entering = set[asyncio.Task[None]]()
+
+        async def enter(client: socket.socket) -> None:
+            with suppress(OSError):  # it has gone
+                await loop.connect_accepted_socket(lambda: Client(site), client)
+
+        def open_door() -> None:
+            with suppress(BlockingIOError):
+                for file in socket.recv_fds(door, 1, 1)[1]:
+                    client = socket.socket(fileno=file)
+                    client.setblocking(False)
+                    entering.add(task := loop.create_task(enter(client)))
+                    task.add_done_callback(entering.discard)
+
+        loop.add_reader(door.fileno(), open_door)
         loop.add_reader(control.fileno(), ended.set)
         site.look()
         control.send(("ready",))
         await ended.wait()
         loop.remove_reader(control.fileno())
-        server.close()
+        loop.remove_reader(door.fileno())
         site.close_idle()
         while site.connections:
             await asyncio.sleep(TICK_S)
@@ -200,10 +215,11 @@ class Child:
 class Supervisor:
     """Starts processes, replaces those that end or hang, and ends all of them."""
 
-    def __init__(
-        self, shared: Shared, listeners: Sequence[socket.socket], announce: Callable[[], None]
-    ) -> None:
-        self.shared, self.listeners, self._announce = shared, listeners, [announce]
+    def __init__(self, shared: Shared, listener: socket.socket, announce: Callable[[], None]) -> None:
+        self.shared, self.listener, self._announce = shared, listener, [announce]
+        self.doors = [socket.socketpair() for _ in range(shared.fronts)]
+        for door in chain.from_iterable(self.doors):
+            door.setblocking(False)
         self.board, self.metrics = shared.open_board()
         self.context = multiprocessing.get_context("forkserver")
         self.shape: Shape | None = None
@@ -221,7 +237,7 @@ class Supervisor:
         if kind == "front":  # which opens no model, and need not import what opens them
             target, names = run_front, shared.served.models
             awake_s = AWAKE_S if own else 0.0
-            given = (cores[len(own) :], self.listeners[place], self.fast, self.shape, awake_s)
+            given = (cores[len(own) :], self.doors[place][1], self.fast, self.shape, awake_s)
             served = replace(shared.served, models=dict.fromkeys(names, object), texts=tuple)
             shared = replace(shared, served=served)
         else:
@@ -251,8 +267,31 @@ class Supervisor:
                 if self.shape is None:
                     self.open_slots()
                 elif self._announce:
+                    threading.Thread(target=self.deal, daemon=True).start()
                     self._announce.pop()()
             time.sleep(TICK_S)
+
+    def deal(self) -> None:
+        """Give clients to the fronts in turn: the busiest one, which has more of them, makes the tail."""
+        places = cycle(range(self.shared.fronts))
+        while self.listener.fileno() >= 0:
+            try:
+                client, _ = self.listener.accept()
+            except OSError:  # the end, or too many files
+                time.sleep(TICK_S)
+                continue
+            with client:
+                while not self._give(client, islice(places, self.shared.fronts)):
+                    time.sleep(TICK_S)
+
+    def _give(self, client: socket.socket, places: Iterable[int]) -> bool:
+        """Give a client to the first front that works and has room."""
+        for place in places:
+            with suppress(OSError):
+                if self.board.beat[place]:
+                    socket.send_fds(self.doors[place][0], [b"."], [client.fileno()])
+                    return True
+        return False
 
     def replace(self, child: Child) -> None:
         """Start a process again; one that does not start must not take the machine's time."""
@@ -330,8 +369,9 @@ class Supervisor:
 
     def end(self) -> None:
         """End all processes: fronts when what was begun is answered, within bounded time."""
-        for listener in self.listeners:
-            listener.close()
+        with suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)  # of which a thread that waits hears
+        self.listener.close()
         fronts = [child for child in self.children if child.kind == "front"]
         for child in fronts:
             with suppress(OSError):
@@ -366,8 +406,8 @@ def serve(served: Served, settings: Settings, announce: Callable[[str, bool], No
     fronts = settings.fronts or max(1, min(16, cores // 2 if served.gpus else cores // 8))
     models = [ENGINE] * (settings.engines or max(1, served.gpus))
     models += [name for name in served.models if name != ENGINE]
-    listeners = _listen(settings.host, settings.port, fronts)
-    address, port = listeners[0].getsockname()[:2]
+    listener = _listen(settings.host, settings.port)
+    address, port = listener.getsockname()[:2]
     loopback = ipaddress.ip_address(address).is_loopback
     name = f"[{settings.host}]" if ":" in settings.host else settings.host
     shared = Shared(
@@ -381,7 +421,7 @@ def serve(served: Served, settings: Settings, announce: Callable[[str, bool], No
         engine_pipes=[make_pipe() for _ in models],
         front_pipes=[make_pipe() for _ in range(fronts)],
     )
-    supervisor = Supervisor(shared, listeners, lambda: announce(f"http://{name}:{port}", loopback))
+    supervisor = Supervisor(shared, listener, lambda: announce(f"http://{name}:{port}", loopback))
 
     def stop(*_: Any) -> None:
         supervisor.ending = True
@@ -407,33 +447,19 @@ def require_short_words(served: Served) -> None:
         )
 
 
-def _listen(host: str, port: int, count: int) -> list[socket.socket]:
-    """Return sockets of one address: the kernel gives each client to one of them."""
-    made = list[socket.socket]()
+def _listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        for number in range(
-            count + 1
-        ):  # the first is alone: another server on this port fails before it loads
-            listener = socket.socket(
-                family, kind, protocol
-            )  # asyncio disables Nagle's delay where it says TCP
-            made.append(listener)
+        with ExitStack() as failing:
+            listener = failing.enter_context(socket.socket(family, kind, protocol))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if number:
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             listener.bind((host, port))
             listener.listen(BACKLOG)
-            listener.setblocking(False)
-            port = listener.getsockname()[1]
-            if not number:
-                made.pop().close()
+            failing.pop_all()
     except OSError as error:
-        for listener in made:
-            listener.close()
         why = f"cannot listen on {host} port {port} ({error.strerror})"
         raise Failed(f"{why}; give another --host or --port") from error
-    return made
+    return listener
 
 
 def main(folder: Path) -> None:

@@ -6,10 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -158,16 +160,34 @@ def test_an_address_that_cannot_be_had_is_told():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(Failed, match=rf"cannot listen on .* port {port} \(Address already in use\)"):
-            server._listen("127.0.0.1", port, 2)
+            server._listen("127.0.0.1", port)
     with pytest.raises(Failed, match="give another --host or --port"):
-        server._listen("no-such-host.invalid", 80, 1)
-    made = server._listen("127.0.0.1", 0, 3)
-    assert len({bound.getsockname() for bound in made}) == 1
-    assert {bound.proto for bound in made} == {socket.IPPROTO_TCP}  # else asyncio leaves Nagle's delay on
-    with pytest.raises(Failed, match="Address already in use"):  # although its sockets share it
-        server._listen("127.0.0.1", made[0].getsockname()[1], 3)
-    for bound in made:
-        bound.close()
+        server._listen("no-such-host.invalid", 80)
+
+
+def test_clients_are_dealt_in_turn_to_the_fronts_that_work():
+    supervisor = object.__new__(server.Supervisor)
+    supervisor.shared, supervisor.board = SimpleNamespace(fronts=3), SimpleNamespace(beat=[1.0, 0.0, 1.0])
+    supervisor.listener = server._listen("127.0.0.1", 0)
+    supervisor.doors, supervisor.children = [socket.socketpair() for _ in range(3)], []
+    dealer = threading.Thread(target=supervisor.deal)
+    dealer.start()
+    clients = [socket.create_connection(supervisor.listener.getsockname()) for _ in range(6)]
+    dealt = {}
+    for place in (0, 2):
+        supervisor.doors[place][1].settimeout(10)
+        files = [socket.recv_fds(supervisor.doors[place][1], 1, 1)[1][0] for _ in range(3)]
+        with ExitStack() as stack:
+            dealt[place] = [stack.enter_context(socket.socket(fileno=each)).getpeername() for each in files]
+    assert [dealt[place] for place in (0, 2)] == [
+        [each.getsockname() for each in clients[n::2]] for n in (0, 1)
+    ]
+    supervisor.shared.settings = Settings()
+    supervisor.end()
+    dealer.join(10)
+    assert not dealer.is_alive()
+    for each in (*clients, *chain.from_iterable(supervisor.doors)):
+        each.close()
 
 
 def test_a_lack_of_memory_for_the_queues_is_told_at_the_start(monkeypatch):
