@@ -147,7 +147,9 @@ class Units:
             if rule.precision == "fp32" and not int8 & {*matched}:
                 rules.append(rule)
             elif rule.precision == "fp32":
-                names = [self.short(name) for name in matched if name not in int8]
+                around = [f"{name}." for name in matched if self.modules[name].kind == "other"]
+                split = {name[:-1] for name in around if any(each.startswith(name) for each in int8)}
+                names = [self.short(name) for name in matched if name not in int8 | split]
                 rules += [Rule(match=name, precision="fp32") for name in names]
         return rules
 

@@ -263,7 +263,8 @@ def torch_stage(
         with evaluating(model(session)) as placed_model:
             return [evaluate_stage(session, results_name or name, torch_runner(placed_model))]
 
-    return Stage(name, evaluate, needs, _evaluation)
+    # a record that comes with the model is the same for each form of GELU
+    return Stage(name, evaluate, needs, lambda s: [_evaluation(s), name != "baseline" and s.computes_tanh])
 
 
 def onnxruntime_stage(session: Session) -> list[Path]:
@@ -327,8 +328,7 @@ def _parity_batches(session: Session) -> Iterator[dict[str, Any]]:
 
 
 def _model(session: Session) -> Any:
-    config = session.config
-    return [session.model_sha256, config.pooling, config.task.model_dump(), session.recipe.export.max_length]
+    return [session.model_identity, session.config.task.model_dump(), session.recipe.export.max_length]
 
 
 def _evaluation(session: Session) -> Any:
@@ -340,7 +340,7 @@ def _evaluation(session: Session) -> Any:
 def _placement(session: Session) -> Any:
     recipe = session.recipe
     asked = recipe.model_dump(include={"model", "rules", "attention", "residual"})
-    return [_model(session), asked, session.computes_tanh]
+    return [_model(session), asked, recipe.export.qkv_scales, session.computes_tanh]
 
 
 def _calibration(session: Session) -> Any:
@@ -353,7 +353,8 @@ def _calibration(session: Session) -> Any:
 
 def _trained(session: Session) -> Any:
     task, settings = session.config.task, session.recipe.qat
-    data = source_fingerprint(task, session.data_source, task.train_split)
+    source = (settings and settings.texts) or session.data_source
+    data = source_fingerprint(task, source, task.train_split)
     return [_placement(session), data, settings.model_dump() if settings else None]
 
 

@@ -67,8 +67,8 @@ def to_fp16(model: onnx.ModelProto, fp32_modules: Collection[str] = ()) -> None:
     """Type an FP32 graph for a strongly typed parser, in place; graph inputs and outputs keep their types.
 
     Every node computes in FP16 but Q/DQ (FP16 scales overflow with per-channel weights), `TYPED_BY_ATTRIBUTE`
-    and the nodes of
-    `fp32_modules` (as `Plan.fp32` has them; `x.softmax` is the Softmax of module `x`). Rotary angles stay in
+    and the nodes of `fp32_modules`. Those are as `Plan.fp32` has them (`x.softmax` is the Softmax of module
+    `x`), or names of nodes. Rotary angles stay in
     FP32 with their Sin and Cos: FP16 rounds an angle of 500 by up to an eighth of a radian. So do sums over
     tokens with what divides them, which leave FP16 on long inputs. A Cast stands at each border, one per
     tensor and type.
@@ -85,7 +85,7 @@ def to_fp16(model: onnx.ModelProto, fp32_modules: Collection[str] = ()) -> None:
     for node in graph.node:
         module = module_of(node.name) + (".softmax" if node.op_type == "Softmax" else "")
         typed = node.op_type in (*QDQ, *TYPED_BY_ATTRIBUTE)
-        fp32 = typed or not exact.isdisjoint(node.output) or module in fp32_modules
+        fp32 = typed or not exact.isdisjoint(node.output) or not {module, node.name}.isdisjoint(fp32_modules)
         wanted = TensorProto.FLOAT if fp32 else TensorProto.FLOAT16
         for position, name in enumerate(node.input):
             if types.get(name, wanted) == wanted:

@@ -140,7 +140,9 @@ def factor_scales(model: onnx.ModelProto, *, merge: bool = True) -> None:
                     raise CheckFailed(f"the weight scale of {node.name} is {scalar:g}; calibrate again")
                 scalar *= np.float32(2)
             taken.add(scalar)
-            behind[id(node)] = _factor(model, node, dq, scale, scalar)
+            half = any(reader.op_type == "Cast" for reader in index.consumers[dq.output[0]])
+            quotient = (scale.astype(np.float64) / scalar).astype(np.float16 if half else np.float32)
+            behind[id(node)] = _factor(model, node, dq, quotient, scalar)
     nodes = (n for node in model.graph.node for n in (node, behind.get(id(node))) if n is not None)
     replace_nodes(model, nodes)
 
@@ -184,17 +186,17 @@ def _has_bias(index: GraphIndex, matmul: onnx.NodeProto) -> bool:
 
 
 def weight_dq(index: GraphIndex, matmul: onnx.NodeProto) -> onnx.NodeProto | None:
-    """Return the DQ of a MatMul's weight, before the Transpose that `fold_weights` writes."""
+    """Return the DQ of a MatMul's weight, before the Transpose that `fold_weights` writes, and a Cast."""
     node = index.producers.get(matmul.input[1])
-    return index.producers.get(node.input[0]) if node is not None and node.op_type == "Transpose" else node
+    node = index.producers.get(node.input[0]) if node is not None and node.op_type == "Transpose" else node
+    return index.producers.get(node.input[0]) if node is not None and node.op_type == "Cast" else node
 
 
 def _factor(
-    model: onnx.ModelProto, node: onnx.NodeProto, dq: onnx.NodeProto, scale: Float32, shared: np.float32
+    model: onnx.ModelProto, node: onnx.NodeProto, dq: onnx.NodeProto, quotient: Array, shared: np.float32
 ) -> onnx.NodeProto:
     name = dq.input[0].removesuffix("_int8")
     scalar, zero_point, factor = f"{name}_scalar", f"{name}_scalar_zero_point", f"{name}_factor"
-    quotient = (scale.astype(np.float64) / shared).astype(np.float32)
     numbers: dict[str, Array] = {scalar: np.array(shared, np.float32), zero_point: np.array(0, np.int8)}
     store_constants(model, numbers | {factor: quotient})
     dq.input[1], dq.input[2] = scalar, zero_point
@@ -206,7 +208,7 @@ def _factor(
 
 def input_key(index: GraphIndex, node: onnx.NodeProto) -> str:
     """Return a key that is equal for linears of the same codes: one tensor quantized with one scale."""
-    dq = index.producers.get(node.input[0])
+    dq, _ = index.origin(node.input[0], ("Cast",))
     q = index.producers.get(dq.input[0]) if dq is not None and dq.op_type == "DequantizeLinear" else None
     if q is None or q.op_type != "QuantizeLinear":
         return node.name

@@ -109,10 +109,12 @@ def recipe_from_cache(cache: Path, model: str, onnx_file: Path, *, revision: str
     read = input_tensors(read_model(onnx_file), plan.int8, network.base_model_prefix)
     given, tensors, calibrated = dict[str, float](), dict[str, str](), dict[str, str]()
     for linear in plan.int8:
-        names = read.get(linear, ())
-        tensor = next((name for name in names if name in found.scales), None)
-        if tensor is None:
-            why = "cache does not name its input" if names else "graph does not show it"
+        runs = read.get(linear, [])  # one of a linear that is not shared
+        inputs = [next((name for name in names if name in found.scales), None) for names in runs]
+        named = [name for name in inputs if name is not None]
+        tensor = max(named, key=found.scales.__getitem__, default="")
+        if not runs or len(named) < len(runs):
+            why = "cache does not name its input" if runs else "graph does not show it"
             calibrated[linear] = f"the {why}"
         elif not 1e-6 <= (amax := found.scales[tensor] * 127) <= FP16_MAX:
             calibrated[linear] = f"its amax in the cache is {amax:g}"
@@ -152,9 +154,11 @@ def recipe_from_cache(cache: Path, model: str, onnx_file: Path, *, revision: str
     )
 
 
-def input_tensors(model: onnx.ModelProto, linears: Collection[str], prefix: str) -> dict[str, list[str]]:
-    """Return the tensors that each linear reads, the nearest first; further ones have the same range."""
-    index, found = GraphIndex(model), {}
+def input_tensors(
+    model: onnx.ModelProto, linears: Collection[str], prefix: str
+) -> dict[str, list[list[str]]]:
+    """Return what each run of a linear reads: tensors of one range, the nearest first."""
+    index, found = GraphIndex(model), dict[str, list[list[str]]]()
     names = {linear: linear for linear in linears}
     names |= {linear.removeprefix(f"{prefix}."): linear for linear in linears}
     for node in model.graph.node:
@@ -164,6 +168,7 @@ def input_tensors(model: onnx.ModelProto, linears: Collection[str], prefix: str)
             stored = [name for name in (*node.input[1:], *added) if name in index.initializers]
             paths = [name.removesuffix(".weight").removesuffix(".bias") for name in stored]
             linear = next((names[path] for path in (module_of(node.name), *paths) if path in names), None)
-            if linear is not None and linear not in found:
-                found[linear] = [name for name, _ in index.back(node.input[0], SAME_VALUES)]
+            if linear is not None:
+                read = [name for name, _ in index.back(node.input[0], SAME_VALUES)]
+                found.setdefault(linear, []).append(read)
     return found

@@ -23,6 +23,7 @@ from qdqbench.quantize.graph.index import (
     ONNX_DOMAINS,
     QDQ_DOMAINS,
     GraphIndex,
+    attribute,
     is_qdq,
     module_of,
     opset_of,
@@ -109,13 +110,15 @@ def _to_plain(
         dq = helper.make_node("DequantizeLinear", given, plain[-1:], name=f"{operand}_DQ")
         codes, scale = index.stored(inputs[start]), index.constant(inputs[start + 1])
         if scale is not None and scale.size > 1 and codes is not None:  # along N of a weight [K, N]
-            dq.attribute.append(helper.make_attribute("axis", len(codes.dims) - 1))
+            turned = "transB" in form.kept and attribute(node, "transB")  # or [N, K]
+            dq.attribute.append(helper.make_attribute("axis", 0 if turned else len(codes.dims) - 1))
         new.append(dq)
     if node.op_type == "QGemm" and len(inputs) > 6 and inputs[6]:
         bias, *scales = (index.constant(inputs[position]) for position in (6, 1, 4))
         if bias is None or scales[0] is None or scales[1] is None:
             return None
-        value = bias.astype(np.float32) * scales[0].astype(np.float32) * scales[1].astype(np.float32)
+        alpha = next((item.f for item in node.attribute if item.name == "alpha"), 1.0)
+        value = bias.astype(np.float32) * scales[0].astype(np.float32) * scales[1].astype(np.float32) * alpha
         plain.append(f"{name}_bias_float")
         model.graph.initializer.append(numpy_helper.from_array(value.astype(np.float32), plain[-1]))
     result = inputs[form.result] if len(inputs) > form.result else ""
@@ -341,7 +344,7 @@ def rewrite(
     calibrated = _calibrate(plain, scales, feeds) if options.inputs is not None else []
     if masks := finite_masks(work):
         done.append(f"{len(masks)} masks that FP16 does not hold are -1e4 ({name_list(masks)})")
-    made, rounded = insert_qdq(work, [*scales.products, *calibrated])
+    made, rounded, odd = insert_qdq(work, [*scales.products, *calibrated])
     placed = sum(node.op_type in ("QuantizeLinear", "DequantizeLinear") for node in work.graph.node)
     counts = {
         f"{{n}} Q and DQ taken off, {placed} put on: at the inputs of {made} GEMMs, and nowhere else": taken,
@@ -361,10 +364,12 @@ def rewrite(
             f"{len(waiting)} GEMMs have no usable scale for their input ({format_nodes(waiting)}): "
             "they are floating point now; samples calibrate them: --inputs, or --model with --task and --data"
         )
-    if scales.unusable:
-        left.append(
-            f"{len(scales.unusable)} scales are unusable ({name_list(scales.unusable)}): calibrate again"
-        )
+    more = {
+        f"GEMMs are floating point now ({format_nodes(odd)}), as their weight is no stored matrix, or alpha "
+        "or beta is not 1: write them as MatMul": odd,
+        f"scales are unusable ({name_list(scales.unusable)}): calibrate again": scales.unusable,
+    }
+    left += [f"{len(names)} {text}" for text, names in more.items() if names]
     if options.weights == "factored" and made:
         factor_scales(work)
         done.append("scales of weights are a scalar in the DQ and a Mul after the MatMul")
@@ -375,7 +380,8 @@ def rewrite(
             done.append(f"what is not INT8 stays in FP32, as with --compute keep: in FP16 {why}")
         else:
             work = half
-            done.append("what is not INT8 computes in FP16, LayerNorms in FP32; Q/DQ have FP32 scales")
+            norms = ", LayerNorms in FP32" * bool(_norms(work))
+            done.append(f"what is not INT8 computes in FP16{norms}; Q/DQ have FP32 scales")
     if not (taken or converted or made):
         done.append("nothing in the file is quantized, so no more was done; `qdqbench run` quantizes a model")
     if opset_of(work) >= 13 and work.ir_version > 10:
@@ -610,4 +616,5 @@ def _norms(model: onnx.ModelProto) -> set[str]:
         if node.op_type in ("LayerNormalization", "Pow", "ReduceMean", "ReduceVariance") and node.name
     }
     own = {module for module in found if "norm" in module.rpartition(".")[2].lower()}
-    return own or (found - {""})
+    flat = (node for node in model.graph.node if not module_of(node.name))  # torch.export names no modules
+    return {node.name for node in flat if node.op_type == "LayerNormalization"} | (own or (found - {""}))

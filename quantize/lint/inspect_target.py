@@ -1,5 +1,6 @@
 """Find what `inspect` needs: the layer table of a run, an engine or a saved JSON; its graph and recipe."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +21,7 @@ from qdqbench.quantize.models.modules import ModuleInfo
 from qdqbench.quantize.pipeline.graphs import checked_path, graph_path
 from qdqbench.quantize.pipeline.outcomes import BUILD, Skipped, read_built
 from qdqbench.quantize.pipeline.session import Session, read_config
-from qdqbench.quantize.recipe.plan import resolve
+from qdqbench.quantize.recipe.plan import FLOATS, match_modules, resolve
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
@@ -51,7 +52,14 @@ def recipe_modules(onnx_file: Path, recipe: str) -> set[str]:
     added = [found.module for found in find_residuals(GraphIndex(model))]
     modules |= {name: ModuleInfo("Residual") for name in added if family.residual_readers(name)}
     prefix = next(iter(modules), "").partition(".")[0]
-    plan = resolve(loaded, modules, prefix)
+    around = (name[: dot.start()] for name in modules for dot in re.finditer(r"\.", name))
+    modules = dict.fromkeys(around, ModuleInfo("other")) | modules
+    kept = (  # embeddings that compute in FP32 are no part of the table
+        rule
+        for rule in loaded.rules
+        if rule.precision not in FLOATS or match_modules(rule, modules, family, prefix)
+    )
+    plan = resolve(loaded.model_copy(update={"rules": tuple(kept)}), modules, prefix)
     return {*plan.int8, *plan.attention, *plan.residual}
 
 

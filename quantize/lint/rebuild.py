@@ -1,13 +1,22 @@
 """Remove Q/DQ and insert it in the form for INT8 GEMMs: scalar on activations, weights [N, K]."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqbench.quantize.graph.index import FOLDED, MOVES, GraphIndex, attribute, is_qdq, prune, replace_nodes
+from qdqbench.quantize.graph.index import (
+    FOLDED,
+    MOVES,
+    GraphIndex,
+    attribute,
+    is_qdq,
+    permutation_of,
+    prune,
+    replace_nodes,
+)
 from qdqbench.quantize.graph.precision import cast_node
 from qdqbench.quantize.graph.weights import quantize_weights
 from qdqbench.quantize.lint.findings import finding_label
@@ -81,10 +90,11 @@ def _product(
             quantized = quantized or operand.dq is not None
             product.weights[position] = _weight(graph, node, position, operand, found)
         elif operand.dq is not None:
-            if (amax := _amax_of(graph, operand.dq, found)) is None:
+            amax = _amax_of(graph, operand.dq, found)
+            if amax is None or not 0 < amax * operand.factor < np.inf:
                 lost.append(operand.dq)
             else:
-                product.amax[position] = amax
+                product.amax[position] = amax * operand.factor
     if len(product.weights) == 2 or (product.weights and 1 not in product.weights):
         return None  # a constant times a constant, or a weight on the left: nothing that INT8 runs
     if len(product.amax) + len(product.weights) < 2:
@@ -168,12 +178,15 @@ def remove_qdq(model: onnx.ModelProto) -> int:
         if not is_qdq(node):
             continue
         renamed[node.output[0]] = node.input[0]
-        _, origin = index.origin(node.input[0], MOVES)
+        *moves, (origin, _) = index.back(node.input[0], MOVES)
         if is_quantize(node) or (stored := index.stored(origin)) is None:
             continue
         moved = origin != node.input[0]
         name = f"{origin if moved else node.output[0]}_values"
-        added.setdefault(name, numpy_helper.from_array(_values(index, node, stored), name))
+        turns = [permutation_of(maker) for _, maker in moves if maker and maker.op_type == "Transpose"]
+        values = numpy_helper.from_array(_values(index, node, stored, turns), name)
+        if added.setdefault(name, values) != values:
+            raise UserError(f"codes {origin!r} are read with two scales; give each DequantizeLinear its own")
         (inputs if moved else renamed)[origin if moved else node.output[0]] = name
     count = len(model.graph.node) - len(kept)
     for node in kept:
@@ -198,7 +211,12 @@ def _final(renamed: Mapping[str, str], name: str) -> str:
     return name
 
 
-def _values(index: GraphIndex, dq: onnx.NodeProto, codes: onnx.TensorProto) -> Array:
+def _values(
+    index: GraphIndex,
+    dq: onnx.NodeProto,
+    codes: onnx.TensorProto,
+    turns: Sequence[tuple[int, ...] | None],  # permutations on the way from the DQ back to its codes
+) -> Array:
     try:
         whole = numpy_helper.to_array(codes).astype(np.float32)
         scale = index.constant(dq.input[1])
@@ -206,6 +224,8 @@ def _values(index: GraphIndex, dq: onnx.NodeProto, codes: onnx.TensorProto) -> A
             scale = np.ones((), np.float32)
         zero = index.constant(dq.input[2]) if len(dq.input) > 2 and dq.input[2] else None
         axis, block = attribute(dq, "axis", 1), attribute(dq, "block_size")
+        for turn in turns if whole.ndim else ():
+            axis = range(whole.ndim)[::-1][axis] if turn is None else turn[axis]
 
         def spread(value: Array) -> Array:
             value = value.astype(np.float32)
@@ -218,7 +238,8 @@ def _values(index: GraphIndex, dq: onnx.NodeProto, codes: onnx.TensorProto) -> A
 
         with np.errstate(all="ignore"):  # a bad scale makes what it makes
             real: Array = (whole - (0 if zero is None else spread(zero))) * spread(scale)
-            return real.astype(np.float16 if scale.dtype == np.float16 else np.float32)
+            kind = attribute(dq, "output_dtype")
+            return real.astype(helper.tensor_dtype_to_np_dtype(kind) if kind else scale.dtype)
     except (ValueError, IndexError) as error:
         why = " ".join(str(error).split())[:200]
         raise UserError(
@@ -226,10 +247,11 @@ def _values(index: GraphIndex, dq: onnx.NodeProto, codes: onnx.TensorProto) -> A
         ) from error
 
 
-def insert_qdq(model: onnx.ModelProto, products: Collection[Product]) -> tuple[int, int]:
+def insert_qdq(model: onnx.ModelProto, products: Collection[Product]) -> tuple[int, int, list[str]]:
     """Put Q/DQ on the inputs of these products, in place; scales are FP32 whatever the graph computes in.
 
-    Return how many are in INT8, and of their weights how many have other codes than the file had.
+    Return how many are in INT8, and of their weights how many have other codes than the file had. Then the
+    labels of products that stay in floating point, as their weight is no stored matrix.
     """
     index = GraphIndex(model)
     wanted = {product.node: product for product in products}
@@ -241,13 +263,14 @@ def insert_qdq(model: onnx.ModelProto, products: Collection[Product]) -> tuple[i
     }
     nodes: list[onnx.NodeProto] = []
     pairs: dict[tuple[str, float], str] = {}
-    made = rounded = 0
+    made, rounded, odd = 0, 0, list[str]()
     stored: dict[str, onnx.TensorProto] = {}
     for node in model.graph.node:
         product = wanted.get(node.output[0]) if node.output else None
         weight = None if product is None else next(iter(product.weights.values()), None)
         value = None if weight is None else _matrix(index, node)
         if product is None or (weight is not None and value is None):
+            odd += [product.label] if product else []
             nodes.append(node)
             continue
         half = node.output[0] in halves
@@ -263,7 +286,7 @@ def insert_qdq(model: onnx.ModelProto, products: Collection[Product]) -> tuple[i
     model.graph.initializer.extend(stored.values())
     replace_nodes(model, nodes)
     prune(model)
-    return made, rounded
+    return made, rounded, odd
 
 
 def _pair(  # noqa: PLR0913, PLR0917

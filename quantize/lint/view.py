@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
+import numpy as np
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
 
 from qdqbench.quantize.graph.index import (
     MATMULS,
@@ -87,6 +88,7 @@ class Operand:
     constant: bool = False  # the DQ reads a constant (or the Q of one): a weight
     permutations: tuple[tuple[int, ...] | None, ...] = ()  # from the operand back to the DQ; None: reversed
     reshaped: bool = False  # an axis of the DQ cannot be told from an axis of the operand
+    factor: float = 1.0  # of the scalars between the DQ and the operand, without its sign
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,11 @@ class CheckGraph:
         nodes = [maker for _, maker in passed if maker is not None]
         turns = tuple(permutation_of(maker) for maker in nodes if operator(maker) == "Transpose")
         reshaped = any(operator(maker) in _RESHAPES for maker in nodes)
-        return Operand(node, "", self.is_constant(node.input[0]), turns, reshaped)
+        scaled = [(maker.op_type, pair[1]) for maker in nodes if (pair := self.index.scaled(maker))]
+        values = [(kind, abs(float(numpy_helper.to_array(value).reshape(())))) for kind, value in scaled]
+        with np.errstate(all="ignore"):
+            factor = np.prod([value if kind == "Mul" else np.divide(1, value) for kind, value in values])
+        return Operand(node, "", self.is_constant(node.input[0]), turns, reshaped, float(factor))
 
     def is_constant(self, name: str) -> bool:
         """Return whether a tensor is stored in the file, directly, moved, or through a QuantizeLinear."""

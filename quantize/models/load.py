@@ -146,7 +146,9 @@ def load_encoder(  # noqa: PLR0913
         )
     for key, module in model.named_children():
         if not keep_head and key != model.base_model_prefix:
-            model._init_weights(module)
+            for weight in module.parameters():
+                weight._is_hf_initialized = False  # else transformers leaves those that it has read
+            module.apply(model._init_weights)
     return model  # type: ignore[no-any-return]
 
 

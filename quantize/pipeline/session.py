@@ -132,6 +132,11 @@ class Session:
     def model_sha256(self) -> str:
         return model_fingerprint(self.model_name, self.config.revision)
 
+    @property
+    def model_identity(self) -> list[Any]:
+        """Return what tells its model from others, as JSON values: its files, and the pooling asked for."""
+        return [self.model_sha256, self.config.pooling and self.config.pooling.model_dump()]
+
     @functools.cached_property
     def tokenizer(self) -> "PreTrainedTokenizerBase":
         return load_matching_tokenizer(self.model_name, self.config.revision, self.config.task.kind)

@@ -16,6 +16,7 @@ from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import HEAD_SIZES_TEXT, INT8_HEAD_SIZES, MOST_KERNEL_HEAD
 from qdqbench.quantize.utils.names import count_of, name_list
 
+FLOATS = ("fp16", "fp32")
 QKV_ROLES: tuple[Role, ...] = ("query", "key", "value")
 
 
@@ -117,13 +118,17 @@ def _scaling(
 def match_modules(
     rule: Rule, modules: Mapping[str, ModuleInfo], family: Family, prefix: str = ""
 ) -> list[str]:
-    return [
+    """Return the modules that a rule names, and what is inside of those that it keeps in FP16 or FP32."""
+    named = {
         name
         for name, info in modules.items()
         if rule.kind in (None, info.kind)
         and (rule.role is None or family.has_role(name, rule.role))
         and any(fnmatch.fnmatchcase(form, rule.match or "*") for form in (name, short_name(name, prefix)))
-    ]
+    }
+    kept = rule.precision in FLOATS
+    around = tuple(f"{name}." for name in named if kept and modules[name].kind == "other")
+    return [name for name in modules if name in named or name.startswith(around)]
 
 
 def short_name(name: str, prefix: str) -> str:

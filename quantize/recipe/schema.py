@@ -4,6 +4,7 @@ import difflib
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -206,7 +207,7 @@ def adapt_recipe(  # noqa: PLR0913  a keyword each
         return recipe
     data = recipe.model_dump(mode="json")
     for path, value in changes.items():  # validation names a key that does not exist
-        *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+        *parents, last = [int(part) if part.isdecimal() else part for part in path.split(".")]
         section: Any = data
         try:
             for part in parents:
@@ -218,12 +219,13 @@ def adapt_recipe(  # noqa: PLR0913  a keyword each
             told = "a recipe has no such path; `qdqbench recipes show RECIPE --resolved` prints all"
             raise UserError(f"--set {path}: {told}") from error
     if max_length is not None:
-        kept = data["engine"]["shapes"]
         longest = max((each.length[2] for each in recipe.engine.profiles), default=max_length)
-        for each in [] if kept == sections.AUTO else [kept] if isinstance(kept, dict) else kept:
-            each["length"] = [
-                max_length if size == longest else min(size, max_length) for size in each["length"]
-            ]
+        with suppress(KeyError, TypeError):  # of shapes that validation names
+            kept = data["engine"]["shapes"]
+            for each in [] if kept == sections.AUTO else [kept] if isinstance(kept, dict) else kept:
+                each["length"] = [
+                    max_length if size == longest else min(size, max_length) for size in each["length"]
+                ]
     told = ", ".join(f"{path}={value}" for path, value in changes.items())
     return validate_recipe(data, f"recipe {recipe.name} with {told}")
 

@@ -164,7 +164,9 @@ class Rule(Frozen):
     )
     input: Literal["int8/per-tensor"] | None = field("INT8 input with one scale; with weights.", default=None)
     precision: Literal["int8", "fp16", "fp32"] | None = field(
-        "fp16 or fp32: the matched modules stay out of INT8; int8: an Attention or a Residual.", default=None
+        "fp16 or fp32: the matched modules, and those inside of a layer or block, stay out of INT8; int8: an "
+        "Attention or a Residual.",
+        default=None,
     )
     method: Method | None = field("Method for these activations; null: `calibration`'s.", default=None)
     weights_method: WeightMethod | None = field("Of these linears; null: `calibration`'s.", default=None)

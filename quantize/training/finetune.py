@@ -53,7 +53,8 @@ class FinetuneRequest:
 class _FinetuneData:
     tokenizer: PreTrainedTokenizerBase
     train: Encoded
-    fingerprint: str
+    fingerprint: str  # of the rows to learn from
+    judged: list[str]  # fingerprints of the evaluation splits
     evaluation: dict[str, Encoded]
     notes: list[str]
     warnings: list[str]
@@ -149,6 +150,7 @@ def _load(request: FinetuneRequest) -> _FinetuneData:
         tokenizer=tokenizer,
         train=encode(split, task, tokenizer, length),
         fingerprint=f"{split.fingerprint}/{request.limit or 'all'}",
+        judged=[each.fingerprint for each in judging.values()],
         evaluation={name: encode(each, task, tokenizer, length) for name, each in judging.items()},
         notes=[note for each in splits for note in each.notes],
         warnings=[line for each in splits for line in each.warnings],
@@ -160,7 +162,8 @@ def _train_seed(
 ) -> TrainingRun:
     folder = request.folder / f"seed-{settings.seed}"
     identity = _identity(request, data, settings)
-    if stored := _read_finished(folder / RECORD, identity):
+    finished = identity | {"evaluation": data.judged}
+    if stored := _read_finished(folder / RECORD, finished):
         if accelerator.is_main_process:  # a signal may have come while they were removed
             shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
         return stored
@@ -181,7 +184,7 @@ def _train_seed(
         with files.atomic_folder(folder / "model") as temporary, quiet("transformers"):
             model.save_pretrained(temporary)
             data.tokenizer.save_pretrained(temporary)
-        files.write_json(folder / RECORD, _Finished(identity=identity, run=run).model_dump(mode="json"))
+        files.write_json(folder / RECORD, _Finished(identity=finished, run=run).model_dump(mode="json"))
         shutil.rmtree(folder / CHECKPOINTS)
     accelerator.wait_for_everyone()
     return run

@@ -230,7 +230,7 @@ def _identity(
     return {
         "job": "qat",
         **get_code_identity(),
-        "model": session.model_sha256,
+        "model": session.model_identity,
         "task": session.config.task.model_dump(mode="json"),
         "data": fingerprint,
         "max_length": recipe.export.max_length,

@@ -399,7 +399,7 @@ def run_reconstruction(session: Session) -> list[Path]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     models: list[Any] = [session.new_ptq_model(), session.new_model()]
     model, teacher = (each.to(device) for each in models)
-    about = [get_code_identity(), session.model_sha256, fingerprint, longest, device, settings]
+    about = [get_code_identity(), session.model_identity, fingerprint, longest, device, settings]
     identity = hashlib.sha256(f"{about} {record.model_dump_json()}".encode()).hexdigest()
     store = LayerStore(folder / CHECKPOINTS, identity)
     run = reconstruct(model, teacher, session.plan, record, rows, settings, store)

@@ -23,7 +23,7 @@ from qdqbench.quantize.recipe.schema import Recipe, dump_short_recipe, parse_rec
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.data.load import complete_samples, load_split, note_all
-from qdqbench.quantize.tasks.data.splits import Split
+from qdqbench.quantize.tasks.data.splits import Split, source_fingerprint
 from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Float32
@@ -250,16 +250,18 @@ class Trials:
         """Return everything that a trial depends on but its own recipe, as JSON."""
         session, config = self.session, self.session.config
         splits = session.eval_splits.values() if self.evaluates else ()
+        split = config.recipe.calibration.split
         return {
-            "model": session.model_sha256,
+            "model": session.model_identity,
+            "backend": session.target.backend,  # decides what `auto` of the recipe is
             "recipe": config.recipe.model_dump(mode="json", exclude={"name", "description", "gate"}),
             "task": config.task.model_dump(mode="json"),
             "data": [
-                *([self.drawn[0].fingerprint] if self.samples else []),
+                source_fingerprint(config.task, session.data_source, split),
                 *(split.fingerprint for split, _ in splits),
             ],
             "samples": self.samples,
-            **config.model_dump(mode="json", include={"limit", "batch_size", "seed", "pooling"}),
+            **config.model_dump(mode="json", include={"limit", "batch_size", "seed"}),
             **get_code_identity(),
         }
 

@@ -14,6 +14,7 @@ from qdqbench.quantize.recipe.schema import parse_recipe
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support import tiny_bert as tiny
+from ...support.families import write_model
 
 QUERY = "encoder.layer.0.attention.self.query"
 
@@ -48,7 +49,7 @@ def write_cache(path, graph, amax, *, without=()):
     lines = {"input_ids": 1 / 127, "logits": 0.02}
     for linear, names in input_tensors(graph, tiny.LINEARS, "bert").items():
         if linear not in without:
-            lines[names[0]] = amax[linear] / 127
+            lines[names[0][0]] = amax[linear] / 127
     text = "".join(f"{name}: {struct.pack('>f', scale).hex()}\n" for name, scale in lines.items())
     path.write_text(f"TRT-8601-EntropyCalibration2\n{text}")
     return path
@@ -225,3 +226,17 @@ def test_another_file_is_refused(tmp_path):
             read_cache_file(tmp_path / "c")
     with pytest.raises(UserError, match="cannot read"):
         read_cache_file(tmp_path / "missing")
+
+
+def test_a_shared_layer_gets_the_largest_amax_of_its_runs(tmp_path):
+    """A TensorRT cache has the input of each run; from the first alone later ones would be clipped."""
+    folder = write_model(tmp_path / "model", "albert")
+    graph = trace(load_model(str(folder)), 13)
+    onnx.save(graph, tmp_path / "model.onnx")
+    linear = "albert.encoder.albert_layer_groups.0.albert_layers.0.ffn"
+    first, second = input_tensors(graph, [linear], "albert")[linear]
+    lines = {first[0]: 1.0, second[0]: 2.0}
+    text = "".join(f"{name}: {struct.pack('>f', scale / 127).hex()}\n" for name, scale in lines.items())
+    (tmp_path / "c").write_text(f"TRT-8601-EntropyCalibration2\n{text}")
+    made = recipe_from_cache(tmp_path / "c", str(folder), tmp_path / "model.onnx")
+    assert made.given == {f"{linear}.input_quantizer": pytest.approx(2.0)}

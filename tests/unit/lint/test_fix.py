@@ -590,3 +590,121 @@ def test_a_graph_that_the_runtime_cannot_load_needs_no_other_inputs(tmp_path):
     onnx.save(model, tmp_path / "file.onnx")
     with pytest.raises(UserError, match=r"cannot load the graph: .*own.*; outputs are compared in it"):
         fix(tmp_path / "file.onnx", tmp_path / "out.onnx", FixOptions(engine=False))
+
+
+def written(folder, nodes, **constants):
+    """A linear of INT8 codes w [K, N] whose input has Q/DQ, as `nodes` make y of xd; and samples for it."""
+    rng = np.random.default_rng(0)
+    own = {"xs": np.float32(0.03), "xz": np.int8(0), "s": np.linspace(0.001, 0.05, 32, dtype=np.float32)}
+    own |= {"w": rng.integers(-127, 128, (32, 32)).astype(np.int8), "z": np.zeros(32, np.int8)}
+    pair = [
+        helper.make_node("QuantizeLinear", ["x", "xs", "xz"], ["xq"]),
+        helper.make_node("DequantizeLinear", ["xq", "xs", "xz"], ["xd"]),
+    ]
+    shape = {"x": ["n", 32]}, {"y": ["n", 32]}
+    onnx.save(model_of([*pair, *nodes], *shape, own | constants), folder / "file.onnx")
+    return {"x": rng.standard_normal((8, 32)).astype(np.float32)}
+
+
+WEIGHT = helper.make_node("DequantizeLinear", ["w", "s", "z"], ["wd"], axis=1)
+ODD = {
+    "turned codes": [
+        helper.make_node("Transpose", ["w"], ["wt"], perm=[1, 0]),
+        helper.make_node("DequantizeLinear", ["wt", "s", "z"], ["wd"], axis=1),
+        helper.make_node("MatMul", ["xd", "wd"], ["y"]),
+    ],
+    "a factor": [
+        helper.make_node("Mul", ["xd", "f"], ["xf"]), WEIGHT, helper.make_node("MatMul", ["xf", "wd"], ["y"]),
+    ],
+    "a divisor": [
+        helper.make_node("Div", ["xd", "f"], ["xf"]), WEIGHT, helper.make_node("MatMul", ["xf", "wd"], ["y"]),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("nodes", ODD.values(), ids=ODD)
+def test_what_stands_between_codes_and_product_changes_no_answer(nodes, tmp_path):
+    samples = written(tmp_path, nodes, f=np.float32(-8))
+    options = FixOptions(inputs=samples, engine=False, compute="keep")
+    report = fix(tmp_path / "file.onnx", tmp_path / "out.onnx", options)
+    assert (report.failures, report.int8_after) == ([], 1)
+    assert report.outputs.difference < 1e-5
+
+
+def test_values_have_the_type_that_a_dq_makes(tmp_path):
+    made = helper.make_node(
+        "DequantizeLinear", ["w", "s", "z"], ["y"], axis=1, output_dtype=TensorProto.FLOAT16
+    )
+    written(tmp_path, [made])
+    remove_qdq(model := onnx.load(tmp_path / "file.onnx"))
+    assert [t.data_type for t in model.graph.initializer] == [TensorProto.FLOAT16]
+
+
+def test_codes_that_are_read_with_two_scales_are_refused(tmp_path):
+    turned, one, product = ODD["turned codes"]
+    two = helper.make_node("DequantizeLinear", ["wt", "xs", "xz"], ["wd2"])
+    nodes = [turned, one, two, helper.make_node("Add", ["wd", "wd2"], ["sum"]), product]
+    product.input[1] = "sum"
+    samples = written(tmp_path, nodes)
+    with pytest.raises(UserError, match="codes 'w' are read with two scales"):
+        fix(tmp_path / "file.onnx", tmp_path / "out.onnx", FixOptions(inputs=samples, engine=False))
+
+
+def test_a_gemm_that_stays_in_floating_point_is_said(tmp_path):
+    samples = written(
+        tmp_path, [WEIGHT, helper.make_node("Gemm", ["xd", "wd"], ["y"], "/pooler/Gemm", alpha=0.5)]
+    )
+    options = FixOptions(inputs=samples, engine=False, compute="keep")
+    report = fix(tmp_path / "file.onnx", tmp_path / "out.onnx", options)
+    assert (report.int8_before, report.int8_after) == (1, 0)
+    assert report.failures[0].startswith("1 GEMMs are floating point now (pooler), ")
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+def test_a_gemm_on_codes_keeps_its_channels_and_its_bias(alpha, tmp_path):
+    """ONNX Runtime's QGemm of a PyTorch pooler: weights [N, K], and a bias in steps of alpha, x and w."""
+    rng = np.random.default_rng(0)
+    given = {"xs": np.float32(0.03), "z": np.int8(0), "s": np.linspace(0.001, 0.05, 32, dtype=np.float32)}
+    given |= {"w": rng.integers(-127, 128, (32, 32)).astype(np.int8), "zs": np.zeros(32, np.int8)}
+    given["b"] = rng.integers(-9999, 9999, 32).astype(np.int32)
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "xs", "z"], ["xq"]),
+        helper.make_node(
+            "QGemm",
+            ["xq", "xs", "z", "w", "s", "zs", "b"],
+            ["y"],
+            domain="com.microsoft",
+            transB=1,
+            alpha=alpha,
+        ),
+    ]
+    model = model_of(nodes, {"x": ["n", 32]}, {"y": ["n", 32]}, given)
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    onnx.save(model, tmp_path / "file.onnx")
+    samples = {"x": rng.standard_normal((8, 32)).astype(np.float32)}
+    options = FixOptions(inputs=samples, engine=False, compute="keep")
+    report = fix(tmp_path / "file.onnx", tmp_path / "out.onnx", options)
+    assert report.int8_after == (alpha == 1)
+    assert report.outputs.difference < 0.01
+
+
+@pytest.mark.parametrize("form", ["fp32", "fp16"])
+def test_scales_are_factored_in_graphs_of_both_types(form):
+    work, done, _ = mended(healthy(form), weights="factored")
+    assert "scales of weights are a scalar in the DQ and a Mul after the MatMul" in done
+    stored = {t.name: t for t in work.graph.initializer}
+    assert not stored["/layer/query/MatMul/weight_scalar"].dims
+    onnx.checker.check_model(work, full_check=True)
+    codes = [node.input[:2] for node in work.graph.node if node.op_type == "DequantizeLinear"]
+    assert all(stored[scale].dims == [] for name, scale in codes if name in stored)
+
+
+def test_layernorms_without_modules_in_their_names_stay_in_fp32():
+    model = healthy("fp32", int8_attention=False)
+    for number, each in enumerate(model.graph.node):
+        each.name = f"node_{each.op_type}_{number}"  # as torch.export writes them
+    work, done, _ = mended(model)
+    assert any("LayerNorms in FP32" in text for text in done)
+    norms = [node for node in work.graph.node if node.op_type == "LayerNormalization"]
+    kinds = {t.name: t.data_type for t in work.graph.initializer}
+    assert {kinds[name] for node in norms for name in node.input[1:]} == {TensorProto.FLOAT}

@@ -9,6 +9,7 @@ from onnx import TensorProto, helper
 
 from qdqbench.quantize.engine.layers import kernel_label, parse_inspector_json, types_text
 from qdqbench.quantize.engine.results import LayerRow
+from qdqbench.quantize.lint.inspect_target import recipe_modules
 from qdqbench.quantize.lint.inspection import (
     explain_slowdown,
     find_faults,
@@ -17,10 +18,13 @@ from qdqbench.quantize.lint.inspection import (
     rebuild_graph,
     split_time,
 )
+from qdqbench.quantize.recipe.schema import dump_recipe
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support.graphs import model_of
 from ...support.layer_tables import bert, inspector_json
+from ...support.tiny_bert import INT8, recipe_with, twin
+from ...support.tiny_bert import LINEARS as ENCODER
 
 LAYER = "/bert/encoder/layer.0"
 LINEARS = {
@@ -280,3 +284,17 @@ def test_any_table_is_judged(rows, others):
     assert len(found.proven) + len(found.not_int8) == found.gemms
     texts = [each.sentence for each in find_faults(found)] + explain_slowdown(rows, others)
     assert all(isinstance(text, str) for text in texts)
+
+
+def test_rules_for_what_a_graph_does_not_show_are_no_error(tiny_bert, tmp_path):
+    """Embeddings in FP32, and a layer that is named as a whole."""
+    rules = [{"role": "encoder"} | INT8, {"match": "*", "type": "Embedding", "precision": "fp32"}]
+    recipe = recipe_with(rules=[*rules, {"match": "encoder.layer.0", "precision": "fp16"}])
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    onnx.save(twin(tiny_bert), tmp_path / "model.onnx")
+    wanted = {name for name in ENCODER if "layer.1." in name}
+    assert recipe_modules(tmp_path / "model.onnx", str(tmp_path / "recipe.yaml")) == wanted
+    recipe = recipe_with(rules=[*rules, {"match": "no.such.*"} | INT8])
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    with pytest.raises(UserError, match="matches no Linear"):
+        recipe_modules(tmp_path / "model.onnx", str(tmp_path / "recipe.yaml"))

@@ -343,3 +343,14 @@ def test_long_lists_are_cut():
     assert name_list(names) == f"{', '.join(names[:MAX_NAMED])} and 3 more"
     assert name_list(iter(names[:MAX_NAMED])) == ", ".join(names[:MAX_NAMED])
     assert name_list([]) == ""
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_a_layer_that_stays_out_of_int8_takes_what_is_inside_along(precision):
+    plan = plan_for({"match": "encoder.layer.*"} | INT8, {"match": "encoder.layer.0", "precision": precision})
+    assert [*plan.int8] == [name for name in in_encoder() if "layer.1." in name]
+    inside = f"bert.encoder.layer.0.{OF_A_LAYER[0]}"
+    assert (inside in plan.fp32) == (precision == "fp32")
+    # an attention is its products: their linears have rules of their own
+    self = {"match": "encoder.layer.0.attention.self", "precision": precision}
+    assert [*plan_for({"match": "encoder.layer.*"} | INT8, self).int8] == in_encoder()

@@ -396,3 +396,12 @@ def test_what_auto_means_follows_the_backend(backend, recipe, changes, softmax, 
     data["calibration"] |= changes
     section = schema.Recipe.model_validate(data).calibration_for(backend)
     assert (section.softmax_scale, section.centering) == (softmax, centering)
+
+
+@pytest.mark.parametrize("fields", [
+    {"engine.shapes": {"batch": [1, 2, 4]}}, {"engine.shapes": None}, {"engine.shapes": [3]}, {"engine": 5},
+    {"engine.shapes": {"length": "a"}}, {"rules.²": 1},
+], ids=str)  # fmt: skip
+def test_values_that_fit_no_recipe_are_one_sentence_with_a_length_too(fields):
+    with pytest.raises(UserError):
+        schema.adapt_recipe(schema.load_recipe("bert-int8-linears"), fields=fields, max_length=64)

@@ -487,7 +487,7 @@ def test_checkpoints_that_a_signal_left_of_a_finished_training_go(tmp_path, monk
     monkeypatch.setattr(finetune, "_identity", lambda *_: {})
     monkeypatch.setattr(finetune, "_read_finished", lambda *_: "stored")
     request, settings = SimpleNamespace(folder=tmp_path), SimpleNamespace(seed=0)
-    assert finetune._train_seed(request, None, settings, accelerator) == "stored"
+    assert finetune._train_seed(request, SimpleNamespace(judged=[]), settings, accelerator) == "stored"
     assert not left.parent.exists()
 
 

@@ -132,6 +132,25 @@ def test_every_dropout_is_turned_off(family, model_type, tmp_path):
     assert probabilities(0.0) == {0.0}
 
 
+@pytest.mark.parametrize("model_type", ["bert", "roberta"])  # a linear; a module of several
+def test_a_new_head_is_not_that_of_the_base(model_type, tmp_path):
+    import torch
+
+    folder = str(write_model(tmp_path, model_type))
+
+    def weights(seed, **options):
+        torch.manual_seed(seed)
+        model = load_encoder(folder, CLASSIFICATION, num_labels=2, **options)
+        head = (module for name, module in model.named_children() if name != model.base_model_prefix)
+        return [value for module in head for value in module.parameters() if value.ndim > 1]
+
+    stored = weights(0, keep_head=True)
+    for one, two in ((stored, weights(0)), (weights(0), weights(1))):
+        assert not any(torch.equal(*pair) for pair in zip(one, two, strict=True))
+    for one, two in ((stored, weights(1, keep_head=True)), (weights(1), weights(1))):
+        assert all(torch.equal(*pair) for pair in zip(one, two, strict=True))
+
+
 def test_a_dropout_that_follows_another_field_still_does(tmp_path):
     new_bert().save_pretrained(tmp_path)
     config = load_encoder(str(tmp_path), CLASSIFICATION, num_labels=2, dropout=0.2).config
