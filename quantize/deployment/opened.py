@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
@@ -149,15 +150,19 @@ class Answering:
         )
 
     def open_model(self, threads: int | None = None, batch: int | None = None) -> Model:
-        """Load the engine with a tokenizer, and a faster one where that gives the same tokens.
-
-        On a CPU batches are answered in as many streams as the build found the fastest, without `threads`.
-        """
+        """Load the engine with a tokenizer, and a faster one where that gives the same tokens."""
         fast, tokenizer = open_fast(self.told, self.tokenizer, self.texts), Tokenizer.from_str(self.tokenizer)
-        streams = 1 if threads else min(self.streams, find_cpu().cores)
-        engine = self.open_engine(threads, streams)
-        infer = engine if streams == 1 else Streams(engine, streams)
+        infer = self.open_infer(threads)
+        if isinstance(infer, Streams):
+            infer.open(infer.streams)  # what it lacks here shows now
         return Model(self.told, tokenizer, infer, batch, fast)
+
+    def open_infer(self, threads: int | None = None) -> EngineRunner | Streams:
+        """Load the engine; on a CPU, without `threads`, in as many streams as the build found the fastest."""
+        streams = 1 if threads else min(self.streams, find_cpu().cores)
+        return (
+            self.open_engine(threads) if streams == 1 else Streams(partial(self.open_engine, None), streams)
+        )
 
     def open_fp32(self) -> Callable[..., Any]:
         """Load the FP32 model on this CPU."""

@@ -29,7 +29,7 @@ def open_served(folder: Path, options: ServeOptions) -> Served:
         made_with=answering.made_with,
         told=told,
         tokenizer=answering.tokenizer,
-        models={"engine": partial(answering.open_engine, None), **fp32},
+        models={"engine": answering.open_infer, **fp32},
         gpus=0 if on_cpu else max(1, count_gpus()),
         texts=partial(read_texts, folder),
         about={"task": answering.task, "columns": [*answering.columns], "int8": answering.int8},

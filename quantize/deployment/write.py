@@ -386,7 +386,8 @@ def _describe_model(session: Session, graph: Path, runtimes: Sequence[Runtime]) 
         "int8_dot": INT8_DOT,
         "shared_layers": session.plan.family.shared_layers,
         "cuda": get_version(),  # of the kernels of backend cuda
-        "openvino": {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32", "NUM_STREAMS": 1},
+        "openvino": {"INFERENCE_PRECISION_HINT": "bf16" if bf16 else "f32"},
+        "streams": max((each.streams for each in sidecars if each.backend == "openvino"), default=1),
     }
 
 

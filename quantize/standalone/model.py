@@ -79,9 +79,11 @@ class Model:
                 ends = part.cumsum()[:-1]
                 sorted_answers.extend(np.split(found, ends) if self.told["over_tokens"] else found)
 
-        for first, last in pairwise(self.split(lengths)):
+        bounds = self.split(lengths)
+        for first, last in pairwise(bounds):
             part = coded.pick(order[first:last])
-            launched = launch(self.infer, self.told, part.ids, part.types, part.lengths)
+            given = self.infer, self.told, part.ids, part.types, part.lengths
+            launched = launch(*given, alone=len(bounds) == 2)
             under_way.append((part.lengths, launched))
             take(getattr(self.infer, "streams", 1))  # the host prepares one while the device computes another
         take(0)

@@ -2,12 +2,14 @@
 
 import hashlib
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -59,17 +61,26 @@ class Awaited(NamedTuple):
 
 
 class Streams:
-    """A model of several streams, which as many threads may call at once."""
+    """A model in several streams for batches at once, and in one of all threads for a batch that is alone.
 
-    def __init__(self, infer: Infer, streams: int) -> None:
-        self.infer, self.streams = infer, streams
-        self._pool = ThreadPoolExecutor(streams)
+    Args:
+        open_infer: opens the model in a number of streams, which as many threads may call at once.
+    """
+
+    def __init__(self, open_infer: Callable[[int], Infer], streams: int) -> None:
+        self.streams, self._open = streams, open_infer
+        self._opened, self._pool = dict[int, Infer](), ThreadPoolExecutor(streams)
+
+    def open(self, streams: int) -> Infer:
+        if streams not in self._opened:
+            self._opened[streams] = self._open(streams)
+        return self._opened[streams]
 
     def __call__(self, tokens: Arrays) -> npt.NDArray[Any]:
-        return self.infer(tokens)
+        return self.open(min(self._opened, default=1))(tokens)  # one batch is not worth a second model
 
     def submit(self, tokens: Arrays) -> "Future[npt.NDArray[Any]]":
-        return self._pool.submit(self.infer, tokens)
+        return self._pool.submit(self.open(self.streams), tokens)
 
 
 class Flight(NamedTuple):
@@ -86,8 +97,14 @@ class Flight(NamedTuple):
         return join([made[name] for name in self.outputs]).astype(np.float32, copy=False)
 
 
-def launch(infer: Any, told: Told, ids: Any, types: Any, lengths: Any) -> Launched:
-    """Start rows of lengths [B] whose tokens stand in a line [T], as an engine without padding takes them."""
+def launch(  # noqa: PLR0913
+    infer: Any, told: Told, ids: Any, types: Any, lengths: Any, *, alone: bool = False
+) -> Launched:
+    """Start rows of lengths [B] whose tokens stand in a line [T], as an engine without padding takes them.
+
+    Args:
+        alone: no other batch is under way or waits.
+    """
     if packed := getattr(infer, "launch", None):
         return packed(ids, types.astype(np.int32), lengths)  # type: ignore[no-any-return]
     mask = np.arange(pad_length(int(lengths.max()), told["max_length"])) < lengths[:, None]
@@ -100,7 +117,8 @@ def launch(infer: Any, told: Told, ids: Any, types: Any, lengths: Any) -> Launch
     def finish(made: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return made[:, : mask.shape[1]][mask] if told["over_tokens"] else made
 
-    return Awaited(infer.submit(given), finish) if isinstance(infer, Streams) else Done(finish(infer(given)))
+    at_once = isinstance(infer, Streams) and not alone
+    return Awaited(infer.submit(given), finish) if at_once else Done(finish(infer(given)))
 
 
 def pad_length(longest: int, most: int) -> int:
@@ -146,19 +164,36 @@ def load_openvino() -> Any:
 
 
 def open_openvino(folder: Path, told: Told) -> Infer:
-    """Compile the graph for a CPU, as the engine of the run was."""
+    """Compile the graph for a CPU, as the engine of the run was, in as many streams."""
     core, parts = load_openvino().Core(), ("openvino/openvino_model.xml", "openvino/openvino_model.bin")
     # the IR has what the engine's graph had rewritten, model.onnx not
     names = parts if (folder / parts[0]).is_file() else ("model.onnx",)
-    model = core.compile_model(
-        core.read_model(*(read(folder, name) for name in names)), "CPU", told["openvino"]
-    )
+    graph = core.read_model(*(read(folder, name) for name in names))
 
-    def infer(tokens: Arrays) -> npt.NDArray[Any]:
-        made = model(dict(tokens))
-        return join([made[name] for name in told["outputs"]])
+    def compiled(streams: int) -> Infer:
+        model = core.compile_model(graph, "CPU", told["openvino"] | {"NUM_STREAMS": streams})
+        free: SimpleQueue[Any] = SimpleQueue()
+        for _ in range(streams):
+            free.put(model.create_infer_request())
 
-    return infer
+        def infer(tokens: Arrays) -> npt.NDArray[Any]:
+            request = free.get()
+            try:
+                made = request.infer(dict(tokens))
+                return join([made[name].copy() for name in told["outputs"]])
+            finally:
+                free.put(request)
+
+        return infer
+
+    streams = min(told["streams"], count_cores())
+    return compiled(1) if streams == 1 else Streams(compiled, streams)
+
+
+def count_cores() -> int:
+    """Return the cores that this process may use."""
+    allowed = getattr(os, "sched_getaffinity", None)  # on Linux
+    return len(allowed(0)) if allowed else os.cpu_count() or 1
 
 
 def open_cuda(folder: Path, told: Told) -> Infer:

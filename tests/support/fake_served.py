@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from qdqbench.quantize.deployment.serve import _read_pages
-from qdqbench.quantize.standalone.runtimes import Done
+from qdqbench.quantize.standalone.runtimes import Done, Streams
 from qdqbench.quantize.standalone.server.settings import Served, Settings
 from qdqbench.quantize.utils.errors import MissingDevice
 
@@ -109,6 +109,11 @@ class Packing(Engine):
                 return engine({"input_ids": batch, "attention_mask": mask.astype(int)})
 
         return Launched()
+
+
+def in_streams(**fields):
+    """One of two streams, for batches at once."""
+    return Streams(lambda _: Engine(**fields), 2)
 
 
 def open_fake(kind, loads, refuses, **fields):

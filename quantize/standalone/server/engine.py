@@ -14,7 +14,7 @@ from ..runtimes import Infer, Launched, launch, pad_length
 from .metrics import Counts
 from .slots import RECORD, Array, Board, Slots, read_records, send, split_records
 
-DEPTH = 2  # launches under way: the host prepares one while the device computes the other
+DEPTH = 2  # least launches under way: the host prepares one while the device computes the other
 WINDOW = 8  # batches of rows that are sorted by length together, where a batch is padded
 SHORTER = 0.75  # of the longest row of a batch: such a row begins another
 FEW_ROWS = 8  # are one batch; more are a multiple of it: a runtime prepares each new shape
@@ -38,15 +38,15 @@ def split_lengths(lengths: Sequence[int], most: int) -> list[int]:
     return bounds
 
 
-def run_once(infer: Infer, told: Mapping[str, Any], rows: int, length: int) -> Array:
+def run_once(infer: Infer, told: Mapping[str, Any], rows: int, length: int, *, alone: bool = False) -> Array:
     ids = np.zeros(rows * length, np.int32)
-    return launch(infer, told, ids, ids, np.full(rows, length, np.int32)).read()
+    return launch(infer, told, ids, ids, np.full(rows, length, np.int32), alone=alone).read()
 
 
 def warm_up(infer: Infer, told: Mapping[str, Any], timeout_s: float) -> tuple[int, float, int]:
     """Return the most rows that half of `timeout_s` is enough for, their seconds, and the width."""
     length, fits, slowest, rows = told["max_length"], 0, 0.0, 1
-    made = np.empty((1, 1))
+    made = run_once(infer, told, 1, length, alone=True)  # opens what answers a lone batch, too
     while True:
         most_s = timeout_s if rows == 1 else timeout_s / 2
         for _ in range(2):  # what is slow once may only be new
@@ -111,6 +111,7 @@ class Worker:
         self.rows, self.tokens, self.slots, self.board, self.counts = rows, tokens, slots, board, counts
         self.pipe, self.fronts, self.awake_s, self.ended = waiting, fronts, awake_s, 0.0
         self.packed = bool(getattr(infer, "launch", None))
+        self.depth = max(DEPTH, getattr(infer, "streams", 1))
         self.waiting = np.empty(0, RECORD)
         self.sorted = deque[Array]()  # batches of one window
         self.flying = deque[tuple[Array, Launched, float]]()
@@ -126,19 +127,26 @@ class Worker:
             if quiet and (size := next(self.unprepared, None)):
                 run_once(self.infer, self.told, *size)  # now: with a request it would take the request's time
                 continue
-            if poll.poll(self.patience() if idle else 0):
+            if poll.poll(self.patience() if idle else self.pause_ms()):
                 try:
                     self.receive()
                 except EOFError:
                     return
-            if len(self.flying) < DEPTH and (len(self.waiting) or self.sorted):
+            if self.may_begin():
                 self.begin()
-            elif self.flying and (len(self.flying) == DEPTH or self.flying[0][1].query()):
+            elif self.flying and (len(self.flying) == self.depth or self.flying[0][1].query()):
                 self.finish()
 
     def patience(self) -> int | None:
         """Return how long an idle engine sleeps; None: until there are rows."""
         return None if time.monotonic() > self.ended + self.awake_s else 0
+
+    def may_begin(self) -> bool:
+        return len(self.flying) < self.depth and bool(len(self.waiting) or self.sorted)
+
+    def pause_ms(self) -> int:
+        """Return how long to wait for rows while batches fly: on a CPU the streams need the core."""
+        return int(not (self.packed or self.may_begin() or self.flying[0][1].query()))
 
     def receive(self) -> None:
         came = read_records(self.pipe)
@@ -171,7 +179,8 @@ class Worker:
         slots, lengths = records["slot"], self.slots.lengths[records["slot"]]
         at, total, longest = self.slots.places(slots, lengths), int(lengths.sum()), int(lengths.max())
         ids, types = self.slots.flat_ids[at], self.slots.flat_types[at]
-        launched = launch(self.infer, self.told, ids, types, lengths)
+        alone = not (self.flying or self.sorted or len(self.waiting))
+        launched = launch(self.infer, self.told, ids, types, lengths, alone=alone)
         padded = 0 if self.packed else len(lengths) * pad_length(longest, self.told["max_length"]) - total
         self.counts.observe_all("qdqbench_queue_seconds", self.model, now - self.slots.since[slots])
         self.counts.observe("qdqbench_batch_rows", self.model, len(records))

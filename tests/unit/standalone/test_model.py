@@ -17,7 +17,7 @@ from ...support.fake_served import Engine, Packing, digits, fake_told
 from .server.test_app import Doubled
 
 
-@pytest.mark.parametrize("engine", [Engine, Packing, lambda: Streams(Engine(), 3)])
+@pytest.mark.parametrize("engine", [Engine, Packing, lambda: Streams(lambda _: Engine(), 3)])
 @given(texts=st.lists(st.integers(0, 10**6), min_size=1, max_size=40), tokens=st.integers(1, 40))
 def test_each_text_gets_its_own_answer(engine, texts, tokens):
     opened = Model(fake_told(batch=3), Tokenizer.from_str(digits()), engine())
@@ -48,11 +48,34 @@ class Tokens(Packing):
 @pytest.mark.parametrize("form", ["packed", "padded", "in streams"])
 def test_tokens_get_their_own_answers(form):
     told = fake_told(kind="token classification", over_tokens=True, words=True, batch=2)
-    forms = {"packed": Tokens(), "padded": Tokens().__call__, "in streams": Streams(Tokens().__call__, 2)}
+    forms = {
+        "packed": Tokens(),
+        "padded": Tokens().__call__,
+        "in streams": Streams(lambda _: Tokens().__call__, 2),
+    }
     opened = Model(told, Tokenizer.from_str(digits()), forms[form])
     coded = opened.encoder.code([["12", "3"], ["4"], ["5", "6", "789"]])
     for ids, answers in zip(np.split(coded.ids, coded.lengths.cumsum()[:-1]), opened.run(coded), strict=True):
         assert answers.tolist() == [[token, place] for place, token in enumerate(ids.tolist())]
+
+
+def test_a_batch_that_is_alone_takes_all_threads_and_opens_no_second_model():
+    asked, opened = [], []
+
+    def open_engine(streams):
+        opened.append(streams)
+        return lambda batch: asked.append(streams) or Engine()(batch)
+
+    model = Model(fake_told(batch=2), Tokenizer.from_str(digits()), Streams(open_engine, 3))
+    for texts, expected in ((["1", "2"], [1]), (["1", "2", "3"], [3, 3]), (["4"], [1])):
+        asked.clear()
+        assert [each["score"] for each in model.predict(texts)] == [*map(int, texts)]
+        assert asked == expected
+    assert opened == [1, 3]
+    model = Model(fake_told(batch=2), Tokenizer.from_str(digits()), Streams(open_engine, 3))
+    model.infer.open(3)
+    model.predict(["1"])
+    assert opened == [1, 3, 3]
 
 
 def test_rows_of_both_tokenizers_keep_their_order():

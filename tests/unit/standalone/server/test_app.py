@@ -71,7 +71,7 @@ def test_an_answer_for_each_text():
     assert headers["x-qdqbench"] == "fake; fake 1"
 
 
-@pytest.mark.parametrize("kind", ["Engine", "Packing"])
+@pytest.mark.parametrize("kind", ["Engine", "Packing", "in_streams"])
 def test_answers_are_those_of_their_requests(kind):
     """Many at once, of one and of several texts, with and without padding."""
 

@@ -14,11 +14,12 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from qdqbench.quantize.standalone.server import http, server
+from qdqbench.quantize.standalone.server import engine, http, server
 from qdqbench.quantize.standalone.server.engine import Worker
 from qdqbench.quantize.standalone.server.server import Failed
 from qdqbench.quantize.standalone.server.settings import Settings
@@ -256,6 +257,29 @@ def test_an_engine_keeps_a_core_only_where_each_process_has_one():
     models = ("engine", "engine", "fp32")
     assert server.keep_cores(range(16), 13, models) == range(2)
     assert list(server.keep_cores(range(16), 14, models)) == []
+
+
+@pytest.mark.parametrize(("waiting", "flying", "alone"), [(0, 0, True), (1, 0, False), (0, 1, False)])
+def test_a_batch_is_alone_where_none_flies_or_waits(waiting, flying, alone, monkeypatch):
+    launched = []
+    monkeypatch.setattr(engine, "launch", lambda *_, alone: launched.append(alone))
+    worker = object.__new__(Worker)
+    records = np.zeros(1, engine.RECORD)
+    worker.take, worker.sorted = lambda: records, []
+    worker.waiting, worker.flying = [0] * waiting, [0] * flying
+    tokens = np.zeros(3, np.int32)
+    worker.slots = SimpleNamespace(
+        lengths=np.array([3]),
+        places=lambda *_: slice(3),
+        flat_ids=tokens,
+        flat_types=tokens,
+        since=np.zeros(1),
+    )
+    worker.counts = Mock()
+    worker.board, worker.number, worker.packed = SimpleNamespace(busy=[0.0]), 0, False
+    worker.infer, worker.told, worker.model = None, {"max_length": 64}, "engine"
+    worker.begin()
+    assert launched == [alone]
 
 
 def test_an_engine_with_a_core_of_its_own_sleeps_only_after_a_while():
