@@ -424,7 +424,7 @@ def rotary_layer(  # noqa: PLR0913, PLR0917
 def _turns(
     rotary: Any, hidden: "torch.Tensor", positions: "torch.Tensor", kind: str
 ) -> "tuple[torch.Tensor, torch.Tensor]":
-    """Return cosine and sine [tokens, head size] of a kind of layer, without the FP32 GEMM of versions."""
+    """Return cosine and sine [tokens, head size] of a kind of layer, without a GEMM in FP32."""
     import torch
 
     angles = positions[:, None].float() * getattr(rotary, f"{kind}_inv_freq").float()
