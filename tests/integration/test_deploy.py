@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.system.cpu import find_cpu
 from qdqbench.quantize.utils.system.process import find_python
 
-from ..support.deployed import answers, run_script
+from ..support.deployed import answers, fresh, run_script
+from ..support.http_client import Client, finished
 from ..support.records import speedup
 from .test_run import DEPLOYED
 from .tiny import fine, listing, refused, results
@@ -56,6 +58,28 @@ def test_scripts_answer_as_the_run_did(finished_run, tmp_path, blocked):
         assert [each["label"] for each in made] == [f"LABEL_{place}" for place in known.argmax(axis=1)]
     (made,) = answers(tmp_path / "elsewhere" / "run_onnxruntime.py", blocked, texts[0])
     np.testing.assert_allclose([*made["scores"].values()], known[0], atol=1e-4)
+
+
+def test_its_server_answers_as_the_run_did(finished_run, tmp_path, blocked):
+    shutil.copytree(finished_run / "deploy", tmp_path / "elsewhere")
+    command = [sys.executable, tmp_path / "elsewhere/serve.py", "--port", "0", "--runtime", "onnxruntime"]
+    options = {"cwd": "/", "env": fresh(blocked), "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*map(str, command)], **options) as process:
+        try:
+            port = int(process.stdout.readline().rpartition(":")[2])
+
+            async def ask():
+                client = Client(port)
+                asked = await client.post("/v1/predict", {"texts": texts_of(finished_run)})
+                await client.close()
+                return asked
+
+            status, _, body = finished(ask())
+        finally:
+            process.terminate()
+        assert (status, process.wait(30)) == (200, 0)
+    made = [[*each["scores"].values()] for each in body["answers"]]
+    np.testing.assert_allclose(made, probabilities(finished_run, "onnxruntime")[:ROWS], atol=1e-4)
 
 
 def test_it_holds_all_that_is_needed(finished_run):

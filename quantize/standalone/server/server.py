@@ -480,8 +480,7 @@ def main(folder: Path) -> None:
         gpus=int(asked.runtime not in ("onnxruntime", "openvino")),
     )
     try:
-        serve(
-            served, Settings(asked.host, asked.port), lambda url, _: print(f"serving {served.name} at {url}")
-        )
+        line = f"serving {served.name} at"
+        serve(served, Settings(asked.host, asked.port), lambda url, _: print(line, url, flush=True))
     except Failed as error:
         raise SystemExit(str(error)) from error
