@@ -115,7 +115,7 @@ def start_bench(target: str | Path | None, options: BenchOptions) -> tuple[Bench
             command=invocation(),
             backend=backend,
             save=save,
-            earlier=read_earlier(place / BENCH_FILE, opened.about.files),
+            earlier=read_earlier(place / BENCH_FILE, opened.about.files, own_recipe.model_dump(mode="json")),
         )
         return (result, []) if options.build_only else _report(result, place)
 

@@ -18,6 +18,7 @@ from qdqbench.eval.bench.results import (
     config_label,
     cost_of,
     headline_of,
+    is_of,
     list_speed,
     over_fastest,
     rate_of,
@@ -28,6 +29,7 @@ from qdqbench.eval.bench.results import (
 from qdqbench.eval.metrics import figures
 from qdqbench.eval.metrics.gate import judge_shapes
 from qdqbench.eval.metrics.results import Speedup
+from qdqbench.quantize.pipeline.session import CONFIG, read_config
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.formats import cleaned, flat, known, label, model_label, size
@@ -231,7 +233,10 @@ def bench_of(folder: Path) -> Bench | str | None:
 
 def stale_files(bench: Bench, folder: Path) -> list[str]:
     measured = {name: digest for name, digest in bench.target.files.items() if (folder / name).is_file()}
-    return [name for name, digest in measured.items() if files.sha256(folder / name) != digest]
+    stale = [name for name, digest in measured.items() if files.sha256(folder / name) != digest]
+    if (folder / CONFIG).is_file() and not is_of(bench, read_config(folder).recipe.model_dump(mode="json")):
+        stale.append("the recipe")
+    return stale
 
 
 def hardware(bench: Bench) -> str:

@@ -279,13 +279,20 @@ def write_bench(path: Path, bench: Bench) -> None:
     files.write_json(path, bench.model_dump(mode="json"))
 
 
-def read_earlier(path: Path, measured: Mapping[str, str]) -> list[Bench]:
-    """Return the benches in a file that are of the same files as a new one, by their SHA-256."""
+def is_of(bench: Bench, recipe: Mapping[str, Any]) -> bool:
+    """Return whether a bench has the backend and compute type of a recipe; its graph the hashes tell."""
+    parts = (("engine", "backend"), ("precision", "compute"))
+    return all(bench.recipe.get(part, {}).get(name) == recipe[part][name] for part, name in parts)
+
+
+def read_earlier(path: Path, measured: Mapping[str, str], recipe: Mapping[str, Any]) -> list[Bench]:
+    """Return the benches in a file that are of the same files as a new one, by their SHA-256, and recipe."""
     try:
         known = read_bench(path).all if path.is_file() else []
     except UserError:  # of another version
         return []
-    kept = [bench for bench in known if bench.configs and bench.target.files == measured]
+    same = [bench for bench in known if bench.target.files == measured and is_of(bench, recipe)]
+    kept = [bench for bench in same if bench.configs]
     return [bench.model_copy(update={"earlier": []}) for bench in kept]
 
 

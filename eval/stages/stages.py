@@ -20,6 +20,7 @@ from qdqbench.eval.verification.results import read_verified
 from qdqbench.quantize.calibration.ptq import calibrate
 from qdqbench.quantize.calibration.record import get_state_shifts, read_record, write_record
 from qdqbench.quantize.deployment.opened import TEXTS_FILE, describe_texts
+from qdqbench.quantize.deployment.write import read_labels
 from qdqbench.quantize.engine.backend import available_backends, find_missing_builder, gpu_backend
 from qdqbench.quantize.engine.build import build as build_engine
 from qdqbench.quantize.engine.profiles import note_distant_data
@@ -382,7 +383,8 @@ def _exported(session: Session) -> Any:
 def _built(session: Session) -> Any:
     device, auto = (str(find_gpu()), str(find_cpu())), session.recipe.auto_shapes
     shapes = [str(profile) for profile in engine_profiles(session)] if auto else []
-    settings = session.recipe.engine.model_dump(), session.target.compute
+    # labels may be the data's: `predict` and `serve` read them next to the engine
+    settings = session.recipe.engine.model_dump(), session.target.compute, read_labels(session)
     return [_placement(session), *settings, available_backends(), device, *shapes]
 
 

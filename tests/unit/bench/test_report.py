@@ -14,10 +14,14 @@ from qdqbench.eval.bench.results import (
     BenchThroughput,
     compute_speedups,
     headline_of,
+    read_earlier,
     write_bench,
 )
 from qdqbench.eval.runs.report.report import refresh_reports, write_reports
+from qdqbench.quantize.pipeline.session import CONFIG, RunConfig
+from qdqbench.quantize.recipe.schema import adapt_recipe, load_recipe
 from qdqbench.quantize.report.document import Cell
+from qdqbench.quantize.tasks.task import EMBEDDED
 from qdqbench.quantize.utils.files import sha256
 
 from ...support.benches import bench_row, sample_bench
@@ -190,6 +194,20 @@ def test_a_bench_of_other_files_is_marked_stale(tmp_path):
     assert report.bench_of(tmp_path).errors == []
     model.write_bytes(b"another")
     assert "model.int8.onnx changed after this bench" in report.bench_of(tmp_path).errors[0]
+
+
+def test_a_bench_of_another_engine_of_the_same_graph_is_marked_stale(tmp_path):
+    """With precision.compute: fp32 on a CPU a run had the graph of one in BF16, and its speed."""
+    made, path = load_recipe("bert-int8-linears"), tmp_path / "bench.json"
+    bench = sample_bench(recipe=made.model_dump(mode="json"))
+    write_bench(path, bench)
+    for compute in ("fp16", "fp32"):
+        asked = adapt_recipe(made, shapes="auto", fields={"precision.compute": compute})
+        config = RunConfig(recipe=asked, model=None, task=EMBEDDED, data="hub")
+        (tmp_path / CONFIG).write_text(config.model_dump_json())
+        kept = read_earlier(path, bench.target.files, asked.model_dump(mode="json"))
+        found = len(kept), report.stale_files(bench, tmp_path)
+        assert found == ((1, []) if compute == "fp16" else (0, ["the recipe"]))
 
 
 def test_an_unreadable_bench_does_not_take_the_report_with_it(tmp_path):

@@ -43,12 +43,12 @@ def test_rows_that_were_not_measured_are_not_found() -> None:
 
 def test_a_later_bench_adds_to_what_was_measured_of_the_same_files(tmp_path: Path) -> None:
     path, first = tmp_path / "bench.json", sample_bench()
-    files = first.target.files
-    assert results.read_earlier(path, files) == []
+    files, recipe = first.target.files, {"engine": {"backend": None}, "precision": {"compute": None}}
+    assert results.read_earlier(path, files, recipe) == []
     results.write_bench(path, first)
-    second = sample_bench(created="2026-07-02", earlier=results.read_earlier(path, files))
+    second = sample_bench(created="2026-07-02", earlier=results.read_earlier(path, files, recipe))
     results.write_bench(path, second)
-    third = sample_bench(created="2026-07-03", earlier=results.read_earlier(path, files))
+    third = sample_bench(created="2026-07-03", earlier=results.read_earlier(path, files, recipe))
     assert [each.created[:10] for each in third.all] == ["2026-07-03", "2026-07-02", "2026-07-01"]
     assert not any(each.earlier for each in third.earlier)
     speed = [*results.list_speed(third)]
@@ -56,4 +56,4 @@ def test_a_later_bench_adds_to_what_was_measured_of_the_same_files(tmp_path: Pat
     assert {row.conditions.created[:10] for row in speed if row.conditions} == {
         "2026-07-03", "2026-07-02", "2026-07-01"
     }  # fmt: skip
-    assert results.read_earlier(path, {"model.int8.onnx": "cd" * 32}) == []  # of other files
+    assert results.read_earlier(path, {"model.int8.onnx": "cd" * 32}, recipe) == []  # of other files

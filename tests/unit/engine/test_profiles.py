@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import types
 
+import datasets
 import numpy as np
 import onnx
 import pytest
@@ -202,6 +203,20 @@ def test_stages_run_again_where_something_else_was_asked_for(tiny_bert, tmp_path
         "quantize": {"family": "roberta"},
     }.items():
         assert inputs(stage) == inputs(stage) != inputs(stage, **change)
+
+
+def test_an_engine_is_built_again_where_the_data_name_its_classes_otherwise(tiny_bert, tmp_path):
+    """Labels lie next to it: `predict` gave the names of before, and `deploy` the new ones."""
+    found = []
+    for names in (["no", "so", "yes"], ["yes", "so", "no"]):
+        features = {"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=names)}
+        table = {"sentence": ["text"], "label": [0]}
+        data = datasets.Dataset.from_dict(table, features=datasets.Features(features))
+        data.to_parquet(tmp_path / "validation.parquet")
+        about = {"model": str(tiny_bert), "task": GLUE["sst2"], "data": str(tmp_path)}
+        made = session.Session(session.RunConfig(recipe=load_recipe("bert-int8-linears"), **about), tmp_path)
+        found.append(stages.stages(made)["build"].inputs(made))
+    assert found[0] != found[1]
 
 
 def test_known_faults_are_noted_by_the_build(run, rtx, monkeypatch):
