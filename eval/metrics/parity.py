@@ -90,7 +90,7 @@ def compare_layers(
                 own, reference = _of_tokens(got[boundary.tensor], valid), _of_tokens(inputs[name], valid)
                 _count(rows[name], own, reference, scale, epsilon)
         for module, tensor in outputs.items():
-            difference = np.nan_to_num(got[tensor].astype(np.float64) - made[module], nan=1e6)
+            difference = _finite(got[tensor].astype(np.float64) - made[module])
             errors[module][0] += float(np.square(difference).sum())
             errors[module][1] += float(np.square(made[module].astype(np.float64)).sum())
         answers = join_outputs(got, outputs_of_model)
@@ -98,7 +98,7 @@ def compare_layers(
             one = expected if len(outputs_of_model) == 1 else expected[..., place]
             of_tokens = "length" in name_outputs(model)[name]
             of_samples[name].append(_mean_squares(got[name], one, valid if of_tokens else None))
-        logits_diff = max(logits_diff, float(np.nan_to_num(np.abs(answers - expected), nan=1e6).max()))
+        logits_diff = max(logits_diff, float(_finite(np.abs(answers - expected)).max()))
         samples += len(expected)
         padded |= not valid.all()
     for name, row in rows.items():
@@ -124,7 +124,7 @@ def compare_layers(
 
 def _mean_squares(got: Array, expected: Array, valid: Array | None) -> Float64:
     """Return the means by sample of the squared error and of the squared reference, [2, samples]."""
-    apart = np.nan_to_num(got.astype(np.float64) - expected, nan=1e6)
+    apart = _finite(got.astype(np.float64) - expected)
     parts = [apart, expected.astype(np.float64)]
     if valid is None:
         return np.stack([np.square(each).reshape(len(each), -1).mean(axis=1) for each in parts])
@@ -279,14 +279,16 @@ def _count(row: ParityRow, got: Array, reference: Float32, scale: float, epsilon
 
 
 def _steps(values: Array, scale: float) -> Float64:
-    steps: Float64 = values.astype(np.float64) / scale
-    return np.nan_to_num(steps, nan=1e6, posinf=1e6, neginf=-1e6)
+    return _finite(values.astype(np.float64) / scale)
 
 
 def _codes(values: Array, scale: float) -> Int32:
-    finite = np.nan_to_num(values.astype(np.float32) / np.float32(scale), nan=1e6, posinf=1e6, neginf=-1e6)
-    codes: Int32 = np.clip(np.rint(finite), -128, 127).astype(np.int32)
-    return codes
+    codes: Int32 = np.clip(np.rint(_finite(values.astype(np.float32) / np.float32(scale))), -128, 127)
+    return codes.astype(np.int32)
+
+
+def _finite(values: Array) -> Array:
+    return np.nan_to_num(values, nan=1e6, posinf=1e6, neginf=-1e6)  # JSON has no infinity
 
 
 def _new_row(quantizer: str, half: bool) -> ParityRow:

@@ -172,13 +172,15 @@ def test_swapped_layers_and_a_norm_between_two_quantizers_are_seen(tiny_bert):
     assert failing(compared(tiny_bert, graph)) == LINEARS[6:9]
 
 
-def test_nan_fails_and_stays_out_of_the_numbers(tiny_bert):
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(("module", "names"), [(FFN1, {FFN1, FFN2}), ("classifier", {"logits"})])
+def test_what_is_not_finite_fails_and_stays_out_of_the_numbers(tiny_bert, module, names, value):
     graph = exported(tiny_bert)
-    name = f"{FFN1}.bias_fp16"
-    store(graph, name, np.full(tensor(graph, name).shape, np.nan))
+    name = f"{module}.bias_fp16"
+    store(graph, name, np.full(tensor(graph, name).shape, value))
     parity = compared(tiny_bert, graph)
-    assert {FFN1, FFN2} <= set(failing(parity))
-    assert all(np.isfinite(row.output_rel_error or 0.0) for row in parity.rows)
+    assert names <= {row.name for row in parity.compared if not row.holds}
+    assert all(np.isfinite(row.output_rel_error or 0.0) for row in parity.compared)
     assert np.isfinite(parity.logits_max_abs_diff)
 
 
