@@ -4,6 +4,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -272,16 +273,26 @@ def _read_data(session: Session, longest: int) -> _Data:
     return _Data(encoded, reference, fp32, distinct, drawn)
 
 
+def turns(rows: Int64, lengths: Int64, profiles: Sequence[Profile]) -> list[tuple[Profile, Int64]]:
+    """Share rows among profiles in turn, each a batch of its opt of rows that fit; one must take them all."""
+    found, left, order = list[tuple[Profile, Int64]](), rows, cycle(profiles)
+    while len(left):
+        profile = next(order)
+        fits = np.flatnonzero(lengths[left] <= profile.max[1])[: profile.opt[0]]
+        found += [(profile, left[fits])] if len(fits) else []
+        left = np.delete(left, fits)
+    return found
+
+
 def _run_rows(run: Predict, data: _Data, profiles: Sequence[Profile], session: Session) -> Floats:
-    """Answer the drawn samples in batches of the first profile's opt, in random order and so padded."""
-    profile, drawn, parts = widest(profiles), data.rows, []
-    for start in track("answers", range(0, len(drawn), profile.opt[0])):
-        rows = drawn[start : start + profile.opt[0]]
+    """Answer the drawn samples in batches of the profiles in turn, in random order and so padded."""
+    encoded, parts = data.encoded, dict[int, Floats]()
+    for profile, rows in track("answers", turns(data.rows, encoded.lengths, profiles)):
         filled = np.resize(rows, max(len(rows), profile.min[0])).tolist()
-        length = max(profile.min[1], int(data.encoded.lengths[rows].max()))
-        case = InputCase("drawn", filled, length)
-        parts.append(_answer(run, data.encoded, case, session.pad_id, len(rows)))
-    return np.concatenate(parts)
+        case = InputCase("drawn", filled, max(profile.min[1], int(encoded.lengths[rows].max())))
+        made = run(batch_of(encoded, case, session.pad_id))
+        parts |= {row: encoded.kept(rows[[n]], made[[n]]) for n, row in enumerate(rows.tolist())}
+    return np.concatenate([parts[row] for row in data.rows.tolist()])
 
 
 def _run_blocks(
@@ -293,7 +304,9 @@ def _run_blocks(
     stitched = stitch(read_model(graph_path(session)), session.plan.family)
     half = np.dtype(np.float16) in stitched.types.values()
     sums = {block.name: checks.BlockSums(block.name) for block in stitched.blocks}
-    cases = block_cases(data.encoded.lengths, widest(sidecar.profiles), session.config.seed)
+    lengths, seed = data.encoded.lengths, session.config.seed
+    taking = [profile for profile in sidecar.profiles if lengths.min() <= profile.max[1]]
+    cases = [case for profile in taking for case in block_cases(lengths, profile, seed)]
     report_phase("building the engine of blocks")
     with (
         open_reference(session) as (model, fp32),

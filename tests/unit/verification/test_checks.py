@@ -557,6 +557,17 @@ def test_a_wrong_engine_is_not(session, monkeypatch, spoil, part):
     Verification.model_validate_json(found.model_dump_json())
 
 
+def test_a_fault_of_a_profile_that_is_not_the_widest_is_found(session, monkeypatch):
+    """An engine has kernels of its own for each profile; only the widest one was compared."""
+    blocks = engine.verify_engine(session).blocks
+    engine.check_sidecar(None, None).profiles.insert(0, Profile((1, 8), (4, 16), (4, 16)))
+    monkeypatch.setattr(OnnxRunner, "spoil", staticmethod(lambda _, got: -got if len(got) == 4 else got))
+    found = engine.verify_engine(session)
+    assert len(found.failures) == 1
+    assert "answers differ from fake_quant" in found.failures[0]
+    assert all(row.n > one.n for row, one in zip(found.blocks, blocks, strict=True))
+
+
 def test_without_a_gpu_the_stage_says_why(session, monkeypatch):
     for gpu, why in ((None, "no GPU here"), (Gpu("H200", "9.0", None), "is for compute capability 8.9")):
         monkeypatch.setattr("qdqbench.eval.stages.stages.find_gpu", lambda gpu=gpu: gpu)
