@@ -19,7 +19,7 @@ from qdqbench.eval.selection.search.results import (
     dominates,
 )
 from qdqbench.eval.selection.search.worker import Worker
-from qdqbench.eval.selection.search.workspace import Workspace
+from qdqbench.eval.selection.search.workspace import Workspace, engine_key
 from qdqbench.eval.selection.trials.results import DRAW, Origin, Trial, failure_of, write_result
 from qdqbench.eval.selection.trials.store import RECIPE_FILE, describe_session, named_by, write_recipe
 from qdqbench.quantize.engine.runtime.runners import open_runner
@@ -114,10 +114,7 @@ def _confirm(
     if row.failure is not None:
         return
     row.int8_share = work.int8_share(plan, worker.search.options.length)
-    smoothing = sorted((name, plan.scaling_of(name).smoothing != "none") for name in plan.int8)
-    export = recipe.export.model_dump() if plan.int8 else None
-    # recipes that differ in their scales alone have the same engine
-    key = repr([sorted(plan.int8.items()), sorted(plan.attention), sorted(plan.fp32), smoothing, export])
+    key = engine_key(recipe, plan)
     if key not in known:
         known[key] = worker.measure(recipe, plan)
     row.scores, row.speedup = scored.scores, known[key]

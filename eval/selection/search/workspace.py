@@ -231,16 +231,24 @@ def plan_key(recipe: Recipe, plan: Plan) -> str:
     scaling = {name: asdict(plan.scaling_of(name)) for name in (*plan.int8, *plan.attention)}
     calibration = recipe.calibration.model_dump(exclude={"method", "weights_method", "smoothing"})
     parts = [
-        dict(sorted(plan.int8.items())),
-        sorted(plan.attention),
-        sorted(plan.fp32),
+        engine_key(recipe, plan),
         scaling,
         calibration if scaling else None,
-        recipe.export.model_dump() if scaling else recipe.export.max_length,
-        recipe.precision.compute,
+        recipe.export.max_length,
         *([recipe.reconstruction.model_dump()] if recipe.reconstruction else []),
     ]
     return hash_of(parts)
+
+
+def engine_key(recipe: Recipe, plan: Plan) -> str:
+    """Return the same key for recipes whose engines differ in their scales alone, and so not in speed."""
+    smoothed = sorted(name for name in plan.int8 if plan.scaling_of(name).smoothing != "none")
+    changes = {"outlier_channel_splitting", "centering", "softmax_scale"}  # of the graph
+    calibrated = [recipe.export.model_dump(), recipe.calibration.model_dump(include=changes)]
+    parts = sorted(plan.int8.items()), sorted(plan.attention), sorted(plan.residual), sorted(plan.fp32)
+    return hash_of(
+        [parts, plan.merge_qkv, smoothed, calibrated if plan.int8 else None, recipe.precision.compute]
+    )
 
 
 class DeviceTrials(Trials):

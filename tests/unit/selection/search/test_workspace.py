@@ -1,12 +1,13 @@
 """What trials of a search share: calibrations, and the keys of recipes that make the same model."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from qdqbench.eval.selection.search.worker import Worker
-from qdqbench.eval.selection.search.workspace import Workspace, make_space, plan_key
+from qdqbench.eval.selection.search.workspace import Workspace, engine_key, make_space, plan_key
 from qdqbench.eval.selection.trials.results import Failure
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
@@ -92,6 +93,24 @@ def test_keys_tell_apart_what_makes_another_model(space):
     assert key([], method="mse") == key([], method="max")  # nothing to calibrate
     # smoothing is of LayerNorm outputs: with other linears alone it changes nothing
     assert key(some[:1], smoothing="0.8") == key(some[:1], smoothing="none")
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "same"),
+    [
+        ("calibration", {"method": "mse", "samples": 9}, True),
+        ("calibration", {"outlier_channel_splitting": 32}, False),
+        ("calibration", {"centering": False}, False),
+        ("precision", {"compute": "fp32"}, False),
+    ],
+)
+def test_one_speed_is_that_of_recipes_with_one_engine(space, section, changes, same):
+    """The speed of a search's choice was shown for a shipped recipe of another compute type or graph."""
+    recipe = space.assemble({(0, "output")}, set(), HOW)
+    other = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=changes)})
+    plan = resolve(recipe, space.whole.modules, space.whole.prefix)
+    assert (engine_key(recipe, plan) == engine_key(other, plan)) is same
+    assert engine_key(recipe, plan) != engine_key(recipe, replace(plan, residual=("bert.encoder.layer.0",)))
 
 
 def test_the_choice_is_confirmed_with_reconstruction_and_trials_are_not(tiny_bert, tmp_path):
