@@ -253,7 +253,7 @@ class Bench(Tabular):
     def facts(self) -> dict[str, Any]:
         """Return what a notebook shows of it."""
         best = [each.headline for each in self.configs if each.headline]
-        speed = {row.config: f"{row.value:.2f}x over {row.baseline}" for row in best}
+        speed = {row.config: f"{row.leading.value:.2f}x over {row.baseline}" for row in best}
         return {"device": self.device, "systems": len(self.systems), **speed, "errors": len(self.errors)}
 
     @property
