@@ -156,6 +156,9 @@ def _check_target(target: Path | None, options: BenchOptions) -> None:
     for name in ("recipe", "pooling", "set"):
         if target is not None and getattr(options, name):
             raise UserError(f"--{name} belongs to --model; {target} has its own, and its engine is built")
+    for name in ("dataset_batch", "data", "tokenizer"):
+        if options.dataset is None and getattr(options, name):
+            raise UserError(f"--{name.replace('_', '-')} belongs to --dataset TASK, whose texts are timed")
 
 
 def _threads(threads: int | None, streams: Sequence[int] | None, cpu: bool) -> tuple[int, tuple[int, ...]]:

@@ -131,6 +131,8 @@ def test_no_gpu_is_a_missing_device_before_anything_is_exported(tiny_bert, tmp_p
         (["run", "--recipe", "bert-fp16"], "--recipe belongs to --model"),
         (["run", "--set", "gate.max_drop=1"], "--set belongs to --model; run has its own, and its engine is"),
         (["run", "--pooling", "mean"], "--pooling belongs to --model; run has its own"),
+        (["run", "--data", "texts.csv"], "--data belongs to --dataset TASK"),
+        (["run", "--dataset-batch", "4"], "--dataset-batch belongs to --dataset TASK"),
         (["--model", "bert-base", "--normalize"], "--normalize belongs to --pooling"),
         (["--model", "bert-base", "--cpu", "--exclude", "mine"], "--exclude mine: no system is called that"),
         (["--model", "bert-base", "--cpu", "--build-only"], "--build-only belongs to a bench on a GPU"),
