@@ -103,6 +103,9 @@ class TaskOptions(Options):
                 "for the built-in BERT"
             )
         if name is None:
+            for option in ("label_column", "num_labels", "metric", "pooling"):
+                if getattr(self, option, None) is not None:
+                    raise UserError(f"--{option.replace('_', '-')} belongs to --model; give that too")
             return EMBEDDED
         kind = None
         if columns and name not in KNOWN:

@@ -87,6 +87,9 @@ def test_a_subject_is_a_task_or_one_sentence():
     assert TaskOptions(model="m", task="sst2").find_task().name == "sst2"
     with pytest.raises(UserError, match="--model and --task belong together"):
         TaskOptions(model="m").find_task()
+    for given in ({"metric": ["f1"]}, {"num_labels": 5}, {"label_column": "y"}, {"pooling": "mean"}):
+        with pytest.raises(UserError, match="belongs to --model"):
+            RunOptions(**given).find_task()
 
 
 @pytest.mark.parametrize("fields", [{"calibration.samples": 64}, ["calibration.samples=64"]])
