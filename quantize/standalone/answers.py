@@ -73,7 +73,7 @@ def tag(samples: Samples, rows: Rows, labels: Sequence[str]) -> list[Answer]:
 
 
 def extract(samples: Samples, rows: Rows, labels: Sequence[str]) -> list[Answer]:
-    """Return the best span of each context, its score, and the score of there being no answer."""
+    """Return the best span of each context and its score, without one that of there being no answer."""
     made: list[Answer] = [{"answer": "", "score": -np.inf, "score_without_answer": np.inf} for _ in samples]
     for number, coded, logits in zip(rows.numbers.tolist(), rows.coded, rows.answers, strict=True):
         answer, spans = made[number], find_spans(coded)
@@ -83,6 +83,8 @@ def extract(samples: Samples, rows: Rows, labels: Sequence[str]) -> list[Answer]
         if found > answer["score"]:
             answer["answer"] = samples[number][1][spans[first, 0] : spans[last, 1]]
             answer["score"] = found
+    for answer in made:  # JSON has no infinity
+        answer["score"] = answer["score"] if np.isfinite(answer["score"]) else answer["score_without_answer"]
     return made
 
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 
 from qdqbench.quantize.deployment.write import describe_texts, render, standalone_modules
 from qdqbench.quantize.standalone import runtimes
-from qdqbench.quantize.standalone.answers import ANSWERS
+from qdqbench.quantize.standalone.answers import ANSWERS, Rows
 from qdqbench.quantize.standalone.model import Model, open_folder
 from qdqbench.quantize.standalone.texts import MOST_WINDOWS, Refused
 from qdqbench.quantize.tasks.task import TASK_KINDS
@@ -38,6 +38,14 @@ TOLD = {
 
 def test_every_kind_of_task_has_an_answer():
     assert {*ANSWERS} == {*TASK_KINDS}
+
+
+def test_a_question_without_a_context_has_an_answer_in_json():
+    coded = SimpleNamespace(offsets=[(0, 0), (0, 2), (0, 0), (0, 0)], sequence_ids=[None, 0, None, None])
+    rows = Rows(np.array([0]), [coded], [np.full((4, 2), 0.5, np.float32)])
+    made = ANSWERS["question answering"]([("Is", "")], rows, [])
+    expected = {"answer": "", "score": 1.0, "score_without_answer": 1.0}
+    assert json.loads(json.dumps(made, allow_nan=False)) == [expected]
 
 
 def test_what_is_copied_needs_nothing_of_ours(tmp_path):
