@@ -128,11 +128,13 @@ class QuestionAnswering(TaskKind):
         context, uneven, lost = task.text_columns[1], 0, 0
         for row in dataset.select_columns([context, task.label_column]):
             texts, starts = (row[task.label_column][name] for name in ("text", "answer_start"))
-            if len(texts) != len(starts):
+            if texts is None or starts is None or len(texts) != len(starts):
                 uneven += 1
             else:
                 pairs = zip(texts, starts, strict=True)
-                lost += any(row[context][at : at + len(text)] != text for text, at in pairs)
+                lost += any(
+                    None in (text, at) or row[context][at : at + len(text)] != text for text, at in pairs
+                )
         count = len(dataset)
         if uneven:
             return f"have as many answer_start as text in all but {uneven} of {count} rows; correct them"

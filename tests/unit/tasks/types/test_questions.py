@@ -156,19 +156,28 @@ def test_losses_are_over_the_tokens_of_a_window():
     assert QUESTIONS.mean_loss(logits, labels, counts) == pytest.approx(expected / 2, rel=1e-5)
 
 
+GOOD = {"text": ["good"], "answer_start": [2]}
+TWICE = {"question": ["what is it"] * 2, "context": ["a good film"] * 2}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"answers": ["good"]}, "are texts; map them to objects with the lists text and answer_start"),
         ({"answers": [{"text": ["it"], "answer_start": [1]}]}, "not at their answer_start .* in 1 of 1 rows"),
         ({"answers": [{"text": ["a", "b"], "answer_start": [0]}]}, "in all but 1 of 1 rows"),
+        (
+            {"answers": [{"text": [None, "a"], "answer_start": [0, 0]}]},
+            "not at their answer_start .* in 1 of",
+        ),
+        ({"answers": [{"text": ["a"], "answer_start": [None]}, GOOD]} | TWICE, "not at their .* in 1 of 2"),
+        ({"answers": [{"text": None, "answer_start": [0]}, GOOD]} | TWICE, "in all but 1 of 2 rows"),
         ({"question": ["is " * 20]}, "1 texts in column 'question' exceed 12 tokens"),
         ({"context": [None]}, r"'context' of .* (holds null|has 1 empty)"),
     ],
 )
 def test_rows_that_do_not_fit_are_one_sentence(tmp_path, change, message):
-    answers = {"text": ["good"], "answer_start": [2]}
-    table = {"question": ["what is it"], "context": ["a good film"], "answers": [answers]}
+    table = {"question": ["what is it"], "context": ["a good film"], "answers": [GOOD]}
     with pytest.raises(UserError, match=message):
         encoded_of(tmp_path, table | change)
 
