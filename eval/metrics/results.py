@@ -205,13 +205,13 @@ class Ratio(Strict):
 
     value: float = field("Time of the baseline / time of the system; below 1: slower.")
     ci95_low: float | None = field("Lower end of the 95% interval, by bootstrap over rounds, or null.")
-    ci95_high: float | None = field("Upper end of the 95% interval; null under three rounds.")
+    ci95_high: float | None = field("Upper end of the 95% interval; null under five rounds.")
     system_ms: float = field("Time of the system in ms: median over rounds of the rounds' medians.")
     baseline_ms: float = field("Time of the baseline in ms, likewise.")
 
     @property
     def interval(self) -> str:
-        """The 95% interval in brackets; empty with fewer than three rounds."""
+        """The 95% interval in brackets; empty with fewer than five rounds."""
         if self.ci95_low is None or self.ci95_high is None:
             return ""
         return f"[{self.ci95_low:.2f}, {self.ci95_high:.2f}]"

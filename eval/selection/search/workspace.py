@@ -452,7 +452,7 @@ def _open_timer(
             )
             baseline.append(stack.enter_context(open_engine(session, high, folder / "baseline", [shape])))
         if not plan.int8 and known:  # it is its own baseline
-            own = {"system_ms": known[0].baseline_ms, "value": 1.0, "ci95_low": None, "ci95_high": None}
+            own = {"system_ms": known[0].baseline_ms, "value": 1.0, "ci95_low": 1.0, "ci95_high": 1.0}
             return known[0].model_copy(update=own)
         report_phase("building and timing")
         graph = write_engine_graph(session, work.model(recipe, plan), recipe, plan, folder / "trial.onnx")

@@ -87,7 +87,7 @@ def ratio_of(baseline, system, seed=0):
 def test_speedup_of_a_constant_factor_is_that_factor(base, factor, seed):
     ratio = ratio_of(base, [time / factor for time in base], seed)
     assert ratio.value == pytest.approx(factor)
-    if len(base) < 3:
+    if len(base) < 5:  # of 3 or 4 rounds it would hold 78% or 89% of the time
         assert ratio.ci95_low is None
         assert ratio.ci95_high is None
     else:  # paired: a factor that every round shows has no spread, however the rounds differ
@@ -95,7 +95,7 @@ def test_speedup_of_a_constant_factor_is_that_factor(base, factor, seed):
         assert ratio.ci95_high == pytest.approx(factor)
 
 
-@given(rounds=st.lists(st.tuples(TIMES, TIMES), min_size=3, max_size=15))
+@given(rounds=st.lists(st.tuples(TIMES, TIMES), min_size=5, max_size=15))
 def test_speedup_is_the_ratio_of_medians_inside_its_interval(rounds):
     base, own = zip(*rounds, strict=True)
     ratio = ratio_of(base, own)

@@ -29,7 +29,7 @@ OPTIONS = BenchPlan(
     input_sets=8,
     splits=(),
     streams=[1, 2],
-    rounds=4,
+    rounds=5,
     duration_s=0.1,
     iterations=30,
     baselines=True,
@@ -179,7 +179,7 @@ def test_numbers_of_every_contestant(machine, target):
             made = row(cell, name)
             assert made.status == "done"
             assert (made.median_ms, made.p50_ms, made.p90_ms, made.p99_ms) == (ms, ms, ms, ms)
-            assert made.launches == 4 * 30
+            assert made.launches == 5 * 30
             assert made.sequences_per_s == pytest.approx(1000 * cell.batch / ms)
             by_streams = {rate.streams: rate.sequences_per_s for rate in made.throughput}
             assert by_streams == {
@@ -325,7 +325,7 @@ def test_dataset_are_a_cell_of_the_whole_split(machine, target):
 
 def test_speedups_without_an_fp16_engine():
     rows = [
-        BenchRow(system=name, status="done", median_ms=ms, round_ms=[ms] * 3)
+        BenchRow(system=name, status="done", median_ms=ms, round_ms=[ms] * 5)
         for name, ms in (("int8", 2.0), ("fp32", 3.0))
     ]
     (only,) = compute_speedups(rows, "1 x 16", 0)
