@@ -68,8 +68,13 @@ SMOOTHING, CENTERING = "calibration.smoothing", "calibration.centering"
 SQNR_STEP = 5  # dB of a row
 ATTENTION, FUSED, LINEARS = "int8-attention", "int8-residual-fused", "int8-linears"
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
-TRAINED, TIMED = "bert-base-fourth", "bert-base-second"  # trainings; other backends ran the second
+TRAINED = "bert-base-fourth"  # a training
 MPNET = "mpnet-second"  # trained as TRAINED; its embedder is not trained
+IN_TENSORRT = {  # models in TensorRT-RTX, with names of their trainings
+    "MiniLM-L6": ("minilm-l6", "minilm-l6-third"),
+    "BERT-base": ("bert-base-fifth", "bert-base-fifth-embed"),
+    "MPNet": ("mpnet-third", "mpnet"),
+}
 
 
 class Record(dict[str, Any]):
@@ -198,8 +203,8 @@ def read_data(folder: Path) -> Data:
 
 
 def _calibrated_for(run: Record) -> str:
-    backend = run.engine.backend if run.engine else ""
-    return backend if backend in ("cuda", "openvino") else "others"
+    backend = str(run.engine.backend) if run.engine else "onnxruntime"
+    return backend.removesuffix("_rtx")  # one calibration for TensorRT and TensorRT-RTX
 
 
 def measurement(record: Any) -> tuple[Any, ...]:
@@ -243,7 +248,7 @@ def differences(recipe: dict[str, Any], *, timed: bool = False) -> list[str]:
     """Return the settings of a recorded recipe that the shipped one has otherwise, but for what runs get.
 
     `timed` leaves out another degree of smoothing, and centering: they change values of an engine, not its
-    kernels.
+    kernels. Without it the shapes are left out: accuracy is of any kernels.
     """
     name = str(recipe.get("name"))
     if name not in shipped_recipes():
@@ -265,7 +270,7 @@ def differences(recipe: dict[str, Any], *, timed: bool = False) -> list[str]:
         if then.get(key) != now.get(key)
         and key.split(".")[0] not in ("description", "gate")
         and not (timed and key == SMOOTHING and "none" not in (then.get(key), now.get(key)))
-        and not (timed and key == CENTERING)
+        and key != (CENTERING if timed else "engine.shapes")
     ]
 
 
@@ -607,18 +612,27 @@ def changed_table(data: Data) -> str:
     return table(["SQNR", "engines", "predictions that changed"], rows)
 
 
-def backends_table(data: Data) -> str:
-    """The mean loss of fake-quant and of engines, over the tasks that a backend ran."""
-    rows = []
-    for recipe in (ATTENTION, FUSED, LINEARS):
-        for backend, model in (("cuda", TRAINED), ("tensorrt_rtx", TIMED), ("openvino", TIMED)):
-            tasks = sorted({run.task.name for run in data.runs}, key=_task_order)
-            ran = [run for task in tasks if (run := _find(data, model, task, recipe, backend))]
-            if len(ran) > 1:
-                rows.append(
-                    [code(recipe), label(backend), str(len(ran)), _mean(ran, "fake_quant"), _mean(ran)]
-                )
-    return table(["recipe", "backend", "tasks", "fake-quant", "engine"], rows)
+def tensorrt_table(data: Data) -> str:
+    """Points and SQNR of engines of TensorRT-RTX by model, recipe and task, and the mean over the tasks."""
+    tasks = sorted({run.task.name for run in data.runs}, key=_task_order)
+    rows, backend = [], "tensorrt_rtx"
+    for model, names in IN_TENSORRT.items():
+        for recipe in (FUSED, LINEARS):
+            ran = {
+                task: run
+                for task in tasks
+                for name in names
+                if (run := _find(data, name, task, recipe, backend)) and _last(run, ("engine",))
+            }
+            cells = [_gain(ran[task]) if task in ran else "" for task in tasks]
+            if ran:
+                rows.append([f"{model}, {code(recipe)}", _mean([*ran.values()]), *cells])
+    return table(["model and recipe", "mean", *map(_task, tasks)], rows)
+
+
+def _gain(run: Record) -> str:
+    versus = run.stages.engine.vs_fp32
+    return f"{100 * versus.delta[_metric(run)] + 0.0:+.2f}/{versus.sqnr_db:.1f}"
 
 
 def qat_table(data: Data) -> str:
@@ -997,7 +1011,7 @@ FIGURES: dict[str, Callable[[Data], str]] = {
     "recipes-words": recipes_words,
     "real": real_table,
     "changed": changed_table,
-    "backends": backends_table,
+    "tensorrt": tensorrt_table,
     "qat": qat_table,
     "qat-aims": aims_table,
     "qat-layers": layers_table,

@@ -100,7 +100,7 @@ class Recipe(Frozen):
         section, cuda = self.calibration, backend == "cuda"
         changes: dict[str, Any] = {}
         if section.centering == "auto":
-            changes["centering"] = backend in ("cuda", "openvino") and not section.amax
+            changes["centering"] = backend != "onnxruntime" and not section.amax
         if section.softmax_scale == "auto" and cuda and self.int8_attention:
             changes["softmax_scale"] = "row-max"
         return section.model_copy(update=changes)

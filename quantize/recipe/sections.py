@@ -234,8 +234,8 @@ class Calibration(Frozen):
     )
     centering: bool | Literal["auto"] = field(
         "Move the middles of one-sided ranges to zero: of LayerNorm channels by biases, and of what the "
-        "second feed-forward linear reads by a constant that is subtracted before its Q. auto: true for "
-        "backends cuda and openvino unless `amax` is given, else false.",
+        "second feed-forward linear reads by a constant that is subtracted before its Q. auto: true, but "
+        "false for backend onnxruntime and where `amax` is given.",
         default="auto",
     )
     bias_correction: bool = field("Add mean errors of INT8 linears to biases where it helps.", default=False)

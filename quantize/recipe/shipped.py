@@ -207,11 +207,14 @@ def choose_start(
 
 
 def find_best(backends: Backends, candidates: Iterable[Figure]) -> str | None:
-    """Return the recipe with the highest SQNR of those that hold and are about as fast as the fastest."""
+    """Return the recipe with the highest SQNR of those that hold and are about as fast as the fastest.
+
+    Those that were not timed count where none was.
+    """
     able = [
-        (speed.value, each)
+        (speed.value if speed else 0.0, each)
         for each in candidates
-        if each.backends == backends and each.holds and (speed := each.shown_speed) and speed.value > 1
+        if each.backends == backends and each.holds and not ((speed := each.shown_speed) and speed.value <= 1)
     ]
     least = AS_FAST * max((speed for speed, _ in able), default=0)
     return max(

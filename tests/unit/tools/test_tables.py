@@ -135,7 +135,10 @@ def test_what_a_run_was_given_is_no_change_and_other_settings_are():
         assert differences(shipped(**given)) == []
     recipe = shipped()
     recipe["gate"]["max_drop"] = 0.9  # decides nothing that a figure shows
+    recipe["engine"]["shapes"] = [{"batch": [1, 32, 32], "length": [128, 128, 128]}]
     assert differences(recipe) == []
+    assert [each.split()[0] for each in differences(recipe, timed=True)] == ["engine.shapes"]
+    recipe = shipped()
     recipe["calibration"]["smoothing"] = 0.25
     assert differences(recipe) == ["calibration.smoothing 0.25 (now 0.65)"]
     assert differences(recipe, timed=True) == []  # the same kernels
@@ -169,6 +172,14 @@ def test_accuracy_is_of_the_engine_that_ran_else_of_the_graph_and_of_the_recipe_
     assert not found.holds
     run.recipe["calibration"]["smoothing"] = 0.25
     assert figures_of([run], []) == []
+
+
+def test_a_cell_of_tensorrt_has_points_and_sqnr_and_is_empty_where_nothing_ran():
+    ran, other = run_record(), run_record()
+    ran.stages.engine["vs_fp32"] = ran.stages.onnxruntime.vs_fp32
+    other.task["name"] = "mrpc"
+    (row,) = [line for line in tables.tensorrt_table(Data([ran, other], [])).splitlines() if "MiniLM" in line]
+    assert row == "| MiniLM-L6, `int8-linears` | -0.12 ± 0.21 | -0.12/21.4 |  |"
 
 
 def test_the_lowest_of_several_benches_is_the_one_figure_of_a_shape():
