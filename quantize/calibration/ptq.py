@@ -291,7 +291,7 @@ def restore(model: "PreTrainedModel", plan: Plan, record: records.CalibrationRec
     import torch
 
     quantizers = insert_quantizers(model, plan)
-    if set(quantizers) != set(record.quantizers):
+    if {n: q.axis for n, q in quantizers.items()} != {n: s.axis for n, s in record.quantizers.items()}:
         raise UserError("calibration.json is of another recipe or model; run `qdqbench quantize` again")
     records.require_shared(record.quantizers, plan)
     for shift in record.shifts.values():

@@ -104,7 +104,7 @@ class GraphIndex:
         """Return the tensor of an initializer or a Constant node; None if computed, and for text."""
         tensor, node = self.initializers.get(name), self.producers.get(name)
         if tensor is None and node is not None and operator(node) == "Constant":
-            tensor = next(map(_read_attribute, node.attribute), None)
+            tensor = read_constant(node)
         return None if tensor is None or tensor.data_type == TensorProto.STRING else tensor
 
     def constant(self, name: str, through: tuple[str, ...] = FOLDED) -> Array | None:
@@ -167,13 +167,14 @@ def permutation_of(node: onnx.NodeProto) -> tuple[int, ...] | None:
     return next((tuple(item.ints) for item in node.attribute if item.name == "perm"), None)
 
 
-def _read_attribute(item: onnx.AttributeProto) -> onnx.TensorProto | None:
-    if item.name == "value":
-        return item.t
-    kind = {"value_float": np.float32, "value_int": np.int64}.get(item.name.removesuffix("s"))
-    if kind is None:
-        return None
-    return numpy_helper.from_array(np.asarray(onnx.helper.get_attribute_value(item), kind))
+def read_constant(node: onnx.NodeProto) -> onnx.TensorProto | None:
+    """Return the tensor in any attribute of a Constant or ConstantOfShape; None for text and sparse ones."""
+    for item in node.attribute:
+        if item.name == "value":
+            return item.t
+        if kind := {"value_float": np.float32, "value_int": np.int64}.get(item.name.removesuffix("s")):
+            return numpy_helper.from_array(np.asarray(onnx.helper.get_attribute_value(item), kind))
+    return None
 
 
 def attribute(node: onnx.NodeProto, name: str, default: int = 0) -> int:

@@ -696,7 +696,8 @@ def _list_float_constants(graph: CheckGraph) -> Iterator[tuple[TensorProto, str,
     for node in graph.nodes:
         if operator(node) in ("Constant", "ConstantOfShape"):
             maker = node if operator(node) == "ConstantOfShape" else None
-            stored += [(item.t, node.output[0], maker) for item in node.attribute if item.HasField("t")]
+            tensor = index.read_constant(node)
+            stored += [] if tensor is None else [(tensor, node.output[0], maker)]
     for tensor, name, maker in stored:
         readers = [maker] if maker else graph.index.consumers.get(name, [])
         nodes = [node for node in readers if not is_qdq(node) or node.input[0] == name]

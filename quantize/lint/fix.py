@@ -28,6 +28,7 @@ from qdqbench.quantize.graph.index import (
     module_of,
     opset_of,
     prune,
+    read_constant,
     replace_nodes,
 )
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
@@ -571,20 +572,23 @@ _TO_SOFTMAX = (*MOVES, "Add", "Sub", "Mul", "Div", "Where", "Concat", "Neg", "Ma
 def finite_masks(model: onnx.ModelProto) -> list[str]:
     """Replace what masks scores and does not fit FP16 by MASK_FILL, in place; return what was changed."""
     index = GraphIndex(model)
-    stored = [(tensor.name, tensor) for tensor in model.graph.initializer]
-    for node in model.graph.node:
-        if node.op_type in ("Constant", "ConstantOfShape"):
-            stored += [(node.output[0], item.t) for item in node.attribute if item.HasField("t")]
+    makers = [node for node in model.graph.node if node.op_type in ("Constant", "ConstantOfShape")]
+    stored = [(tensor.name, tensor, None) for tensor in model.graph.initializer]
     changed = []
-    for name, tensor in stored:
-        if tensor.data_type not in _FLOATS:
+    for name, tensor, maker in (*stored, *((node.output[0], read_constant(node), node) for node in makers)):
+        if tensor is None or tensor.data_type not in _FLOATS:
             continue
         value = numpy_helper.to_array(tensor)
         low = ~(value >= -FP16_MAX) & ~np.isnan(value)
         readers = index.forward(name, _TO_SOFTMAX, 8 * MAX_STEPS)
         if low.any() and any(node.op_type == "Softmax" for node in readers):
             finite = np.where(low, value.dtype.type(MASK_FILL), value)
-            tensor.CopyFrom(numpy_helper.from_array(finite, tensor.name))
+            fits = numpy_helper.from_array(finite, tensor.name)
+            if maker is None:
+                tensor.CopyFrom(fits)
+            else:
+                maker.ClearField("attribute")
+                maker.attribute.append(helper.make_attribute("value", fits))
             changed.append(name)
     return changed
 

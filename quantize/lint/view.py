@@ -22,6 +22,7 @@ from qdqbench.quantize.graph.index import (
     operator,
     opset_of,
     permutation_of,
+    read_constant,
     type_name,
 )
 from qdqbench.quantize.lint.findings import Effect, FindingRow, find_at, finding_label
@@ -321,7 +322,7 @@ def _own_type(node: onnx.NodeProto, schema: Any, variable: str) -> int:
         return attribute(node, "to")
     if node.op_type in ("Constant", "ConstantOfShape"):
         default = TensorProto.FLOAT if node.op_type == "ConstantOfShape" else 0
-        return next((int(item.t.data_type) for item in node.attribute if item.HasField("t")), default)
+        return default if (stored := read_constant(node)) is None else int(stored.data_type)
     allowed = [[*c.allowed_type_strs] for c in schema.type_constraints if c.type_param_str == variable]
     single = _fixed_type(allowed[0][0]) if allowed and len(allowed[0]) == 1 else 0
     return _fixed_type(variable) or single or attribute(node, "dtype")

@@ -271,9 +271,10 @@ class TestMaximumOfCodes:
         assert np.array_equal(of_largest, q.max(axis=-1))
 
 
-def test_a_record_of_another_recipe(tiny_bert):
+@pytest.mark.parametrize("name", ["bert-int8-ffn", "bert-int8-linears-per-tensor"])
+def test_a_record_of_another_recipe(name, tiny_bert):
     model = load_model(str(tiny_bert))
-    plan = bert.plan_of(bert.recipe_with("bert-int8-ffn"), model)
+    plan = bert.plan_of(bert.recipe_with(name), model)
     with pytest.raises(UserError, match="is of another recipe or model"):
         ptq.restore(model, plan, bert.quantized(tiny_bert).record)
 

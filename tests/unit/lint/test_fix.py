@@ -15,7 +15,16 @@ from onnxruntime.quantization import QuantFormat, QuantType
 from qdqbench.quantize.engine.backend import choose_backend
 from qdqbench.quantize.lint import runs
 from qdqbench.quantize.lint.check import check_file, check_model
-from qdqbench.quantize.lint.fix import _FORMS, FixOptions, compare_outputs, engine_row, fix, rewrite, to_half
+from qdqbench.quantize.lint.fix import (
+    _FORMS,
+    FixOptions,
+    compare_outputs,
+    engine_row,
+    finite_masks,
+    fix,
+    rewrite,
+    to_half,
+)
 from qdqbench.quantize.lint.rebuild import remove_qdq
 from qdqbench.quantize.lint.runs import measure_ranges, run_batches
 from qdqbench.quantize.lint.view import PLAIN_FORMS
@@ -708,3 +717,21 @@ def test_layernorms_without_modules_in_their_names_stay_in_fp32():
     norms = [node for node in work.graph.node if node.op_type == "LayerNormalization"]
     kinds = {t.name: t.data_type for t in work.graph.initializer}
     assert {kinds[name] for node in norms for name in node.input[1:]} == {TensorProto.FLOAT}
+
+
+@pytest.mark.parametrize("value", [
+    {"value_float": -1e9}, {"value_floats": [-1e9]}, {"value": helper.make_tensor("t", 1, [], [-1e9])},
+], ids=lambda value: next(iter(value)))  # fmt: skip
+def test_a_mask_is_found_in_each_form_of_a_constant(value):
+    nodes = [
+        helper.make_node("Constant", [], ["fill"], **value),
+        helper.make_node("Cast", ["fill"], ["half"], to=TensorProto.FLOAT16),
+        helper.make_node("Add", ["x", "half"], ["scores"]),
+        helper.make_node("Softmax", ["scores"], ["y"]),
+    ]
+    model = model_of(nodes, {"x": ["n", 4]}, {"y": ["n", 4]}, x=TensorProto.FLOAT16, y=TensorProto.FLOAT16)
+    assert [row.code for row in check_model(model).findings] == ["constant-overflows-fp16"]
+    assert finite_masks(model) == ["fill"]
+    assert check_model(model).findings == []
+    model.graph.node[2].input[1] = "fill"  # FP32 to an FP16 tensor
+    assert [row.code for row in check_model(model).findings] == ["mixed-types"]
