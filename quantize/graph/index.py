@@ -171,7 +171,8 @@ def read_constant(node: onnx.NodeProto) -> onnx.TensorProto | None:
     """Return the tensor in any attribute of a Constant or ConstantOfShape; None for text and sparse ones."""
     for item in node.attribute:
         if item.name == "value":
-            return item.t
+            tensor: onnx.TensorProto = item.t
+            return tensor
         if kind := {"value_float": np.float32, "value_int": np.int64}.get(item.name.removesuffix("s")):
             return numpy_helper.from_array(np.asarray(onnx.helper.get_attribute_value(item), kind))
     return None

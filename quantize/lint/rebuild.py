@@ -277,7 +277,10 @@ def insert_qdq(model: onnx.ModelProto, products: Collection[Product]) -> tuple[i
         for position, amax in product.amax.items():
             nodes += _pair(node, position, amax, half, pairs, stored)
         if value is not None and weight is not None:
-            new, changed = _linear(node, value, weight.scale, half, stored)
+            name = f"{node.name or node.output[0]}/weight"
+            while f"{name}_kn" in index.producers:  # of a file that `fix` wrote
+                name += "_"
+            new, changed = _linear(node, name, value, weight.scale, half, stored)
             rounded += changed or not weight.exact
             nodes += new
         else:
@@ -315,19 +318,15 @@ def _pair(  # noqa: PLR0913, PLR0917
     return new
 
 
-def _linear(
-    node: onnx.NodeProto,
-    value: Float32,
-    scale: Float32 | None,
-    half: bool,
+def _linear(  # noqa: PLR0913, PLR0917
+    node: onnx.NodeProto, name: str, value: Float32, scale: Float32 | None, half: bool,
     stored: dict[str, onnx.TensorProto],
-) -> tuple[list[onnx.NodeProto], bool]:
+) -> tuple[list[onnx.NodeProto], bool]:  # fmt: skip
     columns = np.ascontiguousarray(value.T)
     fresh = scale is None
     if scale is None or (scale.ndim and scale.size != columns.shape[0]):
         scale = np.maximum(np.abs(columns).max(1, initial=0.0), np.float32(1e-12)) / np.float32(127)
     codes = quantize_weights(columns, np.asarray(scale, np.float32), 0)
-    name = f"{node.name or node.output[0]}/weight"
     arrays: dict[str, Array] = {
         f"{name}_int8": codes,
         f"{name}_scale": np.asarray(scale, np.float32),

@@ -83,6 +83,7 @@ def prepare_model(model: "PreTrainedModel") -> "PreTrainedModel":
     """Make a model quantizable in place: FP32, eval mode, our attention, modules for sums."""
     family = family_of(model.config)
     family.require_supported(model.config, type(model).__name__)
+    ask_for_answers(model.config)
     use_attention(model, ATTENTION)
     if family.given_sums:
         from qdqbench.quantize.models.rewritten import add_sums
@@ -93,6 +94,12 @@ def prepare_model(model: "PreTrainedModel") -> "PreTrainedModel":
         table = made.get_input_embeddings().weight
         table.data = table.data.half().float()
     return made  # type: ignore[no-any-return]
+
+
+def ask_for_answers(config: Any) -> Any:
+    """Let a model give its answers alone, by name, in place: a graph has an output for all that it gives."""
+    config.output_attentions, config.output_hidden_states, config.return_dict = False, False, True
+    return config
 
 
 def is_large(model: "PreTrainedModel") -> bool:
@@ -311,7 +318,7 @@ def read_model_config(name: str, revision: str | None = None) -> Any:
 def read_plain_config(name: str, commit: str | None, inside: str = "") -> Any:
     """Read the configuration of a model that is not quantized yet and needs no code of its own."""
     stored.require_model_folder(name)
-    config = identity.read_config(name, commit, inside)
+    config = ask_for_answers(identity.read_config(name, commit, inside))
     stored.require_plain_config(name, config.to_dict())
     return config
 

@@ -231,9 +231,10 @@ class Family:
         return list(dict.fromkeys(adders))
 
     def require_supported(self, config: Any, model: str) -> None:
-        found = {name: getattr(config, name, None) for name in self.needs}
-        if lost := [f"{name} {value!r}" for name, value in found.items() if value not in self.needs[name]]:
-            wanted = ", ".join(f"{name} {values[0]!r}" for name, values in self.needs.items())
+        needs = {**self.needs, "is_decoder": (False, None)}  # no token is hidden from those before it
+        found = {name: getattr(config, name, None) for name in needs}
+        if lost := [f"{name} {value!r}" for name, value in found.items() if value not in needs[name]]:
+            wanted = ", ".join(f"{name} {values[0]!r}" for name, values in needs.items())
             raise UserError(
                 f"model {model} has {', '.join(lost)} in config.json; of family {self.name} only models "
                 f"with {wanted} are supported{explain_other(found.values())}"

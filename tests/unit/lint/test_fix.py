@@ -33,7 +33,7 @@ from qdqbench.quantize.utils.errors import UserError
 from ...support.broken_layers import CASES, IDS
 from ...support.foreign_layer import float_layer, samples, write_dynamic, write_static
 from ...support.graphs import model_of
-from ...support.tiny_layer import healthy, stored
+from ...support.tiny_layer import FORMS, healthy, stored
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 # What no rewrite can know: a bad scale's range, a mix's right type, a constant's lost value.
@@ -735,3 +735,14 @@ def test_a_mask_is_found_in_each_form_of_a_constant(value):
     assert check_model(model).findings == []
     model.graph.node[2].input[1] = "fill"  # FP32 to an FP16 tensor
     assert [row.code for row in check_model(model).findings] == ["mixed-types"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_file_that_was_fixed_can_be_fixed_again(form, tmp_path):
+    """As with --weights factored the second time."""
+    onnx.save(healthy(form), tmp_path / "0.onnx")
+    for number, weights in enumerate(("channel", "factored", "factored")):
+        options = FixOptions(engine=False, weights=weights)
+        report = fix(tmp_path / f"{number}.onnx", tmp_path / f"{number + 1}.onnx", options)
+        assert (report.failures, report.int8_after) == ([], 4)
+        assert number == 0 or report.outputs.difference < 1e-3

@@ -80,6 +80,7 @@ def list_modules(folder, *types):
             "embeddinggemma, bge-reranker-v2-gemma: they are no encoders of the BERT class",
         ),
         ({"position_embedding_type": "relative_key"}, "only models with position_embedding_type 'absolute'"),
+        ({"is_decoder": True}, "has is_decoder True in config.json"),  # whose tokens see none behind them
     ],
 )
 def test_a_model_that_would_answer_something_else_is_refused(changes, told, tmp_path):

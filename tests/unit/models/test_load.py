@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
+from qdqbench.quantize.graph.export import trace
 from qdqbench.quantize.models.identity import describe_model, model_fingerprint
 from qdqbench.quantize.models.load import (
     load_config,
@@ -280,3 +281,13 @@ def test_code_in_the_repository_never_runs(folder):
     edit_json(folder / "config.json", model_type="evil")
     failure(load_model, folder)
     assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "asked", [{"output_attentions": True}, {"output_hidden_states": True}, {"return_dict": False}], ids=str
+)
+def test_a_graph_has_the_answers_alone_whatever_a_configuration_asks_for(asked, folder):
+    edit_json(folder / "config.json", **asked)
+    model = load_model(str(folder))
+    assert [output.name for output in trace(model, 20).graph.output] == ["logits"]
+    assert forward(model, bert.padded_batch()).shape == (3, 3)
