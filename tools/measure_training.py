@@ -5,9 +5,9 @@
 All but NNCF start with the quantizers and scales of the recipe, and see as many batches of the train split
 as `reconstruction` takes steps. `modelopt-qat` and `modelopt-qad` are NVIDIA ModelOpt's trainers on top of
 the Hugging Face Trainer, the first with labels, the second with the FP32 model as teacher. `nncf-qat` places
-quantizers itself. `without-weight`, `without-input`, `without-attention` and `without-residual` reconstruct
-with these in FP32: what rounding them costs, no training of the others wins back. Judged is the validation
-split: SQNR against FP32, and the first metric of the task.
+quantizers itself. Those from `without-weight` on reconstruct with these in FP32, of which `without-ffn-out`
+is the input of the second feed-forward linear: what rounding them costs, no training of the others wins
+back. Judged is the validation split: SQNR against FP32, and the first metric of the task.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from qdqbench.eval.metrics.compare import measure_powers
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import native
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, get_quantizer_kind, list_quantizers
+from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import adapt_recipe, find_recipe
 from qdqbench.quantize.recipe.sections import Reconstruction
@@ -38,6 +39,7 @@ from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.system.environment import describe_environment
 
 Rows = list[dict[str, Any]]
+ACTIVATIONS = ("ffn-out", "input", "residual", "query", "key", "value", "softmax")  # quantizers
 CALIBRATED = 300  # samples that NNCF calibrates with, its own default
 
 
@@ -98,8 +100,11 @@ def train(given: Given, model: Any, rate: float, steps: int, kind: Any = Trainer
 
 def reconstructed(given: Given, rate: float, steps: int, without: Collection[str] = ()) -> Any:
     session, settings, model = given.session, Reconstruction(steps=steps), given.new()
+    family = family_of(model.config)
     for name, quantizer in list_quantizers(model).items():
-        if get_quantizer_kind(name) in without:
+        kind = get_quantizer_kind(name)
+        second = kind == "input" and family.has_role(name.rpartition(".")[0], "ffn-out")
+        if ("ffn-out" if second else kind) in without:
             quantizer.disable()
     rows, _ = read_rows(session, settings)
     teacher = session.new_model().to(given.device)
@@ -143,10 +148,11 @@ def nncf_qat(given: Given, rate: float, steps: int) -> Any:
 
 SYSTEMS: dict[str, Callable[[Given, float, int], Any]] = {
     "reconstruction": reconstructed,
-    "without-weight": partial(reconstructed, without=["weight"]),
-    "without-input": partial(reconstructed, without=["input"]),
-    "without-attention": partial(reconstructed, without=["query", "key", "value", "softmax"]),
-    "without-residual": partial(reconstructed, without=["residual"]),
+    "without-weight": partial(reconstructed, without=("weight",)),
+    "without-ffn-out": partial(reconstructed, without=("ffn-out",)),
+    "without-attention": partial(reconstructed, without=("query", "key", "value", "softmax")),
+    "without-residual": partial(reconstructed, without=("residual",)),
+    "without-activations": partial(reconstructed, without=ACTIVATIONS),
     "modelopt-qat": modelopt_qat,
     "modelopt-qad": modelopt_qad,
     "nncf-qat": nncf_qat,

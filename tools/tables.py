@@ -724,9 +724,10 @@ TRAINERS = {
 WITHOUT = {
     "reconstruction": "none",
     "without-weight": "weights",
-    "without-input": "inputs",
+    "without-ffn-out": "GELU",
     "without-attention": "attention",
     "without-residual": "residual",
+    "without-activations": "activations",
 }
 
 

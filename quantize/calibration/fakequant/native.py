@@ -352,7 +352,8 @@ def learn_amax(model: "PreTrainedModel", together: Iterable[Sequence[str]] = ())
     possible = {
         n: q for n, q in fake.list_quantizers(model).items() if fake.get_quantizer_kind(n) != "softmax"
     }
-    equal = [*_group_readers(model), *([possible[name] for name in group] for group in together)]
+    given = ([possible[name] for name in names if name in possible] for names in together)
+    equal = [*_group_readers(model), *given]
     groups = {id(quantizer): group for group in equal for quantizer in group}
     for name, quantizer in possible.items():
         if "learned" not in quantizer.__dict__:

@@ -274,5 +274,5 @@ def test_a_trainer_is_shown_at_its_best_rate(tmp_path, monkeypatch):
     assert row == "| `m` | `r` | 18.0/0.7000 | 20.0/0.8000/9/1.0 |"
     found["trainings"] = [{"system": "without-weight", "sqnr_db": 21.0}]
     (tmp_path / "docs" / "measured" / "trainings-x.json").write_text(json.dumps(found))
-    assert "| `m` | `r` |  | 21.0 |  |  |  |" in tables.holds_table(Data([], []))
+    assert "| `m` | `r` |  | 21.0 |  |  |  |  |" in tables.holds_table(Data([], []))
     assert "`m`" not in tables.trainers_table(Data([], []))

@@ -62,3 +62,7 @@ def test_scales_of_merged_ones_are_learned_as_one(tiny_bert: Path) -> None:
     for group in groups:
         assert len({float(amax[name]) for name in group}) == 1
     assert len({float(amax[group[0]]) for group in groups}) == len(groups)
+    learned = len(native.learn_amax(student, groups))
+    native.settle_learned(student)
+    list_quantizers(student)[groups[0][0]].disable()  # the others still share one
+    assert len(native.learn_amax(student, groups)) == learned
