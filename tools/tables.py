@@ -674,21 +674,17 @@ def aims_table(data: Data) -> str:
             each.delta[_metric(run)] >= -2 * each.delta_stderr[_metric(run)]
             for run, each in zip(runs, engines, strict=True)
         ]
-        seconds = [run.reconstruction.seconds for run in runs if run.environment.get("gpu") == H200]
-        of = f" of {len(runs)}"
         columns.append([
             f"{fmean(gains):.1f} ({min(gains):.1f}-{max(gains):.1f})",
-            "/".join(str(sum(gain >= least for gain in gains)) for least in (3, 6)) + of,
-            f"{sum(nearer)}{of}",
-            f"{sum(kept)}{of}",
-            f"{max(seconds, default=0):.0f}",
+            "/".join(str(sum(gain >= least for gain in gains)) for least in (3, 6)) + f" of {len(runs)}",
+            f"{sum(nearer)}/{len(runs)}",
+            f"{sum(kept)}/{len(runs)}",
         ])  # fmt: skip
     aims = (
         "dB over PTQ",
         "3/6 dB or more",
-        "engine nearer to FP32 than PTQ",
-        "its loss below two errors",
-        "most seconds, H200",
+        "engine nearer than PTQ",
+        "loss below two errors",
     )
     rows = [[aim, *cells] for aim, *cells in zip(aims, *columns, strict=True)]
     return table(["aim", *map(code, found)], rows)
@@ -708,8 +704,8 @@ def layers_table(data: Data) -> str:
         ]
         after = "/".join(f"{after:.0f}" for _, after in means)
         gain = "/".join(f"{after - before:.1f}" for before, after in means)
-        rows.append([code(model), code(recipe), after, gain])
-    return table(["model", "recipe", "after", "gain"], rows)
+        rows.append([f"{code(model)} {code(recipe)}", after, gain])
+    return table(["model", "after", "gain"], rows)
 
 
 TRAINERS = {
@@ -731,14 +727,18 @@ WITHOUT = {
 }
 
 
+def _trained(found: Mapping[str, Any]) -> str:
+    return f"{code(found['model'])} {code(found['recipe'])}"
+
+
 def holds_table(data: Data) -> str:
     """SQNR after reconstruction of models that leave some tensors in FP32."""
     rows = []
     for path in sorted((ROOT / MEASURED).glob("trainings-*.json")):
         found = files.read_json(path)
         sqnr = {row["system"]: f"{row['sqnr_db']:.1f}" for row in found["trainings"]}
-        rows.append([code(found["model"]), code(found["recipe"]), *(sqnr.get(each, "") for each in WITHOUT)])
-    return table(["model", "recipe", *WITHOUT.values()], rows)
+        rows.append([_trained(found), *(sqnr.get(each, "") for each in WITHOUT)])
+    return table(["model", *WITHOUT.values()], rows)
 
 
 def trainers_table(data: Data) -> str:
@@ -754,9 +754,9 @@ def trainers_table(data: Data) -> str:
             parts = [f"{row[key] / unit:.{digits}f}" if key in row else "-" for key, unit, digits in shown]
             cells.append("/".join(parts).removesuffix("/-/-") if row else "")
         if any(cells[2:]):
-            rows.append([code(found["model"]), code(found["recipe"]), *cells])
-    used = [place for place in range(2 + len(TRAINERS)) if any(row[place] for row in rows)]
-    head = ["model", "recipe", *TRAINERS.values()]
+            rows.append([_trained(found), *cells])
+    used = [place for place in range(1 + len(TRAINERS)) if any(row[place] for row in rows)]
+    head = ["model", *TRAINERS.values()]
     return table([head[place] for place in used], [[row[place] for place in used] for row in rows])
 
 

@@ -241,11 +241,10 @@ def test_training_is_compared_with_the_model_before_it():
     assert tables.qat_table(Data([alone], [])).count("21.4/21.4/21.4") == 1
     found = tables.layers_table(Data([alone, run_of(given)], [])).strip().splitlines()
     assert len(found) == 3
-    assert found[2].endswith("| `int8-attention` | 28/28/26/26/24/24 | 1.5/1.5/1.5/1.5/1.5/1.5 |")
-    head, _, gain, *counts, seconds = tables.aims_table(Data([alone], [])).strip().splitlines()
+    assert found[2].endswith("`int8-attention` | 28/28/26/26/24/24 | 1.5/1.5/1.5/1.5/1.5/1.5 |")
+    head, _, gain, *counts = tables.aims_table(Data([alone], [])).strip().splitlines()
     assert gain.endswith("| 0.0 (0.0-0.0) |")
-    assert [row[row.rindex("| ", 0, -2) :] for row in counts] == ["| 0/0 of 1 |", "| 0 of 1 |", "| 1 of 1 |"]
-    assert seconds.endswith("| 0 |")  # it has no GPU
+    assert [row[row.rindex("| ", 0, -2) :] for row in counts] == ["| 0/0 of 1 |", "| 0/1 |", "| 1/1 |"]
 
 
 def test_a_trainer_is_shown_at_its_best_rate(tmp_path, monkeypatch):
@@ -270,9 +269,9 @@ def test_a_trainer_is_shown_at_its_best_rate(tmp_path, monkeypatch):
     (tmp_path / "docs" / "measured" / "trainings-x.json").write_text(json.dumps(found))
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     head, _, row = tables.trainers_table(Data([], [])).strip().splitlines()
-    assert head == "| model | recipe | PTQ | NNCF |"
-    assert row == "| `m` | `r` | 18.0/0.7000 | 20.0/0.8000/9/1.0 |"
+    assert head == "| model | PTQ | NNCF |"
+    assert row == "| `m` `r` | 18.0/0.7000 | 20.0/0.8000/9/1.0 |"
     found["trainings"] = [{"system": "without-weight", "sqnr_db": 21.0}]
     (tmp_path / "docs" / "measured" / "trainings-x.json").write_text(json.dumps(found))
-    assert "| `m` | `r` |  | 21.0 |  |  |  |  |" in tables.holds_table(Data([], []))
+    assert "| `m` `r` |  | 21.0 |  |  |  |  |" in tables.holds_table(Data([], []))
     assert "`m`" not in tables.trainers_table(Data([], []))
