@@ -24,7 +24,7 @@ from qdqbench.quantize.utils.capture import capture_graph
 # for each 128 of K
 _COSTS = {
     TILES[0]: (2.2, 0.33, -0.3, 0.42),
-    TILES[1]: (2.2, 0.155, 0.7, 0.28),
+    TILES[1]: (2.2, 0.155, -0.2, 0.3),
     TILES[2]: (2.0, 0.106, 0.05, 0.16),
     BROAD: (2.2, 0.49, 3.5, 0.49),
     NARROW: (2.2, 0.12, -0.2, 0.2425),

@@ -45,7 +45,7 @@ SIZES = {"128_128": "2, 128, 5", "64_128": "1, 128, 8", "64_64": "1, 64, 12"}
 KNOWN = {
     "gemm": (
         "\n".join(f"GEMM_OF(gemm_{tile}_gelu_tanh_none_int8, {size}, {FORM}" for tile, size in SIZES.items()),
-        "c3a5007f8004c128",
+        "2c1fe5d6b6e4e649",
     ),
     "head": ("", "aa05322300018823"),
     "norm": ("NORM(6, 1)", "de71e29ae08b2ccd"),
@@ -172,7 +172,13 @@ def test_gemms_keep_their_sums_in_registers(name, epilogue, nvrtc):
     assert found.keys() == {each for each in list_kernels(plan, target) if each.startswith("gemm")}
     for tile in list_tiles(plan.operations[2], plan, target):
         registers, stack = found[f"gemm_{tile}_{gemm_name(plan.operations[2], plan)}"]
-        assert stack <= 16 * (epilogue[0] == "gelu" and not target.wgmma)  # erf, outside of the loop
+        if target.wgmma:
+            given = {96: 128, 168: 240}[registers]  # of two groups; the one that loads keeps 24
+            assert 24 + 2 * given <= 3 * registers
+            few = tile.m == 64 and epilogue[0] in {None, "gelu_tanh"} and epilogue[1] != "fp16"
+            assert ((registers == 96), stack) == (few, 0)
+        else:
+            assert stack <= 16 * (epilogue[0] == "gelu")  # erf, outside of the loop
         threads = 384 if target.wgmma else 32 * tile.warps[0] * tile.warps[1]
         assert registers * threads * tile.blocks <= 1 << 16
 
