@@ -59,7 +59,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MEASURED = "docs/measured"
 RUNS, BENCHES = "runs", "benches"  # folders there
 CALIBRATION = "calibration.json"  # there: when calibration last changed; accuracy from before it is no more
-ROW_MAX_TIMED_SINCE = "2026-11-29T13:47"  # kernels of an INT8 attention have the present softmax
+TIMED_SINCE = "2026-11-29T13:47", "2026-11-30T02:00"  # since when `cuda` has its softmax, and its tiles
 FIGURES_FILE = "recipes/figures.json"
 BEGIN, END = "<!-- figures:{} -->", "<!-- figures:end -->"
 SQUAD = "squad-lengths"  # in the path of made-up rows
@@ -97,9 +97,9 @@ class Data:
     def lowest(self) -> "dict[Timed, Speedup]":
         """The lowest speed-up that benches of one shape measured: the one figure of it everywhere.
 
-        Of backend `cuda` those with its present softmax count, where there are any.
+        Of backend `cuda` those with the newest kernels count.
         """
-        found: dict[Timed, tuple[bool, Speedup]] = {}
+        found: dict[Timed, tuple[int, Speedup]] = {}
         for bench in self.benches:
             largest = max((cell.batch for cell in bench.configs if cell.length is None), default=0)
             for recipe, backend, cell, best in timed(bench):
@@ -107,7 +107,7 @@ class Data:
                     continue  # of a data set, the throughput
                 shape = cell.batch, cell.length or label(bench.settings.dataset or "")
                 key = _device(bench), bench.target.name, recipe.partition("-")[2], backend, *shape
-                now = backend == "cuda" and bench.created < ROW_MAX_TIMED_SINCE, best
+                now = _age(bench, backend), best
                 found[key] = min(found.get(key, now), now, key=lambda each: (each[0], each[1].value))
         return {key: best for key, (_, best) in found.items()}
 
@@ -350,7 +350,7 @@ def _task_order(task: str) -> tuple[int, str]:
 def timed(bench: Bench) -> Iterator[tuple[str, str, BenchConfig, Speedup]]:
     """Yield recipe, backend, shape and speed-up over the fastest FP16 of each INT8 engine of a bench.
 
-    A recipe that is shipped otherwise now has other kernels, and is left out.
+    A recipe that is shipped otherwise now has other kernels, and is left out; so are former ones of `cuda`.
     """
     own = str(bench.recipe.get("name"))
     for system in bench.systems:
@@ -358,10 +358,22 @@ def timed(bench: Bench) -> Iterator[tuple[str, str, BenchConfig, Speedup]]:
         if system.precision != "int8" or differences(recipe, timed=True):
             continue
         name, backend = str(recipe.get("name", own)), system.backend.split()[0]
+        if _is_former(bench, backend):
+            continue
         others = [each for each in bench.systems if each.precision != "fp8"]
         for cell in bench.configs:
             if best := over_fastest(others, cell, system.name):
                 yield name, backend, cell, best
+
+
+def _age(bench: Bench, backend: str = "cuda") -> int:
+    """Return how many of the newest changes of speed kernels of `cuda` did not have yet."""
+    return sum(bench.created < since for since in TIMED_SINCE) if backend == "cuda" else 0
+
+
+def _is_former(bench: Bench, backend: str = "cuda") -> bool:
+    """Return whether `cuda` had another softmax, on a GPU that has timed the present one."""
+    return _device(bench) == H200 and _age(bench, backend) > 1
 
 
 Timed = tuple[str, str, str, str, int, int | str]  # device, model, recipe, backend, batch, tokens or data set
@@ -449,23 +461,25 @@ def _by_gpu(data: Data, kind: type, title: str) -> str:
     rows = []
     for model, batch, tokens in dict.fromkeys((key[1], *key[4:]) for key in order):
         cells = [speed_of(data, gpu, model, FUSED, backend, batch, tokens) for gpu, backend in columns]
-        rows.append([model, f"{batch} x {tokens}", *map(_ratio, cells)])
+        if any(cells[::2]):  # of `cuda`
+            rows.append([model, f"{batch} x {tokens}", *map(_ratio, cells)])
     names = [f"{gpu.split()[1]}, {label(backend)}" for gpu, backend in columns]
     return table(["model", title, *names], rows)
 
 
 def _beside_unpadded(data: Data, own: str, *others: tuple[str, str]) -> str:
     """Of several benches of a shape the one with the lowest ratio counts, as everywhere."""
-    found: dict[str, tuple[float, list[str]]] = {}
+    found: dict[str, tuple[tuple[int, float], list[str]]] = {}
     for bench, cell in ((each, cell) for each in data.benches for cell in each.configs):
         timed = [row_of(cell, name) for name in (own, *(name for name, _ in others))]
-        if all(row is not None and row.median_ms is not None for row in timed):
+        ready = all(row is not None and row.median_ms is not None for row in timed)
+        if ready and cell.length is not None and not _is_former(bench):
             first, *rest = (row for row in timed if row is not None)
             ratios = [speedup_between(first, row, "", bench.settings.seed, None) for row in rest]
             shape = f"{bench.target.name}, {cell.batch} x {cell.length}, {_device(bench).split()[-1]}"
             times = [figures.latency(row.median_ms or 0.0) for row in (first, *rest)]
             cells = [*times, *(_ratio(ratio, interval=True) for ratio in ratios)]
-            now = min(ratio.value for ratio in ratios), cells
+            now = (_age(bench), min(ratio.value for ratio in ratios)), cells
             found[shape] = min(found.get(shape, now), now, key=lambda each: each[0])
     precisions = [name for _, name in others]
     header = ["model, batch x tokens, GPU", "INT8, ms", *(f"{name}, ms" for name in precisions)]
@@ -991,7 +1005,7 @@ def squad_words(data: Data) -> str:
     found = []
     for bench in data.benches:
         for cell in bench.configs:
-            if bench.settings.dataset == "SQuAD-like":
+            if bench.settings.dataset == "SQuAD-like" and cell.length is None and not _is_former(bench):
                 row = next(row_of(cell, s.name) for s in bench.systems if s.backend.split()[0] == "cuda")
                 found.append(f"{row.sequences_per_s:,.0f} on the {_device(bench).split()[1]}")  # type: ignore[union-attr]
     return " and ".join(sorted(found, reverse=True))
@@ -1060,7 +1074,7 @@ def fill(before: str, page: str, made: Callable[[str], str]) -> str:
 
 def figures_of(runs: Sequence[Record], benches: Sequence[Bench]) -> list[Figure]:
     accuracy: dict[tuple[str, str], list[Accuracy]] = defaultdict(list)
-    speed: dict[tuple[str, str], dict[tuple[str, int, int], Speed]] = defaultdict(dict)
+    speed: dict[tuple[str, str], dict[tuple[str, int, int], tuple[int, Speed]]] = defaultdict(dict)
     for run in runs:
         name = run.recipe["name"]
         backends = shipped.backends_of(run.engine.backend if run.engine else "tensorrt")
@@ -1070,14 +1084,15 @@ def figures_of(runs: Sequence[Record], benches: Sequence[Bench]) -> list[Figure]
         for recipe, backends, row in _speeds(bench):
             least, shape = speed[recipe, backends], (row.model, row.length, row.batch)
             # the smallest, as benches do not all time the same others
-            least[shape] = min(least.get(shape, row), row, key=lambda each: each.value)
+            now = _age(bench, backends), row
+            least[shape] = min(least.get(shape, now), now, key=lambda each: (each[0], each[1].value))
     order = [*shipped_recipes()]
     return [
         Figure(
             recipe=key[0],
             backends=key[1],
             accuracy=tuple(sorted(accuracy[key], key=lambda row: (row.task, row.model, row.where))),
-            speed=tuple(speed[key][shape] for shape in sorted(speed[key])),
+            speed=tuple(speed[key][shape][1] for shape in sorted(speed[key])),
         )
         for key in sorted({*accuracy, *speed}, key=lambda key: (order.index(key[0]), key[1]))
     ]
@@ -1108,7 +1123,7 @@ def _accuracies(run: Record) -> Iterator[Accuracy]:
 def _speeds(bench: Bench) -> Iterator[tuple[str, shipped.Backends, Speed]]:
     """Yield the speed-ups of shipped recipes at fixed shapes, those of `cuda` with its present softmax."""
     for recipe, backend, cell, best in timed(bench):
-        former = backend == "cuda" and bench.created < ROW_MAX_TIMED_SINCE
+        former = _age(bench, backend) > 1
         if recipe not in shipped_recipes() or cell.length is None or former:
             continue
         peer = row_of(cell, UNPADDED)

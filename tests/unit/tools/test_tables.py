@@ -203,17 +203,19 @@ def test_the_lowest_of_several_benches_is_the_one_figure_of_a_shape():
     assert figures_of([], [once]) == []
 
 
-def test_kernels_of_cuda_with_their_present_softmax_count_before_older_ones():
+def test_the_newest_kernels_of_cuda_count_before_older_ones():
     lowest = []
-    for created in ("2026-11-29T13:00", "2026-11-29T14:00"):
+    for created in ("2026-11-29T14:00", "2026-11-30T03:00"):
         old, new = bench_of(factor=0.5), bench_of(engine_shapes="exact")
-        for bench, when in ((old, "2026-11-29T13:00"), (new, created)):
+        for bench, when in ((old, "2026-11-29T14:00"), (new, created)):
             bench.created = when
             for system in bench.systems:
                 system.backend = system.backend.replace("tensorrt_rtx", "cuda")
         lowest.append({key: best.value for key, best in Data([], [old, new]).lowest.items()})
     assert lowest[0].keys() == lowest[1].keys() != set()
     assert all(value == pytest.approx(2 * lowest[0][key]) for key, value in lowest[1].items())
+    old.created = "2026-11-29T13:00"  # with another softmax
+    assert not Data([], [old]).lowest
 
 
 def test_an_engine_of_another_recipe_in_a_bench_is_of_that_recipe():
