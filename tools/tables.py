@@ -507,20 +507,16 @@ def cpu_table(data: Data, *, amx: bool) -> str:
     return table(header, rows)
 
 
-KERNELS = ("gemm with GELU", "gemm", "attention", "elementwise")
-
-
 def cpu_kernels_table(_: Data) -> str:
-    """Kernel times of engines on CPUs, by `inspect --profile cpu --json`, summed by kind."""
-    rows = []
+    """Kernel times of engines on CPUs, by tools/cpu_kernels.py: of INT8, NNCF and no INT8, or of INT8."""
+    rows, kinds = [], list[str]()
     for told in json.loads((ROOT / MEASURED / "kernels.json").read_text(encoding="utf-8")):
-        sums = dict.fromkeys((*KERNELS, "other"), 0.0)
-        for kernel in told["kernels"]:
-            kind = str(kernel["what"]) + " with GELU" * any("Gelu" in name for name in kernel["onnx"])
-            sums[kind if kind in sums else "other"] += kernel["ms"]
-        cells = (f"{figures.latency(ms)} ({ms / sum(sums.values()):.0%})" for ms in sums.values())
-        rows.append([f"{told['model']}, {told['shape']}", *cells])
-    return table(["ms", "GEMM + GELU", "other GEMMs", *KERNELS[2:], "other"], rows)
+        unit, systems = "AMX" if "amx" in told["cpu"] else "VNNI", told["systems"].values()
+        kinds = [*told["systems"]["INT8"]]
+        cells = ("/".join(f"{sums[kind]:.1f}" for sums in systems) for kind in kinds)
+        whole = "/".join(f"{sum(sums.values()):.1f}" for sums in systems)
+        rows.append([f"{told['model']}, {told['shape']}, {unit}", *cells, whole])
+    return table(["ms", *kinds, "all"], rows)
 
 
 def cost_table(data: Data) -> str:

@@ -112,21 +112,26 @@ def _dynamic_runs(here: systems.Preparation, _: systems.System) -> CpuRuns:
 def _nncf_runs(here: systems.Preparation, _: systems.System) -> CpuRuns:
     models = here.work.models
     if "nncf" not in models:
-        import nncf
-
-        rows = list(_calibration_rows(here.target))
-        model = load_openvino().Core().read_model(here.target.graphs["fp32"].read_bytes())
-        with _silent():
-            models["nncf"] = nncf.quantize(
-                model,
-                nncf.Dataset(rows),
-                model_type=nncf.ModelType.TRANSFORMER,
-                preset=nncf.QuantizationPreset.MIXED,
-                subset_size=len(rows),
-            )
+        models["nncf"] = quantize_with_nncf(here.target)
     compute: cpu_runtimes.Compute = "bf16" if find_cpu().bf16 else "fp32"
     lanes = _compiled_lanes(here, "openvino", models["nncf"], compute)
     return CpuRuns(lanes, f"nncf.quantize, transformer, mixed preset; {compute.upper()} where not INT8")
+
+
+def quantize_with_nncf(target: Target) -> Any:
+    """Return the FP32 export as NNCF quantizes it for OpenVINO, on the run's calibration samples."""
+    import nncf
+
+    rows = list(_calibration_rows(target))
+    model = load_openvino().Core().read_model(target.graphs["fp32"].read_bytes())
+    with _silent():
+        return nncf.quantize(
+            model,
+            nncf.Dataset(rows),
+            model_type=nncf.ModelType.TRANSFORMER,
+            preset=nncf.QuantizationPreset.MIXED,
+            subset_size=len(rows),
+        )
 
 
 def _calibration_rows(target: Target) -> Iterator[Batch]:
