@@ -104,6 +104,7 @@ class Answering:
     made_with: str  # backend and its version
     recipe: str
     int8: bool  # the recipe quantizes
+    max_drop: float  # of its gate
     task: str
     columns: tuple[str, ...]  # of texts, in the run's own data
     told: Mapping[str, Any]  # as model.json has it
@@ -136,6 +137,7 @@ class Answering:
             made_with=f"{opened.sidecar.backend} {opened.sidecar.version}",
             recipe=session.recipe.name,
             int8=session.recipe.quantizes,
+            max_drop=session.recipe.gate.max_drop,
             task=task.name,
             columns=task.text_columns,
             told=told,

@@ -30,6 +30,7 @@ def open_served(folder: Path, options: ServeOptions) -> Served:
         told=told,
         tokenizer=answering.tokenizer,
         models={"engine": answering.open_infer, **fp32},
+        max_drop=answering.max_drop,
         gpus=0 if on_cpu else max(1, count_gpus()),
         texts=partial(read_texts, folder),
         about={"task": answering.task, "columns": [*answering.columns], "int8": answering.int8},

@@ -19,6 +19,7 @@ pytest.importorskip("httptools", reason="needs httptools: pip install 'qdqbench[
 from tools import load_serve
 
 from qdqbench.quantize.deployment.opened import TEXTS_FILE, Answering
+from qdqbench.quantize.pipeline.session import read_config
 from qdqbench.quantize.utils.errors import UserError
 
 from ..support.http_client import Client, finished
@@ -257,7 +258,9 @@ def test_the_command_serves_a_run_until_a_signal(finished_run, tmp_path, number)
             status, _, made = await client.post("/v1/predict", {"texts": ["a good film"], "model": model})
             assert (status, made["model"], made["answers"][0]["label"]) == (200, model, "LABEL_1")
         assert (await client.get("/health"))[2] == {"ready": True, "full": False}
-        assert 'qdqbench_workers{process="front"} 2.0' in (await client.get("/metrics"))[2]
+        metrics = (await client.get("/metrics"))[2]
+        assert 'qdqbench_workers{process="front"} 2.0' in metrics
+        assert f"qdqbench_watch_limit {read_config(run).recipe.gate.max_drop}" in metrics
         assert "<html" in (await client.get("/"))[2]
         await client.close()
 

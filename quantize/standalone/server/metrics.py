@@ -32,6 +32,7 @@ COUNTED = [
     Metric("qdqbench_text_tokens_total", "counter", "Tokens of texts.", "model"),
     Metric("qdqbench_padding_tokens_total", "counter", "Tokens of padding.", "model"),
     Metric("qdqbench_watched_total", "counter", "Answers that FP32 gave too.", "verdict"),
+    Metric("qdqbench_watch_limit", "gauge", "Share of other classes that the gate of the recipe allows."),
     Metric("qdqbench_queue_rows", "gauge", "Rows from arrival to answer."),
     Metric("qdqbench_workers", "gauge", "Processes that answer.", "process"),
     Metric("qdqbench_workers_lost_total", "counter", "Processes that ended or hung.", "process"),

@@ -221,6 +221,7 @@ class Supervisor:
         for door in chain.from_iterable(self.doors):
             door.setblocking(False)
         self.board, self.metrics = shared.open_board()
+        Counts(self.metrics, self.board.metrics[0]).set("qdqbench_watch_limit", "", shared.served.max_drop)
         self.context = multiprocessing.get_context("forkserver")
         self.shape: Shape | None = None
         self.fast = False

@@ -35,6 +35,7 @@ class Served:
     told: Mapping[str, Any]  # as model.json has it
     tokenizer: str  # JSON
     models: Mapping[str, Callable[[], Any]]  # by name: opens its `Infer`, in a process of its own
+    max_drop: float = 0.0  # of the recipe's gate
     gpus: int = 0  # that the engine is for; 0: it runs on the CPU
     texts: Callable[[], Sequence[str]] = tuple  # of the run, on which a faster tokenizer must agree
     about: Mapping[str, Any] = field(default_factory=dict)  # further facts for /v1/model
