@@ -62,7 +62,7 @@ def _quicker_bench():
     """What ends a run takes ten seconds otherwise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qdqbench.eval.bench.quick.DURATION_S", 0.03)
-        patch.setattr("qdqbench.eval.bench.quick.ROUNDS", 3)
+        patch.setattr("qdqbench.eval.bench.quick.ROUNDS", 5)
         yield
 
 

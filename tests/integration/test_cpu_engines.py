@@ -135,7 +135,7 @@ def test_residuals_that_no_cpu_runs_are_told_first(sst2, tmp_path, qdqbench):
 def test_a_search_measures_engines_of_this_cpu(sst2, tmp_path, qdqbench, monkeypatch):
     monkeypatch.setattr(confirm, "shipped_recipes", lambda: ["bert-int8-ffn"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a search beside the tests has the lock of all
-    monkeypatch.setattr(measure, "ON_CPU", measure.Effort(4, 0.1, streams=()))
+    monkeypatch.setattr(measure, "ON_CPU", measure.Effort(5, 0.1, streams=()))
 
     def rank(work, file):
         return Ranking(units=[*work.space.units], attention=[*work.space.attention], samples=0)

@@ -136,7 +136,7 @@ def test_an_engine_is_deployed_inspected_served_and_timed(case, whole_run, tmp_p
 def test_a_search_and_auto_time_engines_and_their_twins(sst2, tmp_path, qdqbench, hopper):
     hopper.setattr(confirm, "shipped_recipes", lambda: ["bert-int8-ffn"])
     hopper.setattr(tempfile, "tempdir", str(tmp_path))  # a search next to the tests has the lock of all
-    hopper.setattr(measure, "ON_GPU", measure.Effort(4, 0.1, streams=()))
+    hopper.setattr(measure, "ON_GPU", measure.Effort(5, 0.1, streams=()))
     hopper.setattr(measure, "gpu_uuid", lambda: None)
     hopper.setattr(workspace, "find_gpu", lambda: H200)
     recipe = load_recipe("bert-int8-linears")
