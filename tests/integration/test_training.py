@@ -52,7 +52,9 @@ def tuned(given, made_once, tmp_path_factory):
     """A finished fine-tuning of two seeds, to be told again to train."""
 
     def train(out):
-        done = call_alone("finetune", *given("sst2").options, *QUICK, "--seeds", "2", "--out", out)
+        done = call_alone(
+            "finetune", *given("sst2").options, *QUICK, "--keep-head", "--seeds", "2", "--out", out
+        )
         assert done.code == 0, done.err
 
     return shutil.copytree(made_once("tuned", train), tmp_path_factory.mktemp("tuned") / "f")
@@ -81,6 +83,7 @@ def test_a_base_with_other_labels_may_not_have_learned_the_task(qdqbench, given,
 def test_finished_seeds_are_kept_and_other_settings_refused(tuned, given):
     before = (tuned / "seed-0" / "training.json").stat().st_mtime_ns
     told = vars(given("sst2")) | {"seeds": 2, "out": tuned, "epochs": 2, "num_evals": 2, "batch_size": 16}
+    told["keep_head"] = True
     assert qdqbench.finetune(**told).spread["accuracy"].n == 2
     assert (tuned / "seed-0" / "training.json").stat().st_mtime_ns == before
     with pytest.raises(qdqbench.UserError, match="finished training of another learning_rate"):
@@ -97,7 +100,9 @@ def test_a_seed_that_fails_is_said_at_the_end(tuned, qdqbench, given, tmp_path, 
     out = shutil.copytree(tuned, tmp_path / "f")
     shutil.rmtree(out / "seed-1")
     monkeypatch.setattr(loop, "_train", diverges)
-    done = qdqbench("finetune", *given("sst2").options, *QUICK, "--seeds", "2", "--out", str(out), "--json")
+    done = qdqbench(
+        "finetune", *given("sst2").options, *QUICK, "--keep-head", "--seeds", "2", "--out", str(out), "--json"
+    )
     assert done.code == 2
     assert "not trained to the end: seed 1; " in done.err
     assert [run["status"] for run in json.loads(done.out)["runs"]] == ["done", "failed"]
