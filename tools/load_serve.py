@@ -295,7 +295,7 @@ class Asking:
         return [post(self.path, {"texts": each}) for each in drawn]
 
     def load(self, connections, count, rate=0.0):
-        """Rates, latencies, and CPU microseconds of the server by kind of process.
+        """Rates, latencies, and CPU microseconds and memory of the server by kind of process.
 
         Args:
             rate: requests a second, in a Poisson process; 0: each connection asks again once it is answered.
@@ -303,7 +303,7 @@ class Asking:
         context = multiprocessing.get_context("fork")  # at once: importing takes longer than a load
         requests, cores, clients = self.requests(count), order_cores(), min(self.clients, connections)
         shares = [connections // clients + (n < connections % clients) for n in range(clients)]
-        before, seconds, asking = cpu_seconds(self.pid), self.seconds, 0.0
+        (before, _), seconds, asking = usage(self.pid), self.seconds, 0.0
         together, queue, children = context.Barrier(clients), context.SimpleQueue(), []
         for n, share in enumerate(shares):
             core = cores[-1 - n % len(cores)] if clients > 1 or len(cores) > 2 else None
@@ -318,13 +318,14 @@ class Asking:
             seen.statuses += statuses
         for child in children:
             child.join()
-        after, total = cpu_seconds(self.pid), max(sum(seen.statuses.values()), 1)
+        (after, memory), total = usage(self.pid), max(sum(seen.statuses.values()), 1)
         spent = {name: 1e6 * (after[name] - before.get(name, 0.0)) / total for name in after}
         return {"connections": connections, "texts_per_request": count, "rate": round(rate, 1)} | {
             **seen.told(seconds),
             "texts_per_s": round(seen.statuses[200] * count / seconds, 1),
             "cpu_us_per_request": {name: round(each, 1) for name, each in spent.items()},
             "cpu_us_per_text": round(sum(spent.values()) / count, 2),
+            "memory_mb": {name: round(each, 1) for name, each in memory.items()},  # a leak grows it
             "busiest_client": round(asking, 2),  # share of a core; near 1 the clients are the limit
         }
 
@@ -339,13 +340,15 @@ def processes_of(pid, kind=""):
     return found
 
 
-def cpu_seconds(pid):
-    """CPU seconds by kind of process; of a peer all have their names."""
-    spent, server = Counter(), psutil.Process(pid)
+def usage(pid):
+    """CPU seconds and MB of own memory by kind of process; of a peer all have their names."""
+    seconds, memory, server = Counter(), Counter(), psutil.Process(pid)
     for child in processes_of(pid) or [server, *server.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
-            spent[child.name().removeprefix("qdqbench-")] += sum(child.cpu_times()[:2])
-    return spent
+            kind, own = child.name().removeprefix("qdqbench-"), child.memory_full_info().uss
+            seconds[kind] += sum(child.cpu_times()[:2])
+            memory[kind] += own / 1e6
+    return seconds, memory
 
 
 async def get(port, path):

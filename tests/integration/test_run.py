@@ -357,7 +357,7 @@ def test_limit_warns_in_the_report(a_run, sst2, qdqbench):
 @pytest.mark.parametrize("second", ["bert-fp16", "bert-int8-attention"])
 def test_embedded_default(second, tmp_path, qdqbench):
     out = tmp_path / "run"
-    fine(qdqbench("run", "--out", out))
+    fine(qdqbench("run", "int8-linears", "--out", out))
     found = Results.model_validate(results(out))
     assert found.stages["fp32"].metrics["accuracy"] > 0.9
     assert found.stages["fp32"].n >= 1000

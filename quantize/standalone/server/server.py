@@ -388,6 +388,8 @@ class Supervisor:
         for child in self.children:
             child.process.kill()
             child.process.join()
+        for door in chain.from_iterable(self.doors):
+            door.close()
 
 
 def keep_cores(cores: Sequence[int], fronts: int, models: Sequence[str]) -> Sequence[int]:
