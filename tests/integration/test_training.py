@@ -129,7 +129,7 @@ def test_a_study_names_the_seeds_that_failed(qdqbench, given, tmp_path, monkeypa
 def test_a_killed_fine_tuning_goes_on_bit_for_bit(tuned, given, tmp_path, qdqbench):
     import torch
 
-    options = [*given("sst2").options, *QUICK, "--out", str(tmp_path / "f")]
+    options = [*given("sst2").options, *QUICK, "--keep-head", "--out", str(tmp_path / "f")]
     command = [sys.executable, "-c", MAIN, "finetune", *options]
     alike = environment(torch.get_num_threads())  # sums of another number are in another order
     process = subprocess.Popen(command, env=alike, stderr=subprocess.DEVNULL)
