@@ -1,6 +1,7 @@
 """A quantized model as a student: what is trained of it, and how it is written so that it can be rebuilt."""
 
 import math
+import shutil
 from pathlib import Path
 
 import torch
@@ -76,8 +77,15 @@ def write_trained(
         plain.save_pretrained(temporary)
         session.tokenizer.save_pretrained(temporary)
     records.write_record(folder / "calibration.json", trained)
-    with files.atomic_folder(folder / "modelopt") as temporary, quiet("transformers"):
-        save_modelopt(model, temporary)
+    if trained.centering.inputs:
+        shutil.rmtree(folder / "modelopt", ignore_errors=True)  # of a training before
+        session.notes.append(
+            f"{folder / 'modelopt'} is left out: ModelOpt has no place for the constants of centering; with "
+            "calibration.centering: false it is written"
+        )
+    else:
+        with files.atomic_folder(folder / "modelopt") as temporary, quiet("transformers"):
+            save_modelopt(model, temporary)
     rebuilt = session.new_trained_model(training).state_dict()
     differing = [name for name, value in model.state_dict().items() if not torch.equal(value, rebuilt[name])]
     if differing:

@@ -367,8 +367,11 @@ def test_own_texts_teach_and_have_no_metric(sst2, qdqbench, tmp_path):
     (tmp_path / "own" / "train.csv").write_text("\n".join(["sentence", *texts, ""]))
     own = str(tmp_path / "own")
     asked = recipe(tmp_path, epochs=0.5, texts=own, learning_rate=1e-5)
-    done = qdqbench("run", asked, *sst2.options, "--until", "qat", "--out", str(tmp_path / "run"))
+    centered = ["--set", "calibration.centering=true", "--until", "qat", "--out", str(tmp_path / "run")]
+    done = qdqbench("run", asked, *sst2.options, *centered)
     assert done.code == 0, done.err
+    assert "modelopt is left out: ModelOpt has no place for the constants of centering" in done.out
+    assert not (tmp_path / "run" / "qat" / "modelopt").exists()
     training = json.loads((tmp_path / "run" / "qat" / "training.json").read_text())
     assert training["rows"] + training["held_out"] == len(texts)
     log = training["log"]
