@@ -579,8 +579,8 @@ def main():
                 made = asking.load(connections, count, share * rates[count])
                 found[name] = made | {"share_of_full_rate": round(made["answered_per_s"] / rates[count], 3)}
         if not arguments.costs_only and not arguments.noop:
-            load = Load(port, texts[:200])
-            found |= asyncio.run(hold(load, process, arguments.seconds, min(rates[1], MOST_RATE)))
+            rate = min(rates[1] or asking.load(64, 1)["answered_per_s"], MOST_RATE)
+            found |= asyncio.run(hold(Load(port, texts[:200]), process, arguments.seconds, rate))
             wrong = verdict(found)
     finally:
         process.kill()
