@@ -258,6 +258,7 @@ class Trials:
             "task": config.task.model_dump(mode="json"),
             "data": [
                 source_fingerprint(config.task, session.data_source, split),
+                *([self.drawn[0].fingerprint] if self.samples else []),  # loaded before a folder is made
                 *(split.fingerprint for split, _ in splits),
             ],
             "samples": self.samples,

@@ -24,7 +24,7 @@ def test_the_recipe_to_start_with_comes_first(tiny_bert, tmp_path, monkeypatch):
     assert names(tiny_bert, backend="openvino") == ["bert-int8-linears"]
     assert names(tiny_bert) == ["bert-int8-residual-fused", "bert-int8-linears"]
     other = write_model(tmp_path / "model", "albert")
-    assert names(other) == ["albert-int8-attention", "albert-int8-linears"]
+    assert names(other) == ["albert-int8-linears"]  # none was timed: the highest SQNR
 
 
 def test_named_ones_come_in_their_order(tiny_bert):

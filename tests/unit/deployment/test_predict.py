@@ -62,6 +62,7 @@ def numbers(**fields) -> Numbers:
         "columns": ("text",),
         "told": TOLD,
         "outputs": (),
+        "max_drop": 0.0,
     }
     return Numbers(**known, tokenizer="", engine=NO_FILE, graph=NO_FILE, **fields)
 
