@@ -14,7 +14,7 @@ from qdqbench.quantize.utils.schema import Strict, Tabular, field, read
 
 BENCH_FILE = "bench.json"
 ROUND_RESAMPLES = 2000
-LEAST_ROUNDS = 5  # an interval of 3 or 4 would hold 78% or 89% of the time, not 95% (simulated, normal noise)
+LEAST_ROUNDS = 5  # a bootstrap of fewer holds much less often than 95% of the time
 OURS = ("int8", "int8-exact")  # INT8 engines that a bench is about
 # those of TensorRT where the bench is about kernels of backend cuda; else these are `int8-cuda`
 TENSORRT_SYSTEMS = [f"int8-{name}{shapes}" for name in TENSORRT for shapes in ("", "-exact")]

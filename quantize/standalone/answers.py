@@ -73,7 +73,7 @@ def tag(samples: Samples, rows: Rows, labels: Sequence[str]) -> list[Answer]:
 
 
 def extract(samples: Samples, rows: Rows, labels: Sequence[str]) -> list[Answer]:
-    """Return the best span of each context and its score, without one that of there being no answer."""
+    """Return the best span of each context and its score; without a span it is that of no answer."""
     made: list[Answer] = [{"answer": "", "score": -np.inf, "score_without_answer": np.inf} for _ in samples]
     for number, coded, logits in zip(rows.numbers.tolist(), rows.coded, rows.answers, strict=True):
         answer, spans = made[number], find_spans(coded)
