@@ -4,16 +4,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from qdqbench.eval.metrics.results import MAX_OUTPUT_ERROR, Parity, ParityRow
 from qdqbench.eval.metrics.runners import session_of
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, name_outputs, smooth_input
-from qdqbench.quantize.graph.index import GraphIndex, tensor_values, use_of
+from qdqbench.quantize.graph.index import GraphIndex, operator, tensor_values, use_of
 from qdqbench.quantize.graph.rewrites import list_sequence_first
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.tasks.types.kind import join_outputs
@@ -41,6 +41,22 @@ _OTHERS = {f"{name[0]}_bmm_quantizer": name for name in ("query", "key", "value"
 }
 
 
+class Norm(NamedTuple):
+    """LayerNorm in front of a quantizer. The terms that FP16 rounds may be larger than what they add up to:
+    a centered linear adds a bias to products that nearly cancel it."""
+
+    input: str
+    added: Array  # absolute constants in its input, [channels] or a scalar
+    weight: Array  # absolute, with the factors behind it
+    bias: Array
+
+    def terms(self, value: Array) -> Float64:
+        """Return the size of the terms behind each element, for its input [..., channels]."""
+        spread = np.maximum(_finite(value.astype(np.float64)).std(axis=-1, keepdims=True), TINY)
+        terms: Float64 = self.weight * self.added / spread + self.bias
+        return terms
+
+
 @dataclass
 class Boundary:
     """One quantized activation tensor: where it is cut, and the quantizers that read it."""
@@ -48,6 +64,7 @@ class Boundary:
     tensor: str  # the graph's own value, before any Cast to the Q's type
     # full quantizer name -> scale; with `@3` where it is of run 3 of a shared layer
     quantizers: dict[str, float] = field(default_factory=dict)
+    norm: Norm | None = None
 
     @property
     def reference(self) -> str:
@@ -82,13 +99,16 @@ def compare_layers(
         with _recorded(model, list(rows), [*outputs, *rows]) as (inputs, made):
             expected = forward(model, batch).float().cpu().numpy()
         feeds = {b.reference: _turn(_fed(b, inputs, made), b.tensor in other_way) for b in boundaries}
-        names = [b.tensor for b in boundaries] + list(outputs.values()) + outputs_of_model
+        asked = [*(b.tensor for b in boundaries), *(b.norm.input for b in boundaries if b.norm)]
+        names = [*dict.fromkeys([*asked, *outputs.values(), *outputs_of_model])]
         ran = session.run(names, select_inputs(model, batch) | feeds)
         got = {name: _turn(value, name in other_way) for name, value in zip(names, ran, strict=True)}
         for boundary in boundaries:
+            terms = boundary.norm.terms(got[boundary.norm.input]) if boundary.norm else None
             for name, scale in boundary.quantizers.items():
                 own, reference = _of_tokens(got[boundary.tensor], valid), _of_tokens(inputs[name], valid)
-                _count(rows[name], own, reference, scale, epsilon)
+                others = 0.0 if terms is None else _of_tokens(terms, valid) / scale
+                _count(rows[name], own, reference, scale, epsilon, terms=others)
         for module, tensor in outputs.items():
             difference = _finite(got[tensor].astype(np.float64) - made[module])
             errors[module][0] += float(np.square(difference).sum())
@@ -192,7 +212,8 @@ def force(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Boundary], dict
     nodes = [*casts, *forced.graph.node]
     del forced.graph.node[:]
     forced.graph.node.extend(nodes)
-    for name in dict.fromkeys([*boundaries, *outputs.values()]):
+    norms = [boundary.norm.input for boundary in boundaries.values() if boundary.norm]
+    for name in dict.fromkeys([*boundaries, *outputs.values(), *norms]):
         forced.graph.output.append(helper.make_tensor_value_info(name, types[name], None))
     return forced, list(boundaries.values()), outputs
 
@@ -207,8 +228,41 @@ def _boundaries(index: GraphIndex) -> dict[str, Boundary]:
         tensor = producer.input[0] if producer is not None and cast else node.input[0]
         scale = index.constant(node.input[1])
         assert scale is not None, f"{node.name} has no constant scale"
-        found.setdefault(tensor, Boundary(tensor)).quantizers[use_of(node.name)] = float(scale)
+        boundary = found.setdefault(tensor, Boundary(tensor, norm=_find_norm(index, tensor)))
+        boundary.quantizers[use_of(node.name)] = float(scale)
     return found
+
+
+def _find_norm(index: GraphIndex, tensor: str) -> Norm | None:
+    factor = np.ones(())
+    for _, node in index.back(tensor, ("Cast", "Mul")):
+        if node is None:
+            continue
+        if scaled := index.scaled(node):
+            factor = factor * _absolute(numpy_helper.to_array(scaled[1]))
+        elif operator(node) == "LayerNormalization":
+            weight, bias = (index.constant(name) for name in node.input[1:3])
+            if weight is None or bias is None:
+                return None
+            added = _sum_constants(index, node.input[0], 2)
+            return Norm(node.input[0], added, _absolute(weight) * factor, _absolute(bias) * factor)
+    return None
+
+
+def _sum_constants(index: GraphIndex, tensor: str, adds: int) -> Array:
+    """Return the sum of the absolute constants in the last sums of a tensor."""
+    if (value := index.constant(tensor)) is not None:
+        return _absolute(value)
+    node, _ = index.origin(tensor, ("Cast",))
+    if node is None or operator(node) != "Add" or not adds:
+        return np.zeros(())
+    first, second = (_sum_constants(index, name, adds - 1) for name in node.input)
+    return first + second
+
+
+def _absolute(value: Array) -> Array:
+    absolute: Array = np.abs(value.astype(np.float64))
+    return absolute
 
 
 def _linear_outputs(index: GraphIndex, boundaries: dict[str, Boundary]) -> dict[str, str]:
@@ -264,13 +318,15 @@ def _uses(names: list[str]) -> dict[str, list[str]]:
     return found
 
 
-def _count(row: ParityRow, got: Array, reference: Float32, scale: float, epsilon: float) -> None:
+def _count(  # noqa: PLR0913  all of one tensor
+    row: ParityRow, got: Array, reference: Float32, scale: float, epsilon: float, *, terms: Float64 | float
+) -> None:
     """Add the codes of one tensor: compared, differing, largest step, and those at a border."""
     codes = _codes(reference, scale)
     step = np.abs(_codes(got, scale) - codes)
     apart = np.abs(_steps(got, scale) - _steps(reference, scale))
     # the terms of a sum may be larger than the sum, and as large as other sums of the tensor
-    magnitude = np.abs(codes) + np.abs(codes).mean()
+    magnitude = np.abs(codes) + np.abs(codes).mean() + terms
     explained = apart <= BORDER + FP16_ROUNDINGS * epsilon * magnitude
     row.int8_values += step.size
     row.differing += int(np.count_nonzero(step))

@@ -7,7 +7,7 @@ import onnx
 import pytest
 import torch
 
-from qdqbench.eval.metrics.parity import BORDER, LIMIT_FRACTION, Boundary, _fed, compare_layers, force
+from qdqbench.eval.metrics.parity import BORDER, LIMIT_FRACTION, Boundary, Norm, _fed, compare_layers, force
 from qdqbench.eval.metrics.results import MAX_OUTPUT_ERROR, ParityRow
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.graph.index import GraphIndex, module_of
@@ -337,6 +337,24 @@ def test_a_value_that_is_at_a_border_in_every_token_is_no_fault(bordered, comput
     value[:2] -= 0.9 * amax / 127
     store(graph, norm, value)
     assert FFN1 in failing(compare_layers(graph, bordered.model, BATCHES))
+
+
+def test_terms_that_nearly_cancel_are_rounded_as_large_as_they_are(tmp_path, monkeypatch):
+    """The bias of a centered linear undoes what its products have of the constant."""
+    model = new_bert()
+    layer = model.bert.encoder.layer[0]
+    layer.intermediate.dense.bias.data += 12.0
+    layer.output.dense.bias.data -= 12.0 * layer.output.dense.weight.data.sum(dim=1)
+    made = calibrate(write_tiny_bert(tmp_path / "model", model), recipe_with())
+    graph = exported_of(made.model, made.plan, "channel", "fp16")
+    assert failing(compare_layers(graph, made.model, BATCHES)) == []
+    norm = tensor(graph, "bert.encoder.layer.0.output.LayerNorm.bias_fp16")
+    amax = made.record.quantizers[f"{LINEARS[6]}.input_quantizer"].amax
+    store(graph, "bert.encoder.layer.0.output.LayerNorm.bias_fp16", norm + np.float16(2 * amax / 127))
+    assert {*LINEARS[6:9]} <= {*failing(compare_layers(graph, made.model, BATCHES))}
+    store(graph, "bert.encoder.layer.0.output.LayerNorm.bias_fp16", norm)
+    monkeypatch.setattr(Norm, "terms", lambda _, value: np.zeros_like(value))
+    assert {*LINEARS[6:9]} <= {*failing(compare_layers(graph, made.model, BATCHES))}  # or it shows nothing
 
 
 def test_a_value_that_both_round_to_a_code_of_their_own_is_moved_off_the_border():
