@@ -13,6 +13,7 @@ from qdqbench.quantize.graph.index import (
     GraphIndex,
     attribute,
     is_qdq,
+    operator,
     permutation_of,
     prune,
     replace_nodes,
@@ -24,6 +25,7 @@ from qdqbench.quantize.lint.view import CheckGraph, Operand, is_quantize
 from qdqbench.quantize.utils.arrays import Array, Float32
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import INT8_HEAD_SIZES
+from qdqbench.quantize.utils.names import count_of, name_list
 
 _RANGES: dict[int, tuple[int, int]] = {
     TensorProto.INT8: (-128, 127), TensorProto.UINT8: (0, 255), TensorProto.INT16: (-32768, 32767),
@@ -164,8 +166,13 @@ def _weight(
 
 
 def remove_qdq(model: onnx.ModelProto) -> int:
-    """Take every Q and DQ off a graph, in place, and return their number; constants become their values."""
+    """Take every Q and DQ off a graph, in place, and return their number; constants become their values.
+
+    Raises:
+        UserError: Codes are dequantized by hand.
+    """
     index = GraphIndex(model)
+    _require_dequantization(index)
     renamed: dict[str, str] = {}
     added: dict[str, onnx.TensorProto] = {}
     inputs: dict[str, str] = {}  # codes that are moved before their DQ -> floating-point constant
@@ -201,6 +208,22 @@ def remove_qdq(model: onnx.ModelProto) -> int:
     del model.graph.value_info[:]
     prune(model)
     return count
+
+
+def _require_dequantization(index: GraphIndex) -> None:
+    """Stop where codes become values by arithmetic; those that nothing scales are taken for values."""
+    by_hand = {
+        finding_label(reader): finding_label(node)
+        for node in filter(is_quantize, index.graph.node)
+        for reader in index.forward(node.output[0], MOVES)
+        if operator(reader) in ("Mul", "Div", "Sub")
+        and any(index.constant(name) is not None for name in reader.input)
+    }
+    if by_hand:
+        raise UserError(
+            f"{next(iter(by_hand))} computes on the codes of {next(iter(by_hand.values()))} "
+            f"({count_of(len(by_hand), 'such operator')}: {name_list(by_hand)}); use DequantizeLinear"
+        )
 
 
 def _final(renamed: Mapping[str, str], name: str) -> str:

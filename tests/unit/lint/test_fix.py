@@ -564,6 +564,22 @@ def test_an_output_without_a_shape_and_one_of_codes(tmp_path):
     assert onnx.load(tmp_path / "out.onnx").graph.output[1].type.tensor_type.elem_type == TensorProto.INT8
 
 
+def test_codes_that_are_scaled_by_hand_are_refused(tmp_path):
+    """Without its Q the product would be of values: other outputs, and the reference has them too."""
+    model = healthy("fp32")
+    dq = next(n for n in model.graph.node if n.op_type == "DequantizeLinear" and "input" in n.name)
+    cast = helper.make_node("Cast", [dq.input[0]], ["numbers"], name="/by_hand/Cast", to=TensorProto.FLOAT)
+    product = helper.make_node("Mul", ["numbers", dq.input[1]], [*dq.output], name="/by_hand/Mul")
+    at = [*model.graph.node].index(dq)
+    nodes = [*model.graph.node[:at], cast, product, *model.graph.node[at + 1 :]]
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    onnx.save(model, tmp_path / "file.onnx")
+    with pytest.raises(UserError, match=r"/by_hand/Mul computes on the codes of .*use DequantizeLinear"):
+        fix(tmp_path / "file.onnx", tmp_path / "out.onnx", FixOptions(engine=False))
+    assert not (tmp_path / "out.onnx").exists()
+
+
 def test_nodes_that_share_a_name_are_kept_apart():
     model = healthy("fp32")
     for node in model.graph.node:
