@@ -126,6 +126,7 @@ class RunComparison(Tabular):
 
 MOST_SAMPLES = 500  # that are kept, of each task
 SCORES_KEPT = 50  # samples of a task without classes: all of them differ somehow
+SAME_FP32 = 0.01  # relative distance of FP32 answers to the same samples
 FP32 = "FP32"
 NAME = "compare"  # of its files
 LAYERS = {
@@ -297,11 +298,24 @@ def why_not_paired(first: LoadedRun, second: LoadedRun) -> str | None:
         return f"{first.name} and {second.name} are scored by other metrics"
     if len(first.labels) != len(second.labels):
         return f"{first.name} has {len(first.labels)} answers, {second.name} {len(second.labels)}"
-    if not np.array_equal(first.labels, second.labels, equal_nan=first.labels.dtype.kind == "f"):
-        return f"{first.name} and {second.name} have other labels, so other samples"
+    same_labels = np.array_equal(first.labels, second.labels, equal_nan=first.labels.dtype.kind == "f")
+    if not same_labels or (_same_model(first, second) and not _agree(first.fp32, second.fp32)):
+        differ = "FP32 answers of one model" if same_labels else "labels"
+        return f"{first.name} and {second.name} have other {differ}, so other samples"
     if not first.task.kind.labelled:
         return "without labels each run is scored against its own FP32"
     return None
+
+
+def _same_model(first: LoadedRun, second: LoadedRun) -> bool:
+    one, other = (run.results.model.get("sha256") for run in (first, second))
+    return one is not None and one == other
+
+
+def _agree(one: Floats, other: Floats) -> bool:
+    """Return whether answers are the same but for what a device and batches make of FP32 (TF32: 1e-3)."""
+    distance = np.linalg.norm((one.astype(np.float64) - other).ravel())
+    return one.shape == other.shape and bool(distance <= SAME_FP32 * np.linalg.norm(one.astype(np.float64)))
 
 
 def _pair(first: LoadedRun, second: LoadedRun) -> ComparedPair:

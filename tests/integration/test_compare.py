@@ -67,7 +67,8 @@ def test_runs_that_cannot_be_compared_are_named(finished_run, a_run, qdqbench, t
     assert not (tmp_path / "page").exists()
 
 
-def test_runs_of_other_samples_are_side_by_side_and_not_paired(finished_run, a_run, qdqbench, tmp_path):
+@pytest.mark.parametrize("held", ["labels", "logits"])
+def test_runs_of_other_samples_are_side_by_side_and_not_paired(finished_run, a_run, qdqbench, tmp_path, held):
     damaged = a_run / "logits" / "fp32.npz"
     original = damaged.read_bytes()
     damaged.write_bytes(original + b" ")
@@ -79,9 +80,10 @@ def test_runs_of_other_samples_are_side_by_side_and_not_paired(finished_run, a_r
     (a_run / "stages.json").unlink()
     for path in (a_run / "logits").glob("*.npz"):
         with np.load(path) as arrays:
-            held = dict(arrays)
-        held["validation.labels"] = 1 - held["validation.labels"]
-        np.savez(path, **held)
+            kept = dict(arrays)
+        name = f"validation.{held}"
+        kept[name] = 1 - kept[name] if held == "labels" else np.roll(kept[name], 1, axis=0)
+        np.savez(path, **kept)
     done = qdqbench("compare", finished_run, a_run, "--out", tmp_path / "page", "--json")
     assert done.code == 0, done.err
     found = json.loads(done.out)
