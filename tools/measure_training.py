@@ -181,11 +181,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for option in ("--model", "--task", "--data", "--out"):
         parser.add_argument(option, required=True)
     parser.add_argument("--backend", default="cuda", help="of the recipe: decides what calibration does")
+    parser.add_argument("--no-centering", action="store_true", help="which ModelOpt's trainers cannot keep")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="which, with commas in between")
     parser.add_argument("--rates", default="1e-6,1e-5", help="learning rates of the trainers")
     parser.add_argument("--steps", type=int, default=Reconstruction().steps)
     asked = parser.parse_args(arguments)
-    recipe = adapt_recipe(find_recipe(asked.recipe, asked.model), fields={"engine.backend": asked.backend})
+    fields: dict[str, Any] = {"engine.backend": asked.backend}
+    fields |= {"calibration.centering": False} if asked.no_centering else {}
+    recipe = adapt_recipe(find_recipe(asked.recipe, asked.model), fields=fields)
     task, device = get_task(asked.task), "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         config = RunConfig(recipe=recipe, model=asked.model, task=task, data=asked.data)
@@ -195,6 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             found = [{"system": "ptq"} | given.judge(ptq_model)]
         about = {"recipe": asked.recipe, "model": Path(asked.model).name, "task": asked.task}
         about |= {"backend": asked.backend, "steps": asked.steps, "n": len(given.judged.gold)}
+        about |= {"centering": given.session.calibration.centering is True}
         about |= {"environment": describe_environment()}
         for name in asked.systems.split(","):
             rates = "0" if name.startswith(("reconstruction", "without")) else asked.rates

@@ -737,34 +737,40 @@ WITHOUT = {
 }
 
 
-def _trained(found: Mapping[str, Any]) -> str:
-    return f"{code(found['model'])} {code(found['recipe'])}"
+def _trainings() -> Iterator[tuple[str, str, list[Any]]]:
+    """Yield model and recipe, the task, and what trained it; one row of a table may be several files."""
+    found: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    for path in sorted((ROOT / MEASURED).glob("trainings-*.json")):
+        each = files.read_json(path)
+        plain = "" if each.get("centering", True) else ", not centered"
+        found[f"{code(each['model'])} {code(each['recipe'])}{plain}", each["task"]] += each["trainings"]
+    for (name, task), trainings in sorted(found.items()):
+        yield name, task, trainings
 
 
 def holds_table(data: Data) -> str:
     """SQNR after reconstruction of models that leave some tensors in FP32."""
     rows = []
-    for path in sorted((ROOT / MEASURED).glob("trainings-*.json")):
-        found = files.read_json(path)
-        sqnr = {row["system"]: f"{row['sqnr_db']:.1f}" for row in found["trainings"]}
-        rows.append([_trained(found), *(sqnr.get(each, "") for each in WITHOUT)])
+    for name, _, trainings in _trainings():
+        sqnr = {row["system"]: f"{row['sqnr_db']:.1f}" for row in trainings}
+        if sqnr.keys() & {*WITHOUT} - {"reconstruction"}:
+            rows.append([name, *(sqnr.get(each, "") for each in WITHOUT)])
     return table(["model", *WITHOUT.values()], rows)
 
 
 def trainers_table(data: Data) -> str:
     """SQNR, metric, seconds and GiB of trainers, each at the rate with the highest SQNR of those tried."""
     rows = []
-    for path in sorted((ROOT / MEASURED).glob("trainings-*.json")):
-        found = files.read_json(path)
-        metric, cells = GLUE[found["task"]].metrics[0], []
+    for name, task, trainings in _trainings():
+        metric, cells = GLUE[task].metrics[0], []
         for system in TRAINERS:
-            tried = [row for row in found["trainings"] if row["system"] == system]
+            tried = [row for row in trainings if row["system"] == system]
             row = max(tried, key=lambda row: float(row["sqnr_db"]), default={})
             shown = (("sqnr_db", 1, 1), (metric, 1, 4), ("seconds", 1, 0), ("peak_bytes", 2**30, 1))
-            parts = [f"{row[key] / unit:.{digits}f}" if key in row else "-" for key, unit, digits in shown]
+            parts = [f"{row[key] / unit:.{digits}f}" if row.get(key) else "-" for key, unit, digits in shown]
             cells.append("/".join(parts).removesuffix("/-/-") if row else "")
         if any(cells[2:]):
-            rows.append([_trained(found), *cells])
+            rows.append([name, *cells])
     used = [place for place in range(1 + len(TRAINERS)) if any(row[place] for row in rows)]
     head = ["model", *TRAINERS.values()]
     return table([head[place] for place in used], [[row[place] for place in used] for row in rows])

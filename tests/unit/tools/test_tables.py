@@ -273,6 +273,15 @@ def test_a_trainer_is_shown_at_its_best_rate(tmp_path, monkeypatch):
     head, _, row = tables.trainers_table(Data([], [])).strip().splitlines()
     assert head == "| model | PTQ | NNCF |"
     assert row == "| `m` `r` | 18.0/0.7000 | 20.0/0.8000/9/1.0 |"
+    nearer = found | {"centering": False, "trainings": [trained[0] | {"peak_bytes": None}]}
+    for name, each in {"b": nearer, "c": found | {"centering": False, "trainings": trained}}.items():
+        (tmp_path / "docs" / "measured" / f"trainings-{name}.json").write_text(json.dumps(each))
+    *_, row, other = tables.trainers_table(Data([], [])).strip().splitlines()
+    assert row == "| `m` `r` | 18.0/0.7000 | 20.0/0.8000/9/1.0 |"
+    assert other == "| `m` `r`, not centered |  | 20.0/0.8000/9/- |"
+    assert "centered" not in tables.holds_table(Data([], []))
+    for name in "bc":
+        (tmp_path / "docs" / "measured" / f"trainings-{name}.json").unlink()
     found["trainings"] = [{"system": "without-weight", "sqnr_db": 21.0}]
     (tmp_path / "docs" / "measured" / "trainings-x.json").write_text(json.dumps(found))
     assert "| `m` `r` |  | 21.0 |  |  |  |  |" in tables.holds_table(Data([], []))
