@@ -97,10 +97,14 @@ def list_sections(own: Calibration, methods: Sequence[str], smooths: Sequence[st
     """Return the calibration sections to compare, the recipe's own first, none twice.
 
     Without names they are all `METHODS`, smoothed and not, and the recipe's own with one thing changed.
+    `RECONSTRUCTION` has the recipe's own section, so that it adds none.
 
     Raises:
         UserError: not a method, or not a way to smooth.
     """
+    named = [name for name in methods if name != RECONSTRUCTION]
+    if methods and not (named or smooths):
+        return [own]
     smoothings = [_parse_smooth(text) for text in smooths] or [
         "none",
         ALPHA if own.smoothing == "none" else own.smoothing,
@@ -108,7 +112,7 @@ def list_sections(own: Calibration, methods: Sequence[str], smooths: Sequence[st
     changes: list[dict[str, Any]] = [
         {"method": method, "smoothing": smoothing}
         for smoothing in smoothings
-        for method in methods or dict.fromkeys((*METHODS, own.method))
+        for method in named or dict.fromkeys((*METHODS, own.method))
     ]
     if not methods and not smooths:
         changes += [
@@ -172,9 +176,7 @@ class CalibrationCase:
 
 
 def list_cases(session: Session, methods: Sequence[str], smooths: Sequence[str]) -> list[CalibrationCase]:
-    recipe, named = session.recipe, [name for name in methods if name != RECONSTRUCTION]
-    own = session.calibration
-    sections = list_sections(own, named, smooths) if named or smooths or not methods else [own]
+    recipe, sections = session.recipe, list_sections(session.calibration, methods, smooths)
     require_quantized(recipe)
     model = session.fp32_model
     modules, prefix = module_table(model), model.base_model_prefix

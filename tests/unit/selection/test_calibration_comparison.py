@@ -92,6 +92,7 @@ def test_reconstruction_is_a_row_where_it_is_named(tiny_bert):
     task = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
     config = RunConfig(recipe=recipe_with("bert-int8-linears"), model=str(tiny_bert), task=task, data="none")
     session = Session(config, tiny_bert)
+    assert list_sections(OWN, ["reconstruction"], ()) == [OWN]  # asked before anything is loaded
     assert not any(case.recipe.reconstruction for case in side_by_side.list_cases(session, (), ()))
     for methods, count in ((["reconstruction"], 2), (["mse", "reconstruction"], 4)):
         *others, last = side_by_side.list_cases(session, methods, ())
