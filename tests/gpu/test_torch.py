@@ -1,13 +1,11 @@
 """Calibration and PyTorch evaluation on a GPU: what a CPU gives, up to rounding."""
 
-import sys
-
 import numpy as np
 import pytest
 
 from qdqbench.eval.metrics import runners
 from qdqbench.eval.stages import stages
-from qdqbench.quantize.calibration.fakequant.quantizers import list_quantizers
+from qdqbench.quantize.calibration.fakequant.quantizers import import_modelopt, list_quantizers
 from qdqbench.quantize.calibration.record import read_record
 from qdqbench.quantize.pipeline.session import RunConfig, Session
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -16,10 +14,16 @@ from qdqbench.quantize.tasks.task import get_task
 from .conftest import invoke
 
 
-def require_no_extension() -> None:
+@pytest.fixture(autouse=True)
+def no_kernels_of_modelopt(monkeypatch) -> None:
     """ModelOpt compiles its own kernels for a minute, and prints; another arithmetic than ours."""
-    extensions = sys.modules["modelopt.torch.quantization.extensions"]
-    assert not hasattr(extensions.get_cuda_ext, "extension")
+
+    import_modelopt()  # without its warning
+
+    def refuse(**_: object) -> None:
+        raise AssertionError("ModelOpt's kernels are not to be taken")
+
+    monkeypatch.setattr("modelopt.torch.quantization.tensor_quant.get_cuda_ext", refuse)
 
 
 @pytest.mark.parametrize("name", ["bert-int8-linears-per-tensor", "bert-int8-attention"])
@@ -45,7 +49,6 @@ def test_the_gpu_calibrates_and_evaluates_as_the_cpu_does(sst2, tmp_path, monkey
         records[place] = read_record(session.record_path)
         with np.load(session.folder / "logits" / "fake_quant.npz") as stored:
             logits[place] = stored["validation.logits"]
-    require_no_extension()
     for quantizer, state in records["cpu"].quantizers.items():
         ours = records["gpu"].quantizers[quantizer].amax
         np.testing.assert_allclose(ours, state.amax, rtol=0.02, err_msg=quantizer)
@@ -59,4 +62,3 @@ def test_sensitivity_takes_no_kernels_of_modelopt(sst2, tmp_path):
     options += ["--samples", 32, "--out", tmp_path / "out"]
     outcome = invoke("sensitivity", "bert-int8-attention", *options)
     assert outcome.exit_code == 0, outcome.exception
-    require_no_extension()

@@ -146,9 +146,8 @@ class QuantizerToggles:
             norm: Any = model.get_submodule(name)
             norm.input_quantizer.amax = amax.to(model.device)
             self._activations[LAYERNORMS].append(norm.input_quantizer)
-        if model.device.type == "cpu":
-            activations = (quantizer for group in self._activations.values() for quantizer in group)
-            use_exactly(activations)  # copies are most of the time of ModelOpt's own arithmetic
+        # ModelOpt's own arithmetic copies on a CPU, and compiles its kernels for a minute on a GPU
+        use_exactly(quantizer for group in self._activations.values() for quantizer in group)
 
     def set(self, on: Collection[str]) -> None:
         wanted = frozenset(on)
