@@ -28,6 +28,7 @@ from qdqbench.quantize.models.attention import UNROUNDED
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.modules import get_hidden, record_first_inputs, resume_from
+from qdqbench.quantize.models.rounding import fold_rounding
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.utils.arrays import Array, Batch, Float32, Int64
 from qdqbench.quantize.utils.errors import UserError
@@ -209,8 +210,8 @@ def reference_blocks(
         unquantized: the FP32 model with the shifts of `model`, whose blocks get the same inputs; None where
             `model` is that model.
         batch: int64 [B, L] arrays.
-        half: round each block's input to FP16, as a graph with FP16 borders gets it, so that both sides
-            start from the same numbers.
+        half: round each block's input and the biases of linears to FP16, as a graph of FP16 has them, so
+            that both sides compute with the same numbers.
 
     Returns:
         By block name: "embeddings", "layer.0", ..., "head" or one for each of its outputs.
@@ -231,6 +232,8 @@ def reference_blocks(
 
     last: list[torch.Tensor] = []
     with ExitStack() as hooks:
+        if half:
+            hooks.enter_context(_half_biases(model))
         for path in dict.fromkeys(layers):
             module = model.get_submodule(path)
             hooks.enter_context(module.register_forward_pre_hook(rounded))
@@ -249,6 +252,22 @@ def reference_blocks(
         f"{HEAD}.{name}": BlockTensors(_array(hidden), *part) for name, part in zip(names, parts, strict=True)
     }
     return first | found | heads
+
+
+@contextmanager
+def _half_biases(model: "PreTrainedModel") -> Iterator[None]:
+    """Round the biases of linears: those behind centered inputs are large, and so is what they lose."""
+    with fold_rounding(model):
+        linears = [each for each in model.modules() if getattr(each, "in_features", None)]
+        biases: list[Any] = [bias for each in linears if (bias := each.bias) is not None]
+        before = [bias.data for bias in biases]
+        try:
+            for bias in biases:
+                bias.data = _half(bias.data)
+            yield
+        finally:
+            for bias, data in zip(biases, before, strict=True):
+                bias.data = data
 
 
 def _around(

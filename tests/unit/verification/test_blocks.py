@@ -1,10 +1,13 @@
 """The cut graph computes what the fake-quant model computes, and a fault shows in its block alone."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import onnx
 import pytest
 import torch
 
+from qdqbench.eval.verification import blocks
 from qdqbench.eval.verification.bisect import run_onnxruntime
 from qdqbench.eval.verification.blocks import (
     HEAD,
@@ -21,6 +24,7 @@ from qdqbench.quantize.calibration.techniques.bias_correction import add_biases_
 from qdqbench.quantize.models.families.known import BERT, MODERNBERT
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_model, prepare_model
+from qdqbench.quantize.models.rounding import ROUNDING, set_rounding
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support.tiny_bert import (
@@ -120,6 +124,27 @@ def test_quantization_inside_of_a_block_stays(tiny_bert):
     cut = stitch(graph, BERT).model
     assert [(n.name, n.op_type) for n in graph.graph.node] == [(n.name, n.op_type) for n in cut.graph.node]
     assert list(graph.graph.initializer) == list(cut.graph.initializer)
+
+
+def test_large_biases_are_rounded_as_the_graph_has_them(tiny_bert, monkeypatch):
+    """Linears with a centered input have such biases, and a constant for the rounding of their weights."""
+    model = calibrate(tiny_bert, recipe_with()).model
+    linear = model.get_submodule(f"{MODULE}.output.dense")
+    linear.bias.data = torch.linspace(-300.3, 300.3, HIDDEN)
+    set_rounding(linear, torch.linspace(0.01, 0.02, HIDDEN).tolist())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = reference_blocks(model, None, BATCHES[0], half=True)[FAULTY].output
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    monkeypatch.setattr(blocks, "_half_biases", nullcontext)
+    exact = reference_blocks(model, None, BATCHES[0], half=True)[FAULTY].output
+    linear.bias.data += getattr(linear, ROUNDING)
+    setattr(linear, ROUNDING, None)
+    for name, value in model.named_parameters():
+        if name.endswith("dense.bias") or name.split(".")[-2] in ("query", "key", "value"):
+            value.data = value.half().float() if name.endswith("bias") else value
+    rounded = reference_blocks(model, None, BATCHES[0], half=True)[FAULTY].output
+    assert np.array_equal(found, rounded)
+    assert np.abs(found - exact).max() > 1e-4
 
 
 @pytest.mark.parametrize("name", NAMES)
