@@ -20,7 +20,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from itertools import compress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -60,7 +59,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MEASURED = "docs/measured"
 RUNS, BENCHES = "runs", "benches"  # folders there
 CALIBRATION = "calibration.json"  # there: when calibration last changed; accuracy from before it is no more
-TIMED_SINCE = "2026-11-30T02:00"  # since when `cuda` has its kernels; speed from before it is no more
+TIMED_SINCE = "2026-11-29T13:47", "2026-11-30T02:00"  # since when `cuda` has its softmax, and its tiles
 FIGURES_FILE = "recipes/figures.json"
 BEGIN, END = "<!-- figures:{} -->", "<!-- figures:end -->"
 SQUAD = "squad-lengths"  # in the path of made-up rows
@@ -96,8 +95,11 @@ class Data:
 
     @cached_property
     def lowest(self) -> "dict[Timed, Speedup]":
-        """The lowest speed-up that benches of one shape measured: the one figure of it everywhere."""
-        found: dict[Timed, Speedup] = {}
+        """The lowest speed-up that benches of one shape measured: the one figure of it everywhere.
+
+        Of backend `cuda` those with the newest kernels count.
+        """
+        found: dict[Timed, tuple[int, Speedup]] = {}
         for bench in self.benches:
             largest = max((cell.batch for cell in bench.configs if cell.length is None), default=0)
             for recipe, backend, cell, best in timed(bench):
@@ -105,12 +107,13 @@ class Data:
                     continue  # of a data set, the throughput
                 shape = cell.batch, cell.length or label(bench.settings.dataset or "")
                 key = _device(bench), bench.target.name, recipe.partition("-")[2], backend, *shape
-                found[key] = min(found.get(key, best), best, key=lambda each: each.value)
-        return found
+                now = _age(bench, backend), best
+                found[key] = min(found.get(key, now), now, key=lambda each: (each[0], each[1].value))
+        return {key: best for key, (_, best) in found.items()}
 
     @cached_property
     def figures(self) -> list[Figure]:
-        return figures_of(self.runs, self.benches)
+        return figures_of(self.runs, [bench for bench in self.benches if bench.settings.threads != 1])
 
 
 def _keep(names: str, **inner: Any) -> dict[str, Any]:
@@ -363,9 +366,14 @@ def timed(bench: Bench) -> Iterator[tuple[str, str, BenchConfig, Speedup]]:
                 yield name, backend, cell, best
 
 
+def _age(bench: Bench, backend: str = "cuda") -> int:
+    """Return how many of the newest changes of speed kernels of `cuda` did not have yet."""
+    return sum(bench.created < since for since in TIMED_SINCE) if backend == "cuda" else 0
+
+
 def _is_former(bench: Bench, backend: str = "cuda") -> bool:
-    """Return whether `cuda` had other kernels."""
-    return backend == "cuda" and bench.created < TIMED_SINCE
+    """Return whether `cuda` had another softmax, on a GPU that has timed the present one."""
+    return _device(bench) == H200 and _age(bench, backend) > 1
 
 
 Timed = tuple[str, str, str, str, int, int | str]  # device, model, recipe, backend, batch, tokens or data set
@@ -453,15 +461,15 @@ def _by_gpu(data: Data, kind: type, title: str) -> str:
     rows = []
     for model, batch, tokens in dict.fromkeys((key[1], *key[4:]) for key in order):
         cells = [speed_of(data, gpu, model, FUSED, backend, batch, tokens) for gpu, backend in columns]
-        rows.append([model, f"{batch} x {tokens}", *map(_ratio, cells)])
-    names = ["model", title, *(f"{gpu.split()[1]}, {label(backend)}" for gpu, backend in columns)]
-    filled = [any(row[place] for row in rows) for place in range(len(names))]
-    return table([*compress(names, filled)], [[*compress(row, filled)] for row in rows])
+        if any(cells[::2]):  # of `cuda`
+            rows.append([model, f"{batch} x {tokens}", *map(_ratio, cells)])
+    names = [f"{gpu.split()[1]}, {label(backend)}" for gpu, backend in columns]
+    return table(["model", title, *names], rows)
 
 
 def _beside_unpadded(data: Data, own: str, *others: tuple[str, str]) -> str:
     """Of several benches of a shape the one with the lowest ratio counts, as everywhere."""
-    found: dict[str, tuple[float, list[str]]] = {}
+    found: dict[str, tuple[tuple[int, float], list[str]]] = {}
     for bench, cell in ((each, cell) for each in data.benches for cell in each.configs):
         timed = [row_of(cell, name) for name in (own, *(name for name, _ in others))]
         ready = all(row is not None and row.median_ms is not None for row in timed)
@@ -471,30 +479,12 @@ def _beside_unpadded(data: Data, own: str, *others: tuple[str, str]) -> str:
             shape = f"{bench.target.name}, {cell.batch} x {cell.length}, {_device(bench).split()[-1]}"
             times = [figures.latency(row.median_ms or 0.0) for row in (first, *rest)]
             cells = [*times, *(_ratio(ratio, interval=True) for ratio in ratios)]
-            now = min(ratio.value for ratio in ratios), cells
+            now = (_age(bench), min(ratio.value for ratio in ratios)), cells
             found[shape] = min(found.get(shape, now), now, key=lambda each: each[0])
     precisions = [name for _, name in others]
     header = ["model, batch x tokens, GPU", "INT8, ms", *(f"{name}, ms" for name in precisions)]
     rows = [[shape, *cells] for shape, (_, cells) in found.items()]
     return table([*header, *(f"INT8 over {name}" for name in precisions)], rows)
-
-
-def noise_table(data: Data) -> str:
-    """SQNR of the answers over FP32 of INT8 and FP8, in dB, in the largest shape of each bench."""
-    rows = []
-    for bench in data.benches:
-        found = []
-        for cell in bench.configs:
-            pair = [row_of(cell, name) for name in ("int8", "unpadded-fp8")]
-            errors = [row.rel_error for row in pair if row is not None and row.rel_error]
-            if len(errors) == len(pair):
-                shape = f"{cell.batch} x {cell.length or label(bench.settings.dataset or '')}"
-                found.append((cell.real_tokens, shape, errors))
-        if found:
-            _, shape, errors = max(found)
-            weights = "random" if bench.target.random_weights else "trained"
-            rows.append([bench.target.name, weights, shape, *(f"{-20 * math.log10(e):.1f}" for e in errors)])
-    return table(["model", "weights", "batch x tokens", "INT8, dB", "FP8, dB"], sorted(rows))
 
 
 def cpu_table(data: Data, *, amx: bool) -> str:
@@ -506,27 +496,52 @@ def cpu_table(data: Data, *, amx: bool) -> str:
         labels = {system.name: system.label for system in bench.systems}
         for cell in bench.configs:
             best = over_fastest(bench.systems, cell, "int8")
-            others = [speedup_of(cell, "int8", each) for each in ("nncf-openvino", "dynamic-onnxruntime")]
+            nncf, dynamic = (
+                speedup_of(cell, "int8", each) for each in ("nncf-openvino", "dynamic-onnxruntime")
+            )
             shape = f"{cell.batch} x {cell.length or label(bench.settings.dataset or '')}"
+            shape += ", 1 thread" if bench.settings.threads == 1 else ""
             if best is not None:
                 fastest.add(labels[best.baseline])
-                ratios = (_ratio(each, interval=True) for each in (best, *others))
-                rows.append([bench.target.name, shape, figures.latency(best.system_ms), *ratios])
+                one, base = cell.batch == 1, bench.target.name.startswith("bert-base")
+                aims = (2.2 if base else 1.6) if one else 1.8 if base else 1.4, 1.15
+                aims = aims if amx else (1.7, 1.1 if one else 1.15)
+                told = (_aimed(ratio, aim) for ratio, aim in zip((best, nncf), aims, strict=True))
+                rows.append(
+                    [
+                        bench.target.name,
+                        shape,
+                        figures.latency(best.system_ms),
+                        *told,
+                        _ratio(dynamic, interval=True),
+                    ]
+                )
     over = f"over {' or '.join(sorted(fastest))}"
     header = ["model", "batch x tokens", "INT8, ms", over, "over NNCF", "over dynamic"]
     return table(header, rows)
 
 
+def _aimed(ratio: Speedup | None, aim: float) -> str:
+    missed = ratio is not None and ratio.leading.value < aim
+    return _ratio(ratio, interval=True) + (f" ({aim}x)" if missed else "")
+
+
 def cpu_kernels_table(_: Data) -> str:
-    """Kernel times of engines on CPUs, by tools/cpu_kernels.py: of INT8, NNCF and no INT8, or of INT8."""
+    """Kernel times on CPUs in batches, by tools/cpu_kernels.py: of INT8, its rival and no INT8."""
     rows, kinds = [], list[str]()
     for told in json.loads((ROOT / MEASURED / "kernels.json").read_text(encoding="utf-8")):
+        batch, tokens = told["shape"].split(" x ")
+        if batch == "1" or tokens in ("32", "mrpc"):
+            continue
         unit, systems = "AMX" if "amx" in told["cpu"] else "VNNI", told["systems"].values()
-        kinds = [*told["systems"]["INT8"]]
-        cells = ("/".join(f"{sums[kind]:.1f}" for sums in systems) for kind in kinds)
-        whole = "/".join(f"{sum(sums.values()):.1f}" for sums in systems)
-        rows.append([f"{told['model']}, {told['shape']}, {unit}", *cells, whole])
-    return table(["ms", *kinds, "all"], rows)
+        kinds = [kind for kind in told["systems"]["INT8"] if kind not in ("elementwise", "other")]
+        columns = [[sums[kind] for sums in systems] for kind in kinds]
+        whole = [sum(sums.values()) for sums in systems]
+        columns += [[ms - sum(all_) for ms, *all_ in zip(whole, *columns, strict=True)], whole]
+        cells = ("/".join(f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}" for ms in each) for each in columns)
+        ort = ", ONNX Runtime" if told["runtime"].startswith("onnx") else ""
+        rows.append([f"{told['model']}, {batch} x {label(tokens)}, {unit}{ort}", *cells])
+    return table(["ms", *kinds, "rest", "all"], rows)
 
 
 def cost_table(data: Data) -> str:
@@ -1003,7 +1018,8 @@ def real_words(data: Data) -> str:
 def cpu_words(data: Data) -> str:
     """What INT8 gains over the fastest without for one text of 128 tokens, on each CPU."""
     found: dict[str, str] = {}
-    for bench in (each for each in data.benches if each.cpu and each.target.name.startswith("minilm")):
+    benches = (each for each in data.benches if each.cpu and each.settings.threads != 1)
+    for bench in (each for each in benches if each.target.name.startswith("minilm")):
         cell = next((each for each in bench.configs if (each.batch, each.length) == (1, 128)), None)
         best = over_fastest(bench.systems, cell, "int8") if cell else None
         if best is not None and bench.cpu is not None:
@@ -1029,7 +1045,6 @@ FIGURES: dict[str, Callable[[Data], str]] = {
     "kernels": lambda data: _by_gpu(data, int, "batch x tokens"),
     "lengths": lambda data: _by_gpu(data, str, "batch x split"),
     "fp8": lambda data: _beside_unpadded(data, "int8", ("unpadded-fp8", "FP8"), (UNPADDED, "FP16")),
-    "fp8-noise": noise_table,
     "portable": lambda data: _beside_unpadded(data, "int8-fused-ptx", (UNPADDED, "FP16")),  # by mma.sync
     "cpu-amx": partial(cpu_table, amx=True),
     "cpu": partial(cpu_table, amx=False),
@@ -1087,7 +1102,7 @@ def fill(before: str, page: str, made: Callable[[str], str]) -> str:
 
 def figures_of(runs: Sequence[Record], benches: Sequence[Bench]) -> list[Figure]:
     accuracy: dict[tuple[str, str], list[Accuracy]] = defaultdict(list)
-    speed: dict[tuple[str, str], dict[tuple[str, int, int], Speed]] = defaultdict(dict)
+    speed: dict[tuple[str, str], dict[tuple[str, int, int], tuple[int, Speed]]] = defaultdict(dict)
     for run in runs:
         name = run.recipe["name"]
         backends = shipped.backends_of(run.engine.backend if run.engine else "tensorrt")
@@ -1097,14 +1112,15 @@ def figures_of(runs: Sequence[Record], benches: Sequence[Bench]) -> list[Figure]
         for recipe, backends, row in _speeds(bench):
             least, shape = speed[recipe, backends], (row.model, row.length, row.batch)
             # the smallest, as benches do not all time the same others
-            least[shape] = min(least.get(shape, row), row, key=lambda each: each.value)
+            now = _age(bench, backends), row
+            least[shape] = min(least.get(shape, now), now, key=lambda each: (each[0], each[1].value))
     order = [*shipped_recipes()]
     return [
         Figure(
             recipe=key[0],
             backends=key[1],
             accuracy=tuple(sorted(accuracy[key], key=lambda row: (row.task, row.model, row.where))),
-            speed=tuple(speed[key][shape] for shape in sorted(speed[key])),
+            speed=tuple(speed[key][shape][1] for shape in sorted(speed[key])),
         )
         for key in sorted({*accuracy, *speed}, key=lambda key: (order.index(key[0]), key[1]))
     ]
@@ -1133,9 +1149,10 @@ def _accuracies(run: Record) -> Iterator[Accuracy]:
 
 
 def _speeds(bench: Bench) -> Iterator[tuple[str, shipped.Backends, Speed]]:
-    """Yield the speed-ups of shipped recipes at fixed shapes."""
+    """Yield the speed-ups of shipped recipes at fixed shapes, those of `cuda` with its present softmax."""
     for recipe, backend, cell, best in timed(bench):
-        if recipe not in shipped_recipes() or cell.length is None:
+        former = _age(bench, backend) > 1
+        if recipe not in shipped_recipes() or cell.length is None or former:
             continue
         peer = row_of(cell, UNPADDED)
         system = next(each for each in bench.systems if each.name == best.system)
@@ -1178,10 +1195,9 @@ def accuracy_rows(data: Data) -> Iterator[dict[str, Any]]:
 
 def speed_rows(data: Data) -> Iterator[dict[str, Any]]:
     for bench in data.benches:
-        backends = ((system, system.backend.partition(" ")[0]) for system in bench.systems)
-        labels = {system.name: system.label for system, name in backends if not _is_former(bench, name)}
+        labels = {system.name: system.label for system in bench.systems}
         for cell in bench.configs:
-            for row in (row for row in cell.rows if row.system in labels and row.median_ms is not None):
+            for row in (row for row in cell.rows if row.median_ms is not None):
                 best = over_fastest(bench.systems, cell, row.system)
                 yield {
                     "model": bench.target.name, "recipe": bench.recipe.get("name"), "where": _device(bench),

@@ -3,10 +3,12 @@
 import contextlib
 import io
 import logging
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -51,7 +53,7 @@ def prepare_on_cpu(here: systems.Preparation) -> list[systems.Entry]:
         runs = RUNS[system.kind](here, system)
         lanes = {
             count: [measure.HostLane(run, sets) for run in runs.lanes(count)]
-            for count in dict.fromkeys((1, *(() if split else here.options.streams)))
+            for count in dict.fromkeys((1, *here.options.streams))
         }
         for shared in lanes.values():
             shared[0].launch()  # what compiles when it first runs fails here, as a gap and not in a round
@@ -97,14 +99,7 @@ def _export_runs(here: systems.Preparation, system: systems.System) -> CpuRuns:
 def _dynamic_runs(here: systems.Preparation, _: systems.System) -> CpuRuns:
     models = here.work.models
     if "dynamic" not in models:
-        from onnxruntime.quantization import QuantType, quantize_dynamic
-
-        path = here.folder / "model.dynamic.onnx"
-        path.parent.mkdir(exist_ok=True)
-        here.stack.callback(path.unlink, missing_ok=True)
-        with _silent():
-            quantize_dynamic(here.target.graphs["fp32"], path, weight_type=QuantType.QInt8, per_channel=True)
-        models["dynamic"] = path.read_bytes()
+        models["dynamic"] = quantize_dynamically(here.target)
     lanes = _compiled_lanes(here, "onnxruntime", models["dynamic"], "fp32")
     return CpuRuns(lanes, "onnxruntime.quantization.quantize_dynamic, QInt8 weights per channel")
 
@@ -116,6 +111,16 @@ def _nncf_runs(here: systems.Preparation, _: systems.System) -> CpuRuns:
     compute: cpu_runtimes.Compute = "bf16" if find_cpu().bf16 else "fp32"
     lanes = _compiled_lanes(here, "openvino", models["nncf"], compute)
     return CpuRuns(lanes, f"nncf.quantize, transformer, mixed preset; {compute.upper()} where not INT8")
+
+
+def quantize_dynamically(target: Target) -> bytes:
+    """Return the FP32 export in ONNX Runtime's dynamic INT8, with weights per channel."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    with tempfile.TemporaryDirectory(prefix="qdqbench-dynamic-") as folder, _silent():
+        path = Path(folder) / "model.onnx"
+        quantize_dynamic(target.graphs["fp32"], path, weight_type=QuantType.QInt8, per_channel=True)
+        return path.read_bytes()
 
 
 def quantize_with_nncf(target: Target) -> Any:

@@ -233,7 +233,8 @@ def _burst(system: ReadySystem, pace: tuple[int, int], effort: Effort) -> Burst:
         if len(lanes := system.at(streams)) < streams:
             continue
         each = max(min(count, effort.least), math.ceil(count / streams))
-        timer.wall(lanes, 1)  # the other streams are cold
+        if warm:
+            timer.wall(lanes, 1)  # the other streams are cold
         rates[streams] = each * streams / timer.wall(lanes, each)
     return Burst(latencies, rates, start, time.monotonic(), 1000 * spent / count)
 

@@ -236,7 +236,7 @@ def _measure_config(result: Bench, here: Preparation, monitor: GpuMonitor | None
     """Prepare, verify, measure, verify again; adds the config and what is wrong with it to the result."""
     options, config, split = here.options, here.config, here.config.split
     on_cpu, clock = options.device == "cpu", time.monotonic()
-    streams = () if split else tuple(options.streams)
+    streams = () if split and not on_cpu else tuple(options.streams)
     least, rest_s = (1 if split else CPU_LEAST, CPU_REST_S) if on_cpu else (Effort.least, 0.0)
     effort = Effort(options.rounds, options.duration_s, options.iterations, streams, least, rest_s)
     if options.quick and on_cpu:

@@ -305,13 +305,15 @@ def test_a_device_error_ends_the_bench_and_keeps_what_was_saved(machine, target,
     assert not saved[0].complete
 
 
-def test_dataset_are_a_cell_of_the_whole_split(machine, target):
+@pytest.mark.parametrize(("device", "streams"), [("gpu", []), ("cpu", [1, 2])])
+def test_dataset_are_a_cell_of_the_whole_split(machine, target, monkeypatch, device, streams):
+    monkeypatch.setattr(bench_run, "prepare_on_cpu", machine.prepare)
     batches = [
         {name: np.ones((rows, length), dtype=np.int64) for name in ("input_ids", "attention_mask")}
         for rows, length in ((32, 48), (32, 24), (32, 24), (8, 16))
     ]
     split = BatchedSplit("sst2", 32, batches, [32, 32, 32, 8], 104, 2000, bucketed=True)
-    changes = {"batches": [1], "dataset": "sst2", "splits": (split,)}
+    changes = {"batches": [1], "dataset": "sst2", "splits": (split,), "device": device}
     found = measure(target, OPTIONS.model_copy(update=changes))
     cell = found.configs[-1]
     assert (cell.kind, cell.batch, cell.length, cell.sequences, cell.shapes) == ("dataset", 32, None, 104, 3)
@@ -319,7 +321,7 @@ def test_dataset_are_a_cell_of_the_whole_split(machine, target):
     assert (cell.real_tokens, cell.padded_tokens) == (2000, 32 * 48 + 64 * 24 + 8 * 16)
     made = row(cell, "int8")
     assert made.sequences_per_s == pytest.approx(104 * 1000)
-    assert made.throughput == []
+    assert [rate.streams for rate in made.throughput] == streams
     assert found.settings.dataset == "sst2"
 
 
