@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import compress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -59,7 +60,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MEASURED = "docs/measured"
 RUNS, BENCHES = "runs", "benches"  # folders there
 CALIBRATION = "calibration.json"  # there: when calibration last changed; accuracy from before it is no more
-TIMED_SINCE = "2026-11-29T13:47", "2026-11-30T02:00"  # since when `cuda` has its softmax, and its tiles
+TIMED_SINCE = "2026-11-30T02:00"  # since when `cuda` has its kernels; speed from before it is no more
 FIGURES_FILE = "recipes/figures.json"
 BEGIN, END = "<!-- figures:{} -->", "<!-- figures:end -->"
 SQUAD = "squad-lengths"  # in the path of made-up rows
@@ -95,11 +96,8 @@ class Data:
 
     @cached_property
     def lowest(self) -> "dict[Timed, Speedup]":
-        """The lowest speed-up that benches of one shape measured: the one figure of it everywhere.
-
-        Of backend `cuda` those with the newest kernels count.
-        """
-        found: dict[Timed, tuple[int, Speedup]] = {}
+        """The lowest speed-up that benches of one shape measured: the one figure of it everywhere."""
+        found: dict[Timed, Speedup] = {}
         for bench in self.benches:
             largest = max((cell.batch for cell in bench.configs if cell.length is None), default=0)
             for recipe, backend, cell, best in timed(bench):
@@ -107,9 +105,8 @@ class Data:
                     continue  # of a data set, the throughput
                 shape = cell.batch, cell.length or label(bench.settings.dataset or "")
                 key = _device(bench), bench.target.name, recipe.partition("-")[2], backend, *shape
-                now = _age(bench, backend), best
-                found[key] = min(found.get(key, now), now, key=lambda each: (each[0], each[1].value))
-        return {key: best for key, (_, best) in found.items()}
+                found[key] = min(found.get(key, best), best, key=lambda each: each.value)
+        return found
 
     @cached_property
     def figures(self) -> list[Figure]:
@@ -366,14 +363,9 @@ def timed(bench: Bench) -> Iterator[tuple[str, str, BenchConfig, Speedup]]:
                 yield name, backend, cell, best
 
 
-def _age(bench: Bench, backend: str = "cuda") -> int:
-    """Return how many of the newest changes of speed kernels of `cuda` did not have yet."""
-    return sum(bench.created < since for since in TIMED_SINCE) if backend == "cuda" else 0
-
-
 def _is_former(bench: Bench, backend: str = "cuda") -> bool:
-    """Return whether `cuda` had another softmax, on a GPU that has timed the present one."""
-    return _device(bench) == H200 and _age(bench, backend) > 1
+    """Return whether `cuda` had other kernels."""
+    return backend == "cuda" and bench.created < TIMED_SINCE
 
 
 Timed = tuple[str, str, str, str, int, int | str]  # device, model, recipe, backend, batch, tokens or data set
@@ -461,15 +453,15 @@ def _by_gpu(data: Data, kind: type, title: str) -> str:
     rows = []
     for model, batch, tokens in dict.fromkeys((key[1], *key[4:]) for key in order):
         cells = [speed_of(data, gpu, model, FUSED, backend, batch, tokens) for gpu, backend in columns]
-        if any(cells[::2]):  # of `cuda`
-            rows.append([model, f"{batch} x {tokens}", *map(_ratio, cells)])
-    names = [f"{gpu.split()[1]}, {label(backend)}" for gpu, backend in columns]
-    return table(["model", title, *names], rows)
+        rows.append([model, f"{batch} x {tokens}", *map(_ratio, cells)])
+    names = ["model", title, *(f"{gpu.split()[1]}, {label(backend)}" for gpu, backend in columns)]
+    filled = [any(row[place] for row in rows) for place in range(len(names))]
+    return table([*compress(names, filled)], [[*compress(row, filled)] for row in rows])
 
 
 def _beside_unpadded(data: Data, own: str, *others: tuple[str, str]) -> str:
     """Of several benches of a shape the one with the lowest ratio counts, as everywhere."""
-    found: dict[str, tuple[tuple[int, float], list[str]]] = {}
+    found: dict[str, tuple[float, list[str]]] = {}
     for bench, cell in ((each, cell) for each in data.benches for cell in each.configs):
         timed = [row_of(cell, name) for name in (own, *(name for name, _ in others))]
         ready = all(row is not None and row.median_ms is not None for row in timed)
@@ -479,12 +471,30 @@ def _beside_unpadded(data: Data, own: str, *others: tuple[str, str]) -> str:
             shape = f"{bench.target.name}, {cell.batch} x {cell.length}, {_device(bench).split()[-1]}"
             times = [figures.latency(row.median_ms or 0.0) for row in (first, *rest)]
             cells = [*times, *(_ratio(ratio, interval=True) for ratio in ratios)]
-            now = (_age(bench), min(ratio.value for ratio in ratios)), cells
+            now = min(ratio.value for ratio in ratios), cells
             found[shape] = min(found.get(shape, now), now, key=lambda each: each[0])
     precisions = [name for _, name in others]
     header = ["model, batch x tokens, GPU", "INT8, ms", *(f"{name}, ms" for name in precisions)]
     rows = [[shape, *cells] for shape, (_, cells) in found.items()]
     return table([*header, *(f"INT8 over {name}" for name in precisions)], rows)
+
+
+def noise_table(data: Data) -> str:
+    """SQNR of the answers over FP32 of INT8 and FP8, in dB, in the largest shape of each bench."""
+    rows = []
+    for bench in data.benches:
+        found = []
+        for cell in bench.configs:
+            pair = [row_of(cell, name) for name in ("int8", "unpadded-fp8")]
+            errors = [row.rel_error for row in pair if row is not None and row.rel_error]
+            if len(errors) == len(pair):
+                shape = f"{cell.batch} x {cell.length or label(bench.settings.dataset or '')}"
+                found.append((cell.real_tokens, shape, errors))
+        if found:
+            _, shape, errors = max(found)
+            weights = "random" if bench.target.random_weights else "trained"
+            rows.append([bench.target.name, weights, shape, *(f"{-20 * math.log10(e):.1f}" for e in errors)])
+    return table(["model", "weights", "batch x tokens", "INT8, dB", "FP8, dB"], sorted(rows))
 
 
 def cpu_table(data: Data, *, amx: bool) -> str:
@@ -1045,6 +1055,7 @@ FIGURES: dict[str, Callable[[Data], str]] = {
     "kernels": lambda data: _by_gpu(data, int, "batch x tokens"),
     "lengths": lambda data: _by_gpu(data, str, "batch x split"),
     "fp8": lambda data: _beside_unpadded(data, "int8", ("unpadded-fp8", "FP8"), (UNPADDED, "FP16")),
+    "fp8-noise": noise_table,
     "portable": lambda data: _beside_unpadded(data, "int8-fused-ptx", (UNPADDED, "FP16")),  # by mma.sync
     "cpu-amx": partial(cpu_table, amx=True),
     "cpu": partial(cpu_table, amx=False),
@@ -1102,7 +1113,7 @@ def fill(before: str, page: str, made: Callable[[str], str]) -> str:
 
 def figures_of(runs: Sequence[Record], benches: Sequence[Bench]) -> list[Figure]:
     accuracy: dict[tuple[str, str], list[Accuracy]] = defaultdict(list)
-    speed: dict[tuple[str, str], dict[tuple[str, int, int], tuple[int, Speed]]] = defaultdict(dict)
+    speed: dict[tuple[str, str], dict[tuple[str, int, int], Speed]] = defaultdict(dict)
     for run in runs:
         name = run.recipe["name"]
         backends = shipped.backends_of(run.engine.backend if run.engine else "tensorrt")
@@ -1112,15 +1123,14 @@ def figures_of(runs: Sequence[Record], benches: Sequence[Bench]) -> list[Figure]
         for recipe, backends, row in _speeds(bench):
             least, shape = speed[recipe, backends], (row.model, row.length, row.batch)
             # the smallest, as benches do not all time the same others
-            now = _age(bench, backends), row
-            least[shape] = min(least.get(shape, now), now, key=lambda each: (each[0], each[1].value))
+            least[shape] = min(least.get(shape, row), row, key=lambda each: each.value)
     order = [*shipped_recipes()]
     return [
         Figure(
             recipe=key[0],
             backends=key[1],
             accuracy=tuple(sorted(accuracy[key], key=lambda row: (row.task, row.model, row.where))),
-            speed=tuple(speed[key][shape][1] for shape in sorted(speed[key])),
+            speed=tuple(speed[key][shape] for shape in sorted(speed[key])),
         )
         for key in sorted({*accuracy, *speed}, key=lambda key: (order.index(key[0]), key[1]))
     ]
@@ -1149,10 +1159,9 @@ def _accuracies(run: Record) -> Iterator[Accuracy]:
 
 
 def _speeds(bench: Bench) -> Iterator[tuple[str, shipped.Backends, Speed]]:
-    """Yield the speed-ups of shipped recipes at fixed shapes, those of `cuda` with its present softmax."""
+    """Yield the speed-ups of shipped recipes at fixed shapes."""
     for recipe, backend, cell, best in timed(bench):
-        former = _age(bench, backend) > 1
-        if recipe not in shipped_recipes() or cell.length is None or former:
+        if recipe not in shipped_recipes() or cell.length is None:
             continue
         peer = row_of(cell, UNPADDED)
         system = next(each for each in bench.systems if each.name == best.system)
@@ -1195,9 +1204,10 @@ def accuracy_rows(data: Data) -> Iterator[dict[str, Any]]:
 
 def speed_rows(data: Data) -> Iterator[dict[str, Any]]:
     for bench in data.benches:
-        labels = {system.name: system.label for system in bench.systems}
+        backends = ((system, system.backend.partition(" ")[0]) for system in bench.systems)
+        labels = {system.name: system.label for system, name in backends if not _is_former(bench, name)}
         for cell in bench.configs:
-            for row in (row for row in cell.rows if row.median_ms is not None):
+            for row in (row for row in cell.rows if row.system in labels and row.median_ms is not None):
                 best = over_fastest(bench.systems, cell, row.system)
                 yield {
                     "model": bench.target.name, "recipe": bench.recipe.get("name"), "where": _device(bench),

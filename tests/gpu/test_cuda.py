@@ -26,13 +26,14 @@ from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.model import load_kernels
 from qdqbench.quantize.engine.cuda.names import (
     TARGETS,
+    count_columns,
     find_target,
     list_kernels,
     most_codes,
 )
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Attention, Head, Linear
-from qdqbench.quantize.engine.cuda.runtime import PACKED, CudaEngine, choose_graph, fill
+from qdqbench.quantize.engine.cuda.runtime import PACKED, CudaEngine, choose_bucket, choose_graph, fill
 from qdqbench.quantize.engine.cuda.tiles import may_split
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, pack_tokens
 from qdqbench.quantize.engine.profiles import Profile
@@ -202,7 +203,8 @@ def test_other_targets_make_the_same_bits(epilogue, name, monkeypatch):
         tokens = give_states([m], {"x": k, "r": n})
         first, second = (CudaEngine(plan, arrays, *each) for each in zip(codes, (own, other), strict=True))
         forms = [tile._replace(parts=parts) for tile in other.tiles for parts in (1, 2, 4, 8)]
-        forms = [form for form in forms if may_split(form, max(64, m), n, k, second._multiprocessors)]
+        sizes = choose_bucket(m), count_columns(plan.operations[2], plan), k  # a gate has columns too
+        forms = [form for form in forms if may_split(form, *sizes, second._multiprocessors)]
         wanted = answer_of(first, tokens)
         for form in forms:
             monkeypatch.setattr(runtime, "guess_form", lambda *_, form=form: form)

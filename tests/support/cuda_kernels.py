@@ -42,7 +42,14 @@ EPILOGUES = [  # activation, residual and output of a GEMM
 
 
 def compare(
-    name: str, got: Array, wanted: Array, *, share: float = SHARE, few: int = 3, steps: int = 1
+    name: str,
+    got: Array,
+    wanted: Array,
+    *,
+    share: float = SHARE,
+    few: int = 3,
+    steps: int = 1,
+    least: float = 2e-3,
 ) -> None:
     """Codes are equal but for rounding borders, FP16 and FP32 but for the order of sums.
 
@@ -55,7 +62,7 @@ def compare(
         assert off.max(initial=0) <= steps, name
         assert (off > 0).sum() <= max(few, share * off.size), name
     else:
-        assert off.max(initial=0) <= max(2e-3, 4e-3 * np.abs(wanted).max()), name
+        assert off.max(initial=0) <= max(least, 4e-3 * np.abs(wanted).max()), name
 
 
 def compare_kernels(engine: CudaEngine, tokens: Tokens) -> None:
@@ -74,7 +81,9 @@ def compare_kernels(engine: CudaEngine, tokens: Tokens) -> None:
             if linear and wanted.dtype == np.int8:
                 assert (values[name] == wanted).all(), name  # sums of integers are exact
             limits: dict[str, Any] = {}
-            if isinstance(operation, Attention):
+            if isinstance(operation, Head):  # sums of |terms| are up to 20, of states rounded to FP16
+                limits = {"least": 5e-3}
+            elif isinstance(operation, Attention):
                 row_max = operation.row_max
                 limits = {"few": operation.head_size, "steps": 1 if row_max else 2}
                 limits["share"] = GELU_SHARE if row_max else SHARE

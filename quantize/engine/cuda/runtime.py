@@ -150,6 +150,8 @@ def launch_mma_gemm(  # noqa: PLR0913, PLR0917
 ) -> None:
     """Launch an instance of gemm_mma.cu on INT8 [M, K] and [N, K], with room for sums of parts of K."""
     count = -(-call.m // tile.m) * -(-call.n // tile.n)
+    if tile.parts > 1 and count * tile.parts > MOST_ITEMS * multiprocessors:
+        raise QdqError(f"gemm_{tile} of {call.m} x {call.n} has no room for the sums of {tile.parts} parts")
     grid = min(tile.blocks * multiprocessors, count * tile.parts)
     done = scratch.data_ptr()
     split = SplitArguments(done, done + 4 * MOST_ITEMS * multiprocessors, tile.parts)

@@ -203,19 +203,26 @@ def test_the_lowest_of_several_benches_is_the_one_figure_of_a_shape():
     assert figures_of([], [once]) == []
 
 
-def test_the_newest_kernels_of_cuda_count_before_older_ones():
-    lowest = []
-    for created in ("2026-11-29T14:00", "2026-11-30T03:00"):
-        old, new = bench_of(factor=0.5), bench_of(engine_shapes="exact")
-        for bench, when in ((old, "2026-11-29T14:00"), (new, created)):
-            bench.created = when
-            for system in bench.systems:
-                system.backend = system.backend.replace("tensorrt_rtx", "cuda")
-        lowest.append({key: best.value for key, best in Data([], [old, new]).lowest.items()})
-    assert lowest[0].keys() == lowest[1].keys() != set()
-    assert all(value == pytest.approx(2 * lowest[0][key]) for key, value in lowest[1].items())
-    old.created = "2026-11-29T13:00"  # with another softmax
-    assert not Data([], [old]).lowest
+def test_former_kernels_of_cuda_are_in_no_figure():
+    bench = bench_of(engine_shapes="exact")
+    for system in (each for each in bench.systems if each.precision == "int8"):
+        system.backend = "cuda 0.1.0"
+    shown = []
+    for bench.created in ("2026-11-30T03:00", "2026-11-29T23:00"):
+        data = Data([], [bench])
+        shown.append((len(data.lowest), len(data.figures), len([*tables.speed_rows(data)])))
+    assert all(now > former for now, former in zip(*shown, strict=True))
+    assert shown[1][:2] == (0, 0)
+    assert shown[1][2] > 0  # other systems of the bench
+
+
+def test_noise_is_in_decibels():
+    bench = bench_of()
+    cell = bench.configs[0]
+    fp8 = cell.rows[0].model_copy(update={"system": "unpadded-fp8", "rel_error": 0.1})
+    cell.rows = [cell.rows[0].model_copy(update={"system": "int8", "rel_error": 0.01}), fp8]
+    (row,) = tables.noise_table(Data([], [bench])).strip().splitlines()[2:]
+    assert row.endswith(f"| {cell.batch} x {cell.length} | 40.0 | 20.0 |")
 
 
 def test_an_engine_of_another_recipe_in_a_bench_is_of_that_recipe():

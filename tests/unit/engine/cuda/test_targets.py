@@ -31,7 +31,7 @@ from qdqbench.quantize.engine.cuda.names import (
 )
 from qdqbench.quantize.engine.cuda.runtime import NORM_BLOCKS, choose_heads, fit_attention
 from qdqbench.quantize.engine.cuda.tiles import MOST_ITEMS, TileFile, guess_form, list_forms, may_split
-from qdqbench.quantize.utils.errors import MissingDevice, UserError
+from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
 
 from ....support.cubins import read_resources
 from ....support.cuda_kernels import EPILOGUES, make_gemm
@@ -235,6 +235,12 @@ def test_every_form_has_room_for_its_sums(m, n, k, multiprocessors, target):
         assert may_split(form, m, n, k, multiprocessors)
         items = -(-m // form.m) * -(-n // form.n) * form.parts
         assert form.parts == 1 or (items <= MOST_ITEMS * multiprocessors and form.parts <= -(-k // form.k))
+
+
+def test_a_gemm_whose_sums_have_no_room_is_not_launched():
+    form, call = AMPERE.tiles[-1]._replace(parts=8), GemmArguments(m=320, n=1536, k=3072)
+    with pytest.raises(QdqError, match="gemm_32_64 of 320 x 1536 has no room for the sums of 8 parts"):
+        runtime.launch_mma_gemm(None, "none", form, 132, None, None, None, call)
 
 
 def test_the_fastest_tiles_are_kept_and_hostile_files_are_not_read(tmp_path, monkeypatch):
