@@ -74,7 +74,7 @@ MPNET = "mpnet-second"  # trained as TRAINED; its embedder is not trained
 IN_TENSORRT = {  # models in TensorRT-RTX, with names of their trainings
     "MiniLM-L6": ("minilm-l6", "minilm-l6-third"),
     "BERT-base": ("bert-base-fifth", "bert-base-fifth-embed"),
-    "MPNet": ("mpnet-third", "mpnet"),
+    "MPNet": ("mpnet-fourth", "mpnet"),
 }
 
 
@@ -459,22 +459,29 @@ def _by_gpu(data: Data, kind: type, title: str) -> str:
     return table([*compress(names, filled)], [[*compress(row, filled)] for row in rows])
 
 
-def _beside_unpadded(data: Data, own: str, *others: tuple[str, str]) -> str:
+FP16 = "fastest FP16"  # of a cell
+LEAST = 128  # tokens of a row in the tables beside FP8
+
+
+def _beside_others(data: Data, own: str, *others: tuple[str, str]) -> str:
     """Of several benches of a shape the one with the lowest ratio counts, as everywhere."""
     found: dict[str, tuple[float, list[str]]] = {}
     for bench, cell in ((each, cell) for each in data.benches for cell in each.configs):
-        timed = [row_of(cell, name) for name in (own, *(name for name, _ in others))]
+        half = [each for each in bench.systems if each.precision not in ("int8", "fp8")]
+        best = over_fastest([*half, *(each for each in bench.systems if each.name == own)], cell, own)
+        names = (best.baseline if best and name == FP16 else name for name, _ in others)
+        timed = [row_of(cell, name) for name in (own, *names)]
         ready = all(row is not None and row.median_ms is not None for row in timed)
-        if ready and cell.length is not None and not _is_former(bench):
+        if ready and (cell.length or 0) >= LEAST and not _is_former(bench):
             first, *rest = (row for row in timed if row is not None)
             ratios = [speedup_between(first, row, "", bench.settings.seed, None) for row in rest]
-            shape = f"{bench.target.name}, {cell.batch} x {cell.length}, {_device(bench).split()[-1]}"
+            shape = f"{bench.target.name}, {cell.batch} x {cell.length}"
             times = [figures.latency(row.median_ms or 0.0) for row in (first, *rest)]
             cells = [*times, *(_ratio(ratio, interval=True) for ratio in ratios)]
             now = min(ratio.value for ratio in ratios), cells
             found[shape] = min(found.get(shape, now), now, key=lambda each: each[0])
     precisions = [name for _, name in others]
-    header = ["model, batch x tokens, GPU", "INT8, ms", *(f"{name}, ms" for name in precisions)]
+    header = ["model, batch x tokens", "INT8, ms", *(f"{name}, ms" for name in precisions)]
     rows = [[shape, *cells] for shape, (_, cells) in found.items()]
     return table([*header, *(f"INT8 over {name}" for name in precisions)], rows)
 
@@ -492,9 +499,11 @@ def noise_table(data: Data) -> str:
                 found.append((cell.real_tokens, shape, errors))
         if found:
             _, shape, errors = max(found)
-            weights = "random" if bench.target.random_weights else "trained"
-            rows.append([bench.target.name, weights, shape, *(f"{-20 * math.log10(e):.1f}" for e in errors)])
-    return table(["model", "weights", "batch x tokens", "INT8, dB", "FP8, dB"], sorted(rows))
+            trained = "" if bench.target.random_weights else ", trained"
+            rows.append(
+                [f"{bench.target.name}{trained}, {shape}", *(f"{-20 * math.log10(e):.1f}" for e in errors)]
+            )
+    return table(["model, batch x tokens", "INT8, dB", "FP8, dB"], sorted(rows))
 
 
 def cpu_table(data: Data, *, amx: bool) -> str:
@@ -1054,9 +1063,9 @@ FIGURES: dict[str, Callable[[Data], str]] = {
     # `cuda` and TensorRT-RTX on two GPUs: at fixed shapes, then in the largest batches of data sets
     "kernels": lambda data: _by_gpu(data, int, "batch x tokens"),
     "lengths": lambda data: _by_gpu(data, str, "batch x split"),
-    "fp8": lambda data: _beside_unpadded(data, "int8", ("unpadded-fp8", "FP8"), (UNPADDED, "FP16")),
+    "fp8": lambda data: _beside_others(data, "int8", ("unpadded-fp8", "FP8")),
     "fp8-noise": noise_table,
-    "portable": lambda data: _beside_unpadded(data, "int8-fused-ptx", (UNPADDED, "FP16")),  # by mma.sync
+    "portable": lambda data: _beside_others(data, "int8-fused-ptx", (FP16, "FP16")),  # by mma.sync
     "cpu-amx": partial(cpu_table, amx=True),
     "cpu": partial(cpu_table, amx=False),
     "cpu-kernels": cpu_kernels_table,
