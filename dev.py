@@ -110,9 +110,11 @@ def lint() -> None:
 
 def test(words: list[str]) -> None:
     """Run the tests, and the linters next to them; the failure of either is ours."""
-    # compiling modules is half of an installation, on one core: it goes beside the download of bindings
+    # compiling modules is half of an installation: it takes all cores, beside the download of bindings; ours
+    # are for the processes that tests start, where PYTHONDONTWRITEBYTECODE is set
     compiled = not install("dev", "--no-compile")
-    compile_all = [BIN / "python", "-m", "compileall", "-qq", "-x", NOT_COMPILED, VENV]
+    folders = [VENV, *(ROOT / name for name in ("api", "eval", "quantize"))]
+    compile_all = [BIN / "python", "-m", "compileall", "-qq", "-j0", "-x", NOT_COMPILED, *folders]
     compiling = None if compiled else subprocess.Popen(compile_all)
     call("sh", ROOT / "tools" / "fetch_bindings.sh", BIN / "python")
     given = [word for word in words if word != "--all"]

@@ -61,6 +61,14 @@ def _one_command_line():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_disks():
+    """What tests write need not survive a power cut."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory):
     """A folder by name that one of all workers makes, never to be written to: `make` is given its path."""

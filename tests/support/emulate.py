@@ -26,9 +26,12 @@ FLAGS = ["-std=c++20", "-O1", "-w", "-fPIC", "-shared", f"-I{FOLDER}", f"-I{KERN
 HOPPER = next(target for target in TARGETS if target.wgmma)
 
 
-def compile_kernels(plans: Iterable[Plan], folder: Path, target: Target = HOPPER) -> None:
-    """Write a library for each source file that plans need."""
-    for source, instances in list_lines(plans, target).items():
+def compile_kernels(
+    plans: Iterable[Plan], folder: Path, target: Target = HOPPER, only: str | None = None
+) -> None:
+    """Write a library for each source file that plans need, or for one of them."""
+    lines = list_lines(plans, target)
+    for source, instances in lines.items() if only is None else [(only, lines[only])]:
         text = "\n".join([read_source(f"{source}.cu"), *instances, ""])
         compile_text(text, folder / source, f"-DAMPERE={int(target.name != '7.5')}")
 

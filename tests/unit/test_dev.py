@@ -102,6 +102,28 @@ def test_only_all_tests_draw_at_random_and_linters_count(monkeypatch, capsys, wo
     assert (drawn.database is None) == (profile == "fixed")
 
 
+def test_what_was_installed_is_compiled_on_all_cores_with_our_modules(monkeypatch):
+    """Before the tests, whose processes may not write what they compile."""
+    monkeypatch.setattr(sys, "argv", ["dev.py", "test"])
+    started, replaced = [], DEV["main"].__globals__
+    monkeypatch.setitem(replaced, "install", lambda *_: True)
+    monkeypatch.setitem(replaced, "call", lambda *_: None)
+    monkeypatch.setitem(replaced, "run", lambda *told, **_: started.append(["run", *told]) or 0)
+
+    def start(command, **_):
+        started.append(command)
+        return SimpleNamespace(wait=lambda: started.append(["waited"]) or 0)
+
+    monkeypatch.setattr(replaced["subprocess"], "Popen", start)
+    with pytest.raises(SystemExit):
+        DEV["main"]()
+    (_, *compile_all), _, waited, (run, *_) = started[:4]
+    assert compile_all[:2] == ["-m", "compileall"]
+    assert "-j0" in compile_all
+    assert [path.name for path in compile_all[-4:]] == [".venv", "api", "eval", "quantize"]
+    assert (waited, run) == (["waited"], "run")
+
+
 def test_every_linter_runs_and_one_that_fails_is_named(monkeypatch):
     ran = []
     replaced = DEV["lint"].__globals__

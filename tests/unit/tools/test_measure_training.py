@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ...support.tiny_bert import VOCABULARY, new_bert, write_tiny_bert
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.long
 def test_each_system_trains_and_is_judged(tmp_path):
     write_tiny_bert(tmp_path / "model", new_bert(labels=2))
     words = VOCABULARY[5:30]

@@ -114,14 +114,17 @@ def test_every_head_of_every_family_is_made_by_kernels_as_by_its_graph(
         assert not boundary.int8 or boundary.share <= 0.001, boundary
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [f"bert-int8-{name}" for name in ("attention", "residual", "residual-fused", "attention fixed")],
-)
-@pytest.mark.parametrize("head_size", [24, 26, 32, 56, 64, 96, 128])
-def test_heads_and_widths_of_any_size_are_made_as_by_the_graph(head_size, recipe, made_once, monkeypatch):
+GRAPHS = ("attention", "residual", "residual-fused", "attention fixed")
+WIDE = [*itertools.product((24, 26, 32, 56, 64, 96, 128), GRAPHS)]
+FEW = WIDE[::3]  # of each size one or two, and of each graph
+
+
+@pytest.mark.parametrize("case", mark_long(WIDE, {*WIDE} - {*FEW}), ids=str)
+def test_heads_and_widths_of_any_size_are_made_as_by_the_graph(case, made_once, monkeypatch):
     """As above: BERT's other graphs have rows of up to 128 tokens."""
+    head_size, recipe = case
     monkeypatch.setattr(check, "HALF", np.dtype(np.float32))
+    recipe = f"bert-int8-{recipe}"
     folder = made_once(f"cuda-wide-{recipe}-{head_size}", lambda path: write_wide(path, recipe, head_size))
     graph = onnx.load(folder / "model.onnx")
     plan, arrays = pack(match_graph(graph))
