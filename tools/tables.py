@@ -749,7 +749,8 @@ def layers_table(data: Data) -> str:
     found: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for recipe, run in _reconstructed(data):
         model = _model_name(run).removesuffix(f"-{run.task.name}")
-        found[model, recipe].append(run.reconstruction.layers)
+        if not model.startswith("mpnet"):  # of no aim
+            found[model, recipe].append(run.reconstruction.layers)
     rows = []
     for (model, recipe), tasks in sorted(found.items()):
         means = [
@@ -781,12 +782,15 @@ WITHOUT = {
 }
 
 
+PLAIN = ", not centered"
+
+
 def _trainings() -> Iterator[tuple[str, str, list[Any]]]:
     """Yield model and recipe, the task, and what trained it; one row of a table may be several files."""
     found: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for path in sorted((ROOT / MEASURED).glob("trainings-*.json")):
         each = files.read_json(path)
-        plain = "" if each.get("centering", True) else ", not centered"
+        plain = "" if each.get("centering", True) else PLAIN
         found[f"{code(each['model'])} {code(each['recipe'])}{plain}", each["task"]] += each["trainings"]
     for (name, task), trainings in sorted(found.items()):
         yield name, task, trainings
@@ -806,6 +810,8 @@ def trainers_table(data: Data) -> str:
     """SQNR, metric, seconds and GiB of trainers, each at the rate with the highest SQNR of those tried."""
     rows = []
     for name, task, trainings in _trainings():
+        if not name.endswith(PLAIN):  # their trainers cannot keep the means of centered inputs
+            continue
         metric, cells = GLUE[task].metrics[0], []
         for system in TRAINERS:
             tried = [row for row in trainings if row["system"] == system]
@@ -814,7 +820,7 @@ def trainers_table(data: Data) -> str:
             parts = [f"{row[key] / unit:.{digits}f}" if row.get(key) else "-" for key, unit, digits in shown]
             cells.append("/".join(parts).removesuffix("/-/-") if row else "")
         if any(cells[2:]):
-            rows.append([name, *cells])
+            rows.append([name.removesuffix(PLAIN), *cells])
     used = [place for place in range(1 + len(TRAINERS)) if any(row[place] for row in rows)]
     head = ["model", *TRAINERS.values()]
     return table([head[place] for place in used], [[row[place] for place in used] for row in rows])

@@ -222,7 +222,7 @@ def test_noise_is_in_decibels():
     fp8 = cell.rows[0].model_copy(update={"system": "unpadded-fp8", "rel_error": 0.1})
     cell.rows = [cell.rows[0].model_copy(update={"system": "int8", "rel_error": 0.01}), fp8]
     (row,) = tables.noise_table(Data([], [bench])).strip().splitlines()[2:]
-    assert row.endswith(f"| {cell.batch} x {cell.length} | 40.0 | 20.0 |")
+    assert row == f"| {bench.target.name}, {cell.batch} x {cell.length} | 40.0 | 20.0 |"
 
 
 def test_an_engine_of_another_recipe_in_a_bench_is_of_that_recipe():
@@ -272,6 +272,7 @@ def test_a_trainer_is_shown_at_its_best_rate(tmp_path, monkeypatch):
         "model": "m",
         "recipe": "r",
         "task": "mrpc",
+        "centering": False,
         "trainings": [{"system": "ptq", "sqnr_db": 18.0, "f1": 0.7}, *trained],
     }
     (tmp_path / "docs" / "measured").mkdir(parents=True)
@@ -280,16 +281,19 @@ def test_a_trainer_is_shown_at_its_best_rate(tmp_path, monkeypatch):
     head, _, row = tables.trainers_table(Data([], [])).strip().splitlines()
     assert head == "| model | PTQ | NNCF |"
     assert row == "| `m` `r` | 18.0/0.7000 | 20.0/0.8000/9/1.0 |"
-    nearer = found | {"centering": False, "trainings": [trained[0] | {"peak_bytes": None}]}
-    for name, each in {"b": nearer, "c": found | {"centering": False, "trainings": trained}}.items():
+    others = {
+        "a": found | {"model": "n", "centering": True},
+        "b": found | {"model": "o", "trainings": trained[:1]},
+    }
+    for name, each in others.items():
         (tmp_path / "docs" / "measured" / f"trainings-{name}.json").write_text(json.dumps(each))
-    *_, row, other = tables.trainers_table(Data([], [])).strip().splitlines()
-    assert row == "| `m` `r` | 18.0/0.7000 | 20.0/0.8000/9/1.0 |"
-    assert other == "| `m` `r`, not centered |  | 20.0/0.8000/9/- |"
+    *_, own, other = tables.trainers_table(Data([], [])).strip().splitlines()
+    assert own == row
+    assert other == "| `o` `r` |  | 20.0/0.8000/9/1.0 |"
     assert "centered" not in tables.holds_table(Data([], []))
-    for name in "bc":
+    for name in "ab":
         (tmp_path / "docs" / "measured" / f"trainings-{name}.json").unlink()
-    found["trainings"] = [{"system": "without-weight", "sqnr_db": 21.0}]
+    found |= {"centering": True, "trainings": [{"system": "without-weight", "sqnr_db": 21.0}]}
     (tmp_path / "docs" / "measured" / "trainings-x.json").write_text(json.dumps(found))
     assert "| `m` `r` |  | 21.0 |  |  |  |  |" in tables.holds_table(Data([], []))
     assert "`m`" not in tables.trainers_table(Data([], []))
