@@ -314,8 +314,10 @@ def _same_model(first: LoadedRun, second: LoadedRun) -> bool:
 
 def _agree(one: Floats, other: Floats) -> bool:
     """Return whether answers are the same but for what a device and batches make of FP32 (TF32: 1e-3)."""
-    distance = np.linalg.norm((one.astype(np.float64) - other).ravel())
-    return one.shape == other.shape and bool(distance <= SAME_FP32 * np.linalg.norm(one.astype(np.float64)))
+    if one.shape != other.shape:
+        return False
+    exact = one.astype(np.float64)
+    return bool(np.linalg.norm(exact - other) <= SAME_FP32 * np.linalg.norm(exact))
 
 
 def _pair(first: LoadedRun, second: LoadedRun) -> ComparedPair:
