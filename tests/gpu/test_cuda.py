@@ -1,8 +1,10 @@
 """Kernels of backend cuda on a Hopper GPU: each against the interpreter, and whole engines."""
 
 import json
+import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -95,6 +97,13 @@ OTHERS = {  # what this GPU can run of other targets: PTX, which the driver comp
     if target.name in ("7.5", "8.0", "8.6", "8.9", "9.0")
 }
 OTHERS["9.0"] = OTHERS["9.0"]._replace(tiles=OTHERS["8.0"].tiles)
+SANITIZED = {  # kernels, and tests that launch them
+    "hopper": ("gemm", "gemms_make and small"),
+    **{name: ("gemm", f"same_bits and small and {name}") for name in OTHERS},
+    "attention": ("attention", "every_kernel and (lengths2 or lengths6) and (fused-96 or modernbert-int8-a)"),
+    "norm": ("norm", "norms"),
+    "head": ("head", "dense"),
+}
 DRAWS, SEED = (int(os.environ.get(name, least)) for name, least in (("DRAWS", 200), ("SEED", 0)))
 
 
@@ -179,7 +188,12 @@ def codes_of(epilogue, target):
     return compile_kernels(plan, [target])[target.name]
 
 
-@pytest.mark.parametrize("sizes", [(900, 528, 1024), (1500, 256, 592), (70, 48, 1008)], ids=str)
+def name_sizes(sizes):
+    """Return the name of M, N and K, with a word for what sanitizers can run in seconds."""
+    return ("small " if math.prod(sizes) < 1 << 26 else "") + "x".join(map(str, sizes))
+
+
+@pytest.mark.parametrize("sizes", [(900, 528, 1024), (300, 208, 592), (70, 48, 1008)], ids=name_sizes)
 @pytest.mark.parametrize(("epilogue", "tile"), TILED, ids=str)
 def test_gemms_make_what_the_interpreter_makes(epilogue, tile, sizes, monkeypatch):
     """On three blocks, so that each makes many tiles, in other columns too."""
@@ -195,20 +209,37 @@ def test_gemms_make_what_the_interpreter_makes(epilogue, tile, sizes, monkeypatc
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("epilogue", EPILOGUES, ids=str)
-def test_other_targets_make_the_same_bits(epilogue, name, monkeypatch):
+@pytest.mark.parametrize(
+    "sizes", [(900, 528, 1024), (257, 768, 3072), (70, 48, 2000), (1, 16, 16)], ids=name_sizes
+)
+def test_other_targets_make_the_same_bits(sizes, epilogue, name, monkeypatch):
     own, other = own_target(), OTHERS[name]
-    codes = [codes_of(epilogue, target) for target in (own, other)]
-    for m, n, k in ((900, 528, 1024), (70, 48, 1008), (257, 768, 3072), (1, 16, 16)):
-        plan, arrays = make_gemm(k, n, *epilogue)
-        tokens = give_states([m], {"x": k, "r": n})
-        first, second = (CudaEngine(plan, arrays, *each) for each in zip(codes, (own, other), strict=True))
-        forms = [tile._replace(parts=parts) for tile in other.tiles for parts in (1, 2, 4, 8)]
-        sizes = choose_bucket(m), count_columns(plan.operations[2], plan), k  # a gate has columns too
-        forms = [form for form in forms if may_split(form, *sizes, second._multiprocessors)]
-        wanted = answer_of(first, tokens)
-        for form in forms:
+    m, n, k = sizes
+    plan, arrays = make_gemm(k, n, *epilogue)
+    tokens = give_states([m], {"x": k, "r": n})
+    first, second = (CudaEngine(plan, arrays, codes_of(epilogue, each), each) for each in (own, other))
+    forms = [tile._replace(parts=parts) for tile in other.tiles for parts in (1, 2, 4, 8)]
+    columns = count_columns(plan.operations[2], plan)  # a gate has columns too
+    wanted = answer_of(first, tokens)
+    for form in forms:
+        if may_split(form, choose_bucket(m), columns, k, second._multiprocessors):
             monkeypatch.setattr(runtime, "guess_form", lambda *_, form=form: form)
             assert answer_of(second, tokens) == wanted, form
+
+
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+@pytest.mark.parametrize("name", SANITIZED)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizers_find_nothing(tool, name):
+    """Each tensor has memory of its own, so that no other is next to it."""
+    kernels, tests = SANITIZED[name]
+    command = f"compute-sanitizer --error-exitcode 1 --tool {tool} --kernel-name kns={kernels}".split()
+    command += [sys.executable, "-m", "pytest", "-q", __file__, "-k", tests]
+    alone = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    alone["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    ran = subprocess.run(command, env=alone, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-1000:]
 
 
 def answer_of(engine, tokens):

@@ -223,6 +223,8 @@ def test_noise_is_in_decibels():
     cell.rows = [cell.rows[0].model_copy(update={"system": "int8", "rel_error": 0.01}), fp8]
     (row,) = tables.noise_table(Data([], [bench])).strip().splitlines()[2:]
     assert row == f"| {bench.target.name}, {cell.batch} x {cell.length} | 40.0 | 20.0 |"
+    bench.target.kind = "model"  # trained, and calibrated on random ids
+    assert tables.noise_table(Data([], [bench])) == tables.noise_table(Data([], []))
 
 
 def test_an_engine_of_another_recipe_in_a_bench_is_of_that_recipe():
