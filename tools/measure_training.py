@@ -4,10 +4,11 @@
 
 All but NNCF start with the quantizers and scales of the recipe, and see as many batches of the train split
 as `reconstruction` takes steps. `modelopt-qat` and `modelopt-qad` are NVIDIA ModelOpt's trainers on top of
-the Hugging Face Trainer, the first with labels, the second with the FP32 model as teacher. `nncf-qat` places
-quantizers itself. Those from `without-weight` on reconstruct with these in FP32, of which `without-ffn-out`
-is the input of the second feed-forward linear: what rounding them costs, no training of the others wins
-back. Judged is the validation split: SQNR against FP32, and the first metric of the task.
+the Hugging Face Trainer, the first with labels, the second with the FP32 model as teacher. NNCF places
+quantizers itself: `nncf-ptq` as it calibrates, `nncf-qat` trained with labels. Those from `without-weight` on
+reconstruct with these in FP32, of which `without-ffn-out` is the input of the second feed-forward linear:
+what rounding them costs, no training of the others wins back. Judged is the validation split: SQNR against
+FP32, and the first metric of the task.
 """
 
 import argparse
@@ -131,19 +132,22 @@ def modelopt_qad(given: Given, rate: float, steps: int) -> Any:
     return train(given, given.new(), rate, steps, Distiller, distill_args={"teacher_model": given.teacher})
 
 
-def nncf_qat(given: Given, rate: float, steps: int) -> Any:
+def nncf_ptq(given: Given, rate: float, steps: int) -> Any:
     import nncf
 
     rows = given.rows()[:CALIBRATED]
     collate = DataCollatorWithPadding(given.session.tokenizer)
     batches = [collate([{k: v for k, v in row.items() if k != "labels"}]).to(given.device) for row in rows]
-    model = nncf.quantize(
+    return nncf.quantize(
         given.session.new_model().to(given.device),
         nncf.Dataset([dict(batch) for batch in batches]),
         model_type=nncf.ModelType.TRANSFORMER,
         subset_size=len(batches),
     )
-    return train(given, model, rate, steps) if steps else model
+
+
+def nncf_qat(given: Given, rate: float, steps: int) -> Any:
+    return train(given, nncf_ptq(given, rate, steps), rate, steps)
 
 
 SYSTEMS: dict[str, Callable[[Given, float, int], Any]] = {
@@ -155,6 +159,7 @@ SYSTEMS: dict[str, Callable[[Given, float, int], Any]] = {
     "without-activations": partial(reconstructed, without=ACTIVATIONS),
     "modelopt-qat": modelopt_qat,
     "modelopt-qad": modelopt_qad,
+    "nncf-ptq": nncf_ptq,
     "nncf-qat": nncf_qat,
 }
 
@@ -163,8 +168,9 @@ def measure(given: Given, name: str, rate: float, steps: int) -> dict[str, Any]:
     """Train by one system; the seconds include what it does before its first step."""
     set_seed(0)
     cuda = given.device == "cuda"
-    if cuda:
+    if name.startswith("modelopt") and cuda:
         forward(given.new(), next(iter(given.session.calibration_batches())))  # ModelOpt compiles its kernels
+    if cuda:
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     model = SYSTEMS[name](given, rate, steps)
@@ -201,7 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         about |= {"centering": given.session.calibration.centering is True}
         about |= {"environment": describe_environment()}
         for name in asked.systems.split(","):
-            rates = "0" if name.startswith(("reconstruction", "without")) else asked.rates
+            untrained = name.startswith(("reconstruction", "without", "nncf-ptq"))
+            rates = "0" if untrained else asked.rates
             for rate in map(float, rates.split(",")):
                 found.append(measure(given, name, rate, asked.steps))
                 print(found[-1], flush=True)

@@ -768,7 +768,8 @@ TRAINERS = {
     "reconstruction": "`reconstruction`",
     "modelopt-qat": "`QATTrainer`",
     "modelopt-qad": "`QADTrainer`",
-    "nncf-qat": "NNCF",
+    "nncf-ptq": "NNCF's PTQ",
+    "nncf-qat": "NNCF's QAT",
 }
 
 

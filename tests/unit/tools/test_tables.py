@@ -281,7 +281,7 @@ def test_a_trainer_is_shown_at_its_best_rate(tmp_path, monkeypatch):
     (tmp_path / "docs" / "measured" / "trainings-x.json").write_text(json.dumps(found))
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     head, _, row = tables.trainers_table(Data([], [])).strip().splitlines()
-    assert head == "| model | PTQ | NNCF |"
+    assert head == "| model | PTQ | NNCF's QAT |"
     assert row == "| `m` `r` | 18.0/0.7000 | 20.0/0.8000/9/1.0 |"
     others = {
         "a": found | {"model": "n", "centering": True},
