@@ -689,8 +689,13 @@ def _gain(run: Record) -> str:
     return f"{100 * versus.delta[_metric(run)] + 0.0:+.2f}/{versus.sqnr_db:.1f}"
 
 
+def _alike(run: Record) -> str:
+    """Return the name of a model without its task."""
+    return _model_name(run).removesuffix(f"-{run.task.name}")
+
+
 def qat_table(data: Data) -> str:
-    """SQNR of PTQ, of the trained model and of its engine, by model and recipe; no QAT after another."""
+    """SQNR of PTQ, of the trained model and of its engine, by model, recipe, task; no QAT after another."""
     cells: dict[str, dict[str, str]] = defaultdict(dict)
     for run in data.runs:
         stages = [run.stages.get(name) for name in ("ptq", "fake_quant", "engine")]
@@ -698,11 +703,11 @@ def qat_table(data: Data) -> str:
             shown = [f"{each.vs_fp32.sqnr_db:.1f}" if each and each.vs_fp32 else "-" for each in stages]
             name = _short(run.recipe).removesuffix("-qat").removesuffix("-reconstructed")
             backend = run.engine.backend if run.engine else run.recipe["engine"]["backend"]
-            model = code(_model_name(run))
-            cells[model if backend == "cuda" else f"{model}, {label(backend)}"][name] = "/".join(shown)
-    recipes = sorted({name for row in cells.values() for name in row})
-    rows = [[model, *(row.get(name, "") for name in recipes)] for model, row in cells.items()]
-    return table(["model", *map(code, recipes)], sorted(rows))
+            row = f"{code(_alike(run))} {code(name)}"
+            cells[row if backend == "cuda" else f"{row}, {label(backend)}"][run.task.name] = "/".join(shown)
+    tasks = sorted({name for row in cells.values() for name in row}, key=_task_order)
+    rows = [[row, *(found.get(name, "") for name in tasks)] for row, found in cells.items()]
+    return table(["model", *map(_task, tasks)], sorted(rows))
 
 
 def _reconstructed(data: Data) -> Iterator[tuple[str, Record]]:
@@ -748,9 +753,7 @@ def layers_table(data: Data) -> str:
     """SQNR of each layer's output on held-out rows after reconstruction, and its gain; means over tasks."""
     found: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for recipe, run in _reconstructed(data):
-        model = _model_name(run).removesuffix(f"-{run.task.name}")
-        if not model.startswith("mpnet"):  # of no aim
-            found[model, recipe].append(run.reconstruction.layers)
+        found[_alike(run), recipe].append(run.reconstruction.layers)
     rows = []
     for (model, recipe), tasks in sorted(found.items()):
         means = [

@@ -242,8 +242,8 @@ def test_an_engine_of_another_recipe_in_a_bench_is_of_that_recipe():
 def test_training_is_compared_with_the_model_before_it():
     trained = run_of(qat_run(recipe=shipped("bert-int8-residual-qat")))
     head, _, row = tables.qat_table(Data([trained], [])).strip().splitlines()
-    assert head == "| model | `int8-residual` |"
-    assert row.endswith("| 21.4/21.4/21.4 |")
+    assert head == "| model | SST-2 |"
+    assert row == "| `minilm-l6` `int8-residual`, TensorRT-RTX | 21.4/21.4/21.4 |"
     given = qat_run(recipe=shipped("bert-int8-attention"), reconstruction=reconstruction())
     assert run_of(given).recipe["name"] == "bert-int8-attention-reconstructed-qat"
     assert "21.4" not in tables.qat_table(Data([run_of(given)], []))
