@@ -5,6 +5,7 @@ ratio of two latencies that were taken in the same process within the same secon
 """
 
 import contextlib
+import itertools
 import math
 import os
 import tempfile
@@ -89,6 +90,7 @@ class ReadySystem:
     lanes: Sequence[Lane]
     timer: Timer
     shared: Mapping[int, Sequence[Lane]] = field(default_factory=dict)  # CPU lanes, by how many share it
+    again: Sequence["ReadySystem"] = ()  # other compilations of it, which take turns with it by round
 
     def at(self, streams: int) -> Sequence[Lane]:
         return self.shared.get(streams, self.lanes[:streams])
@@ -150,14 +152,16 @@ def measure_rounds(systems: Sequence[ReadySystem], effort: Effort) -> dict[str, 
         for system in (systems[position] for position in order):
             report_phase("rounds", number, effort.rounds)
             with measuring(), _naming(system):
-                bursts[system.name].append(_burst(system, pace[system.name], effort))
+                turn = (system, *system.again)[number % (1 + len(system.again))]
+                bursts[system.name].append(_burst(turn, pace[system.name], effort))
     return bursts
 
 
 def read_outputs(system: ReadySystem) -> tuple[list[Float32], str | None]:
     """Return the logits of each lane, of the same inputs, and what is wrong with them by themselves."""
     per_lane = []
-    for lane in [*system.lanes, *(lane for lanes in system.shared.values() for lane in lanes)]:
+    again = [each.lanes for each in system.again]
+    for lane in [*system.lanes, *itertools.chain(*system.shared.values(), *again)]:
         parts: list[Float32] = []
         for number in range(lane.input_sets):
             if number >= 2 and sum(map(len, parts)) >= LEAST_ROWS:

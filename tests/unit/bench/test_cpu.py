@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -24,7 +25,7 @@ INT8 = ("int8", "int8-onnxruntime")
 @pytest.fixture(scope="module")
 def measured(tiny_bert, tmp_path_factory):
     """Every contestant in one cell; Inductor, which takes a minute, is left out, and NNCF changes nothing."""
-    seen = SimpleNamespace(rows=[], compiled=[])
+    seen = SimpleNamespace(rows=[], compiled=[], opened=Counter())
 
     def quantize(model, rows, *, subset_size, **_):
         assert subset_size == len(rows)
@@ -42,6 +43,12 @@ def measured(tiny_bert, tmp_path_factory):
         seen.compiled.append((mode, dynamic))
         return peers.eager_forward(model)
 
+    compile_model = cpu.cpu_runtimes.compile_model
+
+    def opened(backend, *model, **options):
+        seen.opened[backend] += 1
+        return compile_model(backend, *model, **options)
+
     def version(name):
         return "3.4" if name == "nncf" else importlib.metadata.version(name)
 
@@ -50,6 +57,7 @@ def measured(tiny_bert, tmp_path_factory):
         patch.setattr(systems, "_version", version)
         patch.setattr(systems.shutil, "which", lambda name: name)
         patch.setattr(peers, "compiled_forward", compiled_forward)
+        patch.setattr(cpu.cpu_runtimes, "compile_model", opened)
         for module in (api_bench, backend):
             patch.setattr(module, "find_cpu", lambda: Cpu("any", 2, ()))
         folder = tmp_path_factory.mktemp("bench")
@@ -61,7 +69,7 @@ def measured(tiny_bert, tmp_path_factory):
 
 
 def test_every_contestant_is_measured_once(measured):
-    found, folder, _ = measured
+    found, folder, seen = measured
     assert found.errors == []
     (cell,) = found.configs
     absent = {row.system: row.reason for row in cell.rows if row.status != "done"}
@@ -70,6 +78,8 @@ def test_every_contestant_is_measured_once(measured):
     assert len(cell.rows) == sum(system.device == "cpu" for system in systems.TABLE)
     assert cell.reference == "torch-fp32"
     assert all(row.cpu_ms and row.cpu_ms > 0 for row in cell.rows if row.system not in absent)
+    times = cpu.COMPILED + 1  # once in two streams
+    assert seen.opened == {"onnxruntime": 3 * times, "openvino": (4 - bool(names)) * times}
     assert list((folder / "work" / "bench").iterdir()) == []  # engines and graphs are gone
 
 

@@ -3,6 +3,7 @@
 import math
 import time
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -198,6 +199,15 @@ def test_lanes_that_share_threads_are_those_of_their_number():
     shared[2][1].logits = NAN
     errors, _, _ = loop.check_outputs([one], [])
     assert "NaN" in errors["a"]
+
+
+def test_compilations_take_turns_by_round():
+    lane = FakeLane()
+    one = replace(contestant("a", 1.0), again=[contestant("a", 3.0), contestant("a", 5.0, lane)])
+    found = loop.measure_rounds([one], loop.Effort(rounds=4, duration_s=0.1))["a"]
+    assert [burst.median_ms for burst in found] == [1.0, 3.0, 5.0, 1.0]
+    lane.logits = NAN
+    assert "NaN" in loop.check_outputs([one], [])[0]["a"]
 
 
 def test_progress_and_windows(monkeypatch):
