@@ -12,6 +12,7 @@ docs/results/cpu.md shows it.
 import argparse
 import importlib.metadata
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ class Timed:
         rows = [kernel.row for kernel in self.model.kernels()]
         unfused = {module_of(row.name) for row in rows if row.kind == "Softmax"}
         for row, behind, ms in zip(rows, [*rows[1:], None], self.least, strict=True):
-            gelu = any("Gelu" in name for name in (row.kind, *row.onnx))
+            gelu = any(re.search(r"Gelu(_\d+)?$", name) for name in (row.kind, *row.onnx))
             gemm = gelu or (behind is not None and "Gelu" in behind.kind)
             if row.kind == "Reorder":
                 continue

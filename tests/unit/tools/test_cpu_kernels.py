@@ -36,9 +36,15 @@ class Model:
     [
         (True, ["gemm a/Gelu", "gemm a/MatMul", "Eltwise b/Add", "Reorder w", "Gather g"], [2, 2, 0, 2, 2]),
         (False, ["gemm a/MatMul", "gemm b/MatMul", "FastGelu c", "Add d", "Cast e"], [4, 2, 0, 2, 2]),
+        (False, ["Gelu a/Gelu_1", "gemm b/Gelu_output_0_QuantizeLinear"], [2, 2, 0, 0, 0]),
         (False, ["gemm MatMul", "Softmax Softmax", "Transpose t", "Gelu a/g"], [2, 0, 6, 0, 0]),
     ],
-    ids=["OpenVINO, means of all runs", "a GELU of its own", "an attention that is not fused"],
+    ids=[
+        "OpenVINO, means of all runs",
+        "a GELU of its own",
+        "what reads a GELU",
+        "an attention that is not fused",
+    ],
 )
 def test_the_least_time_of_blocks_counts_by_kind(means, kinds, expected):
     timed = cpu_kernels.Timed(Model(means, *(kind.split() for kind in kinds)), [IDS], means=means)

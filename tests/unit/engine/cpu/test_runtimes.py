@@ -1,5 +1,6 @@
 """What CPU runtimes compile: the same answers, INT8 where it was asked, and engines that load again."""
 
+import json
 import os
 import subprocess
 import sys
@@ -133,6 +134,27 @@ def test_kernels_have_times_and_datatypes(backend, graphs):
     assert {*gemms[0].row.inputs} <= {"Int8", "UInt8"}
     assert sum(kernel.ms for kernel in kernels) > 0
     assert all(kernel.row.kernel for kernel in gemms)
+
+
+def test_kernels_of_onnx_runtime_are_those_of_a_run_with_its_memory(monkeypatch, tmp_path):
+    """The second run allocates what the first one planned: Transposes took seven times as long."""
+
+    class Session:
+        def __init__(self, *_, **__):
+            self.events = []
+
+        def run(self, *_):
+            event = {"cat": "Node", "name": "a_kernel_time", "args": {"op_name": "Add"}}
+            self.events.append({**event, "dur": [9000, 7000, 1000][len(self.events)]})
+
+        def end_profiling(self):
+            (path := tmp_path / "profile.json").write_text(json.dumps(self.events))
+            return path
+
+    graph = model_of([onnx.helper.make_node("Add", ["x", "x"], ["y"], name="a")], {"x": [4]}, {"y": [4]})
+    model = compile_model("onnxruntime", graph.SerializeToString(), blob=False, compute="fp32")
+    monkeypatch.setattr(cpu_runtimes, "_session", Session)
+    assert [kernel.ms for kernel in model.kernels()] == [1.0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
