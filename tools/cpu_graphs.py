@@ -1,27 +1,31 @@
-"""Write small graphs in which OpenVINO's CPU plugin runs more kernels than it needs, and show their kernels.
+"""Write small graphs in which a CPU runtime runs more kernels than it needs, and show their kernels.
 
-    python -m tools.openvino_graphs OUT --batch 8 --length 128 --threads 2
+    python -m tools.cpu_graphs OUT --batch 8 --length 128 --threads 2
 
 Each graph has a twin that computes the same, or nearly so, in fewer or faster kernels. OUT gets both as ONNX.
-The table names each kernel with its datatypes and median ms. docs/explanation/openvino-issues.md tells of it.
+The table names each kernel with its datatypes and ms, the least as in `cpu_kernels`.
+docs/explanation/cpu-runtime-issues.md tells of it.
 """
 
 import argparse
+import importlib.metadata
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
 
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
+from tools.cpu_kernels import Timed
 
-from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, choose_compute, compile_model
+from qdqbench.quantize.engine.cpu_runtimes import choose_compute, compile_model
 from qdqbench.quantize.standalone.runtimes import load_openvino
 from qdqbench.quantize.utils.arrays import Array
+from qdqbench.quantize.utils.limits import BackendName
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
+OPSETS = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
 WIDTH, HEADS, FEED_FORWARD = 768, 12, 3072  # of BERT-base
-RUNS = 30
+BLOCKS = 15
 
 
 class Graph:
@@ -49,7 +53,7 @@ class Graph:
         scale, zero = self.hold(np.float32(0.03)), self.hold(np.int8(0))
         codes = self.add("DequantizeLinear", self.add("QuantizeLinear", x, scale, zero), scale, zero)
         kept = self.hold(self._random.integers(-127, 128, (width, out)).astype(np.int8))
-        weight = self.add("DequantizeLinear", kept, self.hold(np.float32(1e-3)), zero)
+        weight = self.add("DequantizeLinear", kept, self.hold(np.float32(1e-4)), zero)
         return self.add("Add", self.add("MatMul", codes, weight), self.draw(out))
 
     def norm(self, x: str) -> str:
@@ -64,12 +68,19 @@ class Graph:
             [helper.make_tensor_value_info(y, onnx.TensorProto.FLOAT, None)],
             [numpy_helper.from_array(value, name) for name, value in self.constants.items()],
         )
-        return helper.make_model(made, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+        return helper.make_model(made, opset_imports=OPSETS, ir_version=10)
 
 
-def attention(shift: bool) -> onnx.ModelProto:
-    """Make an attention in floating point, then a linear layer in INT8; `shift`: an Add in front of its Q."""
+def attention(shift: bool = False, fused: bool = False) -> onnx.ModelProto:
+    """Make an attention in floating point, then a linear layer in INT8.
+
+    `shift`: an Add is in front of its Q; `fused`: the attention is one operator of ONNX Runtime.
+    """
     graph = Graph()
+    if fused:
+        parts = [graph.linear("x", WIDTH, WIDTH) for _ in range(3)]
+        about = {"domain": OPSETS[1].domain, "num_heads": HEADS, "scale": 1.0}
+        return graph.finish(graph.linear(graph.add("MultiHeadAttention", *parts, **about), WIDTH, WIDTH))
     split = graph.hold(np.array([0, 0, HEADS, WIDTH // HEADS], np.int64))
     turned = []
     for perm in ((0, 2, 1, 3), (0, 2, 3, 1), (0, 2, 1, 3)):
@@ -110,8 +121,9 @@ def gelu(kind: str) -> onnx.ModelProto:
 
 
 GRAPHS: dict[str, Callable[[], onnx.ModelProto]] = {
-    "attention": lambda: attention(shift=False),
+    "attention": attention,
     "attention-add": lambda: attention(shift=True),
+    "attention-fused": lambda: attention(fused=True),
     "norm": lambda: norm(twice=False),
     "norm-twice": lambda: norm(twice=True),
     "gelu-tanh": lambda: gelu("tanh"),
@@ -120,17 +132,19 @@ GRAPHS: dict[str, Callable[[], onnx.ModelProto]] = {
 }
 
 
-def show(model: CompiledModel, shape: tuple[int, int]) -> None:
+def show(runtime: BackendName, path: Path, shape: tuple[int, int], threads: int) -> None:
+    # OpenVINO's as it is: compile_model rewrites a file
+    data = load_openvino().Core().read_model(path) if runtime == "openvino" else path.read_bytes()
+    compute = choose_compute(runtime, find_cpu(), "fp16")
+    model = compile_model(runtime, data, blob=False, compute=compute, threads=threads, profile=True)
     feeds = {"x": np.random.default_rng(0).normal(size=(*shape, WIDTH)).astype(np.float32)}
-    runs = []
-    for _ in range(RUNS):
-        model.run(feeds)
-        runs.append(model.kernels())
-    for place, (row, _) in enumerate(runs[0]):
-        ms = median(kernels[place].ms for kernels in runs)
+    timed = Timed(model, [feeds], means=runtime == "openvino")
+    for _ in range(BLOCKS):
+        timed.block()
+    for (row, _), ms in zip(model.kernels(), timed.least, strict=True):
         if row.inputs and row.kind != "Reshape":
             types = f"{'/'.join(dict.fromkeys(row.inputs))} > {'/'.join(row.outputs)}"
-            print(f"  {ms:8.3f} ms  {row.kind:14} {types:30} {row.kernel}  {row.name}")
+            print(f"  {ms:8.3f} ms  {row.kind:20} {types:20} {row.kernel}  {row.name}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -140,18 +154,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
-    ov, cpu = load_openvino(), find_cpu()
-    print(f"OpenVINO {ov.__version__}, {cpu}, {given.threads} threads, {given.batch} x {given.length}")
+    print(f"{find_cpu()}, {given.threads} threads, {given.batch} x {given.length}")
     for name, make in GRAPHS.items():
         path = given.out / f"{name}.onnx"
         onnx.save(make(), path)
-        compute = choose_compute("openvino", cpu, "fp16")
-        graph = ov.Core().read_model(path)  # as it is: compile_model rewrites a file
-        model = compile_model(
-            "openvino", graph, blob=False, compute=compute, threads=given.threads, profile=True
-        )
-        print(path.name)
-        show(model, (given.batch, given.length))
+        runtimes: tuple[BackendName, ...] = ("openvino", "onnxruntime")
+        for runtime in runtimes[name == "attention-fused" :]:
+            print(path.name, runtime, importlib.metadata.version(runtime))
+            show(runtime, path, (given.batch, given.length), given.threads)
 
 
 if __name__ == "__main__":
