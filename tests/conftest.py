@@ -31,8 +31,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """No garbage is looked for while libraries and tests are loaded, and later not among them."""
+    """No garbage is looked for while libraries and tests are loaded, and later not among them.
+
+    What survived two searches is looked through at the end of each file alone.
+    """
     gc.disable()
+    gc.set_threshold(700, 10, 1000)
     try:
         return (yield)
     finally:

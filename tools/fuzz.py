@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from functools import cache, partial
@@ -167,13 +167,6 @@ def request(
     return f"{method} {path} HTTP/1.1\r\n{lines}\r\n".encode("utf-8", "replace") + sent
 
 
-def archives() -> list[bytes]:
-    """Return archives of logits, as a stage writes them."""
-    return [
-        archive({"validation.logits": np.zeros((9, 2), np.float32), "validation.labels": np.zeros(9, int)})
-    ]
-
-
 def archive(arrays: dict[str, Any]) -> bytes:
     """Return what `numpy.savez` writes."""
     with tempfile.TemporaryDirectory() as folder:
@@ -215,11 +208,8 @@ def odd_engine(samples: list[bytes], chance: random.Random) -> bytes:
     header, told = json.loads(samples[0][8 : 8 + size]), "__metadata__"
     if chance.random() < 0.5:
         header[told]["plan"] = odd_json([header[told]["plan"].encode()], chance).decode("utf-8", "replace")
-    made = (
-        json.dumps(header).encode()
-        if chance.random() < 0.5
-        else odd_json([json.dumps(header).encode()], chance)
-    )
+    text = json.dumps(header).encode()
+    made = text if chance.random() < 0.5 else odd_json([text], chance)
     return len(made).to_bytes(8, "little") + made + samples[0][8 + size :]
 
 
@@ -240,9 +230,7 @@ def odd_graph(samples: list[bytes], chance: random.Random) -> bytes:
             node.domain = chance.choice(["com.microsoft", "ai.onnx", "other"])
         if chance.random() < 0.03:
             del node.output[chance.randrange(len(node.output) + 1) :]
-    model.opset_import.extend(
-        [onnx.helper.make_opsetid("com.microsoft", 1), onnx.helper.make_opsetid("other", 1)]
-    )
+    model.opset_import.extend(onnx.helper.make_opsetid(name, 1) for name in ("com.microsoft", "other"))
     return model.SerializeToString()
 
 
@@ -262,18 +250,12 @@ def odd_request(name: str, samples: list[bytes], chance: random.Random) -> bytes
     )
 
 
-def recipes() -> list[bytes]:
-    """Return every shipped recipe."""
-    return [read_source(name, load_recipe(name))[1].encode() for name in shipped_recipes()]
-
-
 def of_docs(pattern: str) -> list[bytes]:
     """Return files of measured runs."""
     return [path.read_bytes() for path in sorted((ROOT / "docs").glob(pattern))[:3]]
 
 
-def made_json(value: object) -> list[bytes]:
-    """Return a value as a file."""
+def as_json(value: object) -> list[bytes]:
     return [json.dumps(value).encode()]
 
 
@@ -291,15 +273,20 @@ CALIBRATION = {
     "method": "max", "seed": 0, "data": {"samples": 8}, "notes": [], "softmax": [],
     "quantizers": {"a.input_quantizer": {"kind": "input", "axis": None, "amax": 1.5, "rms": 0.5}},
 }  # fmt: skip
+LOGITS = {"validation.logits": np.zeros((9, 2), np.float32), "validation.labels": np.zeros(9, int)}
 FEEDS = {"x": np.zeros((2, 4, 32), np.float32), "mask": np.zeros((2, 1, 1, 4), np.float32)}
 CARD = b"---\nlicense: apache-2.0\nlicense_name: own\ntags:\n- a\n---\n# Model\n"
 TARGETS: dict[str, Target] = {
     "check": Target(lambda path: json.dumps(to_json(check_file(path)), allow_nan=False), graphs, odd_graph),
     "fix": Target(rewritten, graphs, odd_graph),
     "samples": Target(lambda path: read_feeds(path, float_layer()), lambda: [archive(FEEDS)]),
-    "recipe": Target(lambda path: load_recipe(str(path)), recipes, file="file.yaml"),
+    "recipe": Target(
+        lambda path: load_recipe(str(path)),
+        lambda: [read_source(name, load_recipe(name))[1].encode() for name in shipped_recipes()],
+        file="file.yaml",
+    ),
     "gate": Target(judged, lambda: of_docs("measured/report/results.json"), odd_json, RESULTS_FILE,
-                   {"logits/fp32.npz": lambda: archives()[0]}),
+                   {"logits/fp32.npz": lambda: archive(LOGITS)}),
     "bench": Target(read_bench, lambda: of_docs("measured/benches/*.json"), odd_json),
     "engine record": Target(
         lambda path: read(path, EngineResult, "engine record", "build it again"),
@@ -307,18 +294,18 @@ TARGETS: dict[str, Target] = {
         odd_json,
     ),
     "engine": Target(read_file, engines, odd_engine),
-    "calibration": Target(read_record, lambda: made_json(CALIBRATION), odd_json),
+    "calibration": Target(read_record, lambda: as_json(CALIBRATION), odd_json),
     "model config": Target(
         lambda path: read_class_names(str(path.parent), None, CLASSIFICATION),
-        lambda: made_json(CONFIG), odd_json, "config.json",
+        lambda: as_json(CONFIG), odd_json, "config.json",
     ),
     "model modules": Target(
         lambda path: embedding_notes(str(path.parent), None, 128, ()),
-        lambda: made_json(MODULES), odd_json, "modules.json", {POOLING: lambda: made_json(MEAN)[0]},
+        lambda: as_json(MODULES), odd_json, "modules.json", {POOLING: lambda: as_json(MEAN)[0]},
     ),
     "model pooling": Target(
         lambda path: choose_prompts(str(path.parents[1]), None, (), 2),
-        lambda: made_json(MEAN), odd_json, POOLING, {"modules.json": lambda: made_json(MODULES)[0]},
+        lambda: as_json(MEAN), odd_json, POOLING, {"modules.json": lambda: as_json(MODULES)[0]},
     ),
     "model card": Target(lambda path: find_license(str(path.parent), None), lambda: [CARD], file="README.md"),
     **{
@@ -332,8 +319,8 @@ TARGETS: dict[str, Target] = {
             "jsonl": b'{"sentence": "a good film", "label": 1}\n{"sentence": "bad", "label": 0}\n' * 9,
         }.items()
     },
-    "arrays": Target(lambda path: read_arrays(path, "write it again"), archives),
-    "answers": Target(read_answers, archives),
+    "arrays": Target(lambda path: read_arrays(path, "write it again"), lambda: [archive(LOGITS)]),
+    "answers": Target(read_answers, lambda: [archive(LOGITS)]),
     "cache": Target(read_cache_file, BASES["cache"]),
     "profile": Target(read_profile, BASES["profile"], odd_json),
     **{
@@ -404,43 +391,24 @@ def shortened(reader: Reader, path: Path, data: bytes, fault: str, until: float)
     return data
 
 
-class Tally:
-    """What a search of one target did."""
-
-    def __init__(self) -> None:
-        self.cases, self.cpu = 0, 0.0
-        self.faults: dict[str, str] = {}  # by kind, the shortest case
-
-
-def cpu_seconds() -> float:
-    """Return the CPU time of this process and of those that it waited for."""
-    return sum(os.times()[:4])
-
-
-def search(name: str, seed: int, seconds: float, tally: Tally) -> None:
-    """Look for faults of one reader; every kind of fault once."""
-    target, until = TARGETS[name], time.monotonic() + seconds
+def search(name: str, seed: int, seconds: float, known: set[str]) -> int:
+    """Look for faults of one reader, every kind once, beside those that are known; returns the cases."""
+    target, until, count = TARGETS[name], time.monotonic() + seconds, 0
     with tempfile.TemporaryDirectory() as folder:
         path = target.place(Path(folder))
         for data in cases(target, seed):
             if time.monotonic() > until:
                 break
-            tally.cases += 1
+            count += 1
             fault = fault_of(target.read, path, data)
-            if fault and fault.partition(": ")[0] not in tally.faults:
+            if fault and (kind := fault.partition(": ")[0]) not in known:
                 shortest = shortened(target.read, path, data, fault, time.monotonic() + 30)
-                tally.faults[fault.partition(": ")[0]] = (
-                    f"{name}, seed {seed}: {fault}\n  {shortest[:2000]!r}"
-                )
-                print(tally.faults[fault.partition(": ")[0]], flush=True)
-                keep(name, fault, shortest)
-
-
-def keep(name: str, fault: str, data: bytes) -> None:
-    """Append a case to those that the tests replay."""
-    row = {"target": name, "fault": fault.partition(": ")[0], "data": base64.b64encode(data).decode()}
-    known = json.loads(FOUND.read_text()) if FOUND.exists() else []
-    FOUND.write_text(json.dumps([*known, row], indent=1) + "\n")
+                print(f"{name}, seed {seed}: {fault}\n  {shortest[:2000]!r}", flush=True)
+                known.add(kind)
+                row = {"target": name, "fault": kind, "data": base64.b64encode(shortest).decode()}
+                found = json.loads(FOUND.read_text()) if FOUND.exists() else []
+                FOUND.write_text(json.dumps([*found, row], indent=1) + "\n")
+    return count
 
 
 def main() -> None:
@@ -452,21 +420,17 @@ def main() -> None:
     options.add_argument("--minutes", type=float, default=5.0)
     options.add_argument("--seed", type=int, default=int(time.time()))
     given = options.parse_args()
-    names = given.targets or [*TARGETS]
-    until, tallies, seed = time.monotonic() + 60 * given.minutes, defaultdict[str, Tally](Tally), given.seed
-    print(f"seed {seed}", flush=True)
+    names, seed, counts = given.targets or [*TARGETS], given.seed, Counter[str]()
+    until, faults = time.monotonic() + 60 * given.minutes, defaultdict[str, set[str]](set)
     while time.monotonic() < until:
         for name in names:
-            left, before = until - time.monotonic(), cpu_seconds()
-            if left > 0:
-                search(name, seed, min(left, ROUND_S, 60 * given.minutes / len(names)), tallies[name])
-            tallies[name].cpu += cpu_seconds() - before
+            seconds = min(until - time.monotonic(), ROUND_S, 60 * given.minutes / len(names))
+            counts[name] += search(name, seed, seconds, faults[name])
         seed += 1
-        print(f"next seed {seed}, {cpu_seconds():.0f} s of CPU", flush=True)
-    for name, tally in tallies.items():
-        print(f"{name}: {tally.cases} cases, {tally.cpu:.0f} s of CPU, {len(tally.faults)} faults")
-    print(f"seeds {given.seed} to {seed - 1}, {cpu_seconds():.0f} s of CPU", flush=True)
-    sys.exit(any(tally.faults for tally in tallies.values()))
+    for name, count in counts.items():
+        print(f"{name}: {count} cases, {len(faults[name])} faults")
+    print(f"seeds {given.seed} to {seed - 1}, {sum(os.times()[:4]):.0f} s of CPU", flush=True)
+    sys.exit(any(faults.values()))
 
 
 if __name__ == "__main__":

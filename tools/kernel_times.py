@@ -81,9 +81,7 @@ def main() -> None:
     """Print a table for each shape."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("engine", type=Path)
-    parser.add_argument(
-        "--shape", action="append", required=True, help="rows and tokens of each, like 128x128"
-    )
+    parser.add_argument("--shape", action="append", required=True, help="rows and tokens, like 128x128")
     given = parser.parse_args()
     engine, _ = load_kernels(given.engine)
     for shape in given.shape:

@@ -1,10 +1,7 @@
 """Load on `qdqbench serve` over loopback: rates, latencies and CPU time as JSON; nothing may be lost.
 
-    python -m tools.load_serve RUN [--texts FILE] [--seconds 3] [--clients 1] [--tokens 128] [--out load.json]
-    python -m tools.load_serve RUN --peer litserve       another server in place of ours; see serve_peers.py
-    python -m tools.load_serve RUN --files DATA     rows a second of `predict`, and their share of the engine
+    python -m tools.load_serve RUN [--texts FILE] [--seconds 3] [--clients 1] [--out load.json]
     python -m tools.load_serve --noop TOKENIZER_JSON     an engine that computes nothing: the server's cost
-    python -m tools.load_serve --fake                    an engine of 40 ms a batch and 4 ms a row
 
 The engine's own rate is measured in the same call, in this process, on the same texts. Clients are processes
 of their own, each pinned to a core where there are several. Exit status 1 where an answer is lost or wrong.
@@ -23,7 +20,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -51,8 +47,6 @@ HELD = [  # texts of a request, share of the full rate, and connections
     ("poisson_70_of_32", 32, 0.7, 400),
     ("overload_300", 32, 3.0, 900),
 ]
-TRITON = "/v2/models/served/infer"
-PATHS = {"litserve": "/v1/predict", "triton": TRITON}  # of peers that are not asked for theirs
 MOST_RATE = 1000.0  # of the clients that check each answer
 QUANTILES = {"p50_ms": 0.5, "p99_ms": 0.99, "p999_ms": 0.999}
 BAD = [
@@ -219,16 +213,7 @@ async def ask_at_rate(shared, pinned):
         each.transport.close()
 
 
-def drive(  # noqa: PLR0917
-    port,
-    connections,
-    requests,
-    seconds,
-    rate,
-    core,
-    together,
-    out,
-):
+def drive(port, connections, requests, seconds, rate, core, together, out):  # noqa: PLR0917
     """So many connections for so long, in a process of its own; all begin together."""
     if core is not None:
         os.sched_setaffinity(0, [core])
@@ -287,9 +272,6 @@ class Asking:
     def requests(self, count):
         draw = random.Random(count)
         drawn = (draw.choices(self.texts, k=count) for _ in range(200))
-        if self.path == TRITON:
-            one = {"name": "TEXT", "shape": [count, 1], "datatype": "BYTES"}
-            return [post(self.path, {"inputs": [one | {"data": each}]}) for each in drawn]
         if self.path == "/v1/embeddings":
             return [post(self.path, {"input": each, "encoding_format": "base64"}) for each in drawn]
         return [post(self.path, {"texts": each}) for each in drawn]
@@ -341,9 +323,9 @@ def processes_of(pid, kind=""):
 
 
 def usage(pid):
-    """CPU seconds and MB of own memory by kind of process; of a peer all have their names."""
-    seconds, memory, server = Counter(), Counter(), psutil.Process(pid)
-    for child in processes_of(pid) or [server, *server.children(recursive=True)]:
+    """CPU seconds and MB of own memory by kind of process."""
+    seconds, memory = Counter(), Counter()
+    for child in processes_of(pid):
         with contextlib.suppress(psutil.Error):
             kind, own = child.name().removeprefix("qdqbench-"), child.memory_full_info().uss
             seconds[kind] += sum(child.cpu_times()[:2])
@@ -426,103 +408,64 @@ def verdict(found):
     return wrong
 
 
-def start(arguments):
-    """The server's process and its port."""
-    if arguments.fake or arguments.noop:
-        order = {"per_batch": 0.04, "per_row": 0.004}
-        if arguments.noop:
-            order = {"tokenizer": str(arguments.noop), "texts": str(arguments.texts or "")}
-        settings = {"port": 0, "queue": 4096 if arguments.noop else 64, "order": order}
-        command = [sys.executable, "-m", "tests.support.fake_served", json.dumps(settings)]
-    elif arguments.peer:
-        command = [sys.executable, "-m", "tools.serve_peers", arguments.run, arguments.peer]
-        command += [arguments.queue, arguments.fronts or 1]
-    else:
-        command = [sys.executable, "-m", "qdqbench", "serve", arguments.run, "--port", "0", "--no-fp32"]
-        command += ["--queue", arguments.queue, *(["--fronts", arguments.fronts] if arguments.fronts else [])]
+def command_of(arguments):
+    """The server's command."""
+    if arguments.noop:
+        order = {"tokenizer": str(arguments.noop), "texts": str(arguments.texts or "")}
+        settings = {"port": 0, "queue": 4096, "order": order}
+        return [sys.executable, "-m", "tests.support.fake_served", json.dumps(settings)]
+    command = [sys.executable, "-m", "qdqbench", "serve", arguments.run, "--port", "0", "--no-fp32"]
+    command += ["--queue", arguments.queue, *(["--fronts", arguments.fronts] if arguments.fronts else [])]
+    return command
+
+
+def start(command):
+    """A server's process, its port, and the seconds until it answers."""
     begun = time.perf_counter()
     process = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     while line := process.stdout.readline():
         if "http://127.0.0.1:" in line:
             port = int(line.partition("http://127.0.0.1:")[2].split()[0].split("/")[0])
-            return process, port, time.perf_counter() - begun
+            return process, port, round(time.perf_counter() - begun, 2)
     raise SystemExit("the server did not start")
 
 
 def engine_rate(run, texts, seconds):
-    return engine_rates(run, [texts], seconds)[0]
-
-
-def engine_rates(run, kinds, seconds):
-    """Texts a second and CPU us a text of the engine alone, for texts of several kinds.
+    """Texts a second and CPU us a text of the engine alone.
 
     Rows are tokens. Those of backend cuda stand in batches as a server makes them, two under way; others are
     sorted by length and padded.
     """
     from qdqbench.quantize.deployment.opened import Answering
 
-    model, rates = Answering.of(Path(run)).open_model(), []
-    for texts in kinds:
-        coded = model.encoder.code(texts * max(1, 8192 // len(texts)))
-        if not model.packs:
-            coded = coded.pick(np.arange(min(len(coded.lengths), 512)))
-        batches = [coded]
-        if model.packs:
-            parts = [coded.pick(np.arange(*part)) for part in itertools.pairwise(model.split(coded.lengths))]
-            batches = [(part.ids, part.types.astype(np.int32), part.lengths) for part in parts]
-        for _ in range(2):  # the first time prepares
-            count, begun, before, under_way = 0, time.perf_counter(), time.process_time(), deque()
-            for batch in itertools.cycle(batches):
-                if model.packs:
-                    under_way.append(model.infer.launch(*batch))
-                    if len(under_way) > 1:
-                        under_way.popleft().read()
-                else:
-                    model.run(batch)
-                count += len(batch[-1] if model.packs else batch.lengths)
-                if time.perf_counter() > begun + seconds:
-                    break
-            spent, duration = time.process_time() - before, time.perf_counter() - begun
-        rates.append((count / duration, 1e6 * spent / count))
-    return rates
-
-
-def lengthen(texts, tokens, tokenizer):
-    """Texts of so many tokens, made of given ones."""
-    from tokenizers import Tokenizer
-
-    known, draw = Tokenizer.from_str(tokenizer), random.Random(0)
-    known.no_truncation()
-    room = tokens - known.num_special_tokens_to_add(False)
-    whole = (" ".join(draw.choices(texts, k=tokens)) for _ in range(200))
-    return [text[: known.encode(text, add_special_tokens=False).offsets[room - 1][1]] for text in whole]
+    model = Answering.of(Path(run)).open_model()
+    coded = model.encoder.code(texts * max(1, 8192 // len(texts)))
+    if not model.packs:
+        coded = coded.pick(np.arange(min(len(coded.lengths), 512)))
+    batches = [coded]
+    if model.packs:
+        parts = [coded.pick(np.arange(*part)) for part in itertools.pairwise(model.split(coded.lengths))]
+        batches = [(part.ids, part.types.astype(np.int32), part.lengths) for part in parts]
+    for _ in range(2):  # the first time prepares
+        count, begun, before, under_way = 0, time.perf_counter(), time.process_time(), deque()
+        for batch in itertools.cycle(batches):
+            if model.packs:
+                under_way.append(model.infer.launch(*batch))
+                if len(under_way) > 1:
+                    under_way.popleft().read()
+            else:
+                model.run(batch)
+            count += len(batch[-1] if model.packs else batch.lengths)
+            if time.perf_counter() > begun + seconds:
+                break
+        spent, duration = time.process_time() - before, time.perf_counter() - begun
+    return count / duration, 1e6 * spent / count
 
 
 async def endpoint(port):
     """The path that is asked."""
     paths = (await get(port, "/v1/model"))[2]["endpoints"]
     return "/v1/embeddings" if "/v1/embeddings" in paths else paths[0]
-
-
-def files_rate(arguments, alone):
-    """Rows a second of `predict` on files, and their share of the engine's rate."""
-    from qdqbench.quantize.deployment.predict import predict_files
-    from qdqbench.quantize.deployment.predict_options import PredictOptions
-
-    with tempfile.TemporaryDirectory() as folder:
-        out, data = Path(folder) / "answers.parquet", arguments.files
-        begun = time.perf_counter()
-        made = predict_files(
-            PredictOptions(run=arguments.run, data=data, out=out, processes=arguments.processes)
-        )
-        whole = time.perf_counter() - begun
-    return {
-        "seconds_with_loading": round(whole, 2),
-        "rows": made.rows,
-        "rows_per_s": round(made.rows_per_second, 1),
-        "processes": made.processes,
-        "share_of_engine": round(made.rows_per_second / alone, 3),
-    }
 
 
 def numbers(count, seed=0):
@@ -534,37 +477,27 @@ def numbers(count, seed=0):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", nargs="?", help="run of a classification or regression of single texts")
-    parser.add_argument("--fake", action="store_true")
     parser.add_argument("--noop", type=Path, help="tokenizer.json of a server whose engine computes nothing")
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--texts", type=Path, help="one a line")
     parser.add_argument("--clients", type=int, default=1, help="client processes")
     parser.add_argument("--queue", type=int, default=1024, help="of the server of a run")
     parser.add_argument("--fronts", type=int, help="of the server of a run")
-    parser.add_argument("--tokens", type=int, help="make texts of so many tokens")
     parser.add_argument("--loads", default=LOADS, help="connections x texts of a request, as in 64x1,16x32")
-    parser.add_argument("--peer", help="in place of our server or engine; see tools/serve_peers.py")
-    parser.add_argument("--files", type=Path, help="data of `predict`: measure this in place of the server")
-    parser.add_argument("--processes", type=int, help="of `predict`")
-    parser.add_argument("--costs-only", action="store_true", help="no overload, kills and bad input")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     texts = numbers(200)
     if arguments.texts:
         texts = [line for line in arguments.texts.read_text(encoding="utf-8").splitlines() if line]
-    if arguments.tokens:
-        from qdqbench.quantize.deployment.opened import Answering
-
-        texts = lengthen(texts, arguments.tokens, Answering.of(Path(arguments.run)).tokenizer)
-    alone, cost = engine_rate(arguments.run, texts[:2000], arguments.seconds) if arguments.run else (0.0, 0.0)
+    alone, cost = 0.0, 0.0
+    if arguments.run:
+        alone, cost = engine_rate(arguments.run, texts[:2000], arguments.seconds)
     found = {"engine_alone": {"texts_per_s": round(alone, 1), "cpu_us_per_text": round(cost, 2)}}
-    if arguments.files:
-        return tell(found | files_rate(arguments, alone), arguments)
-    process, port, ready = start(arguments)
-    found |= {"ready_s": round(ready, 2), "loads": []}
+    process, port, ready = start(command_of(arguments))
+    found |= {"ready_s": ready, "loads": []}
     rates, wrong = {1: 0.0, 32: 0.0}, []
     try:
-        path = PATHS.get(arguments.peer) or asyncio.run(endpoint(port))
+        path = asyncio.run(endpoint(port))
         asking = Asking(process.pid, port, path, texts, arguments.seconds, arguments.clients)
         for load in arguments.loads.split(","):
             connections, count = map(int, load.split("x"))
@@ -578,7 +511,7 @@ def main():
             if rates[count] and not arguments.noop:
                 made = asking.load(connections, count, share * rates[count])
                 found[name] = made | {"share_of_full_rate": round(made["answered_per_s"] / rates[count], 3)}
-        if not arguments.costs_only and not arguments.noop:
+        if not arguments.noop:
             rate = min(rates[1] or asking.load(64, 1)["answered_per_s"], MOST_RATE)
             found |= asyncio.run(hold(Load(port, texts[:200]), process, arguments.seconds, rate))
             wrong = verdict(found)

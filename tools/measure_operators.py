@@ -32,18 +32,8 @@ from qdqbench.quantize.utils.errors import UserError
 TABLES = ("operators", "attention", "codes")
 FOUND = Path(__file__).parent.parent / "quantize" / "lint" / "operators.json"
 TYPES = {"FLOAT": TensorProto.FLOAT, "FLOAT16": TensorProto.FLOAT16, "BFLOAT16": TensorProto.BFLOAT16}
-CODES = (
-    "INT8",
-    "UINT8",
-    "INT16",
-    "UINT16",
-    "INT4",
-    "UINT4",
-    "FLOAT8E4M3FN",
-    "FLOAT8E5M2",
-    "FLOAT4E2M1",
-    "INT32",
-)
+INTEGERS = [f"{sign}INT{bits}" for bits in (8, 16, 4) for sign in ("", "U")]
+CODES = (*INTEGERS, "FLOAT8E4M3FN", "FLOAT8E5M2", "FLOAT4E2M1", "INT32")
 # What this version does not say of an operator: it wants the GPU, or a range of shapes.
 UNKNOWN = ("Cuda Runtime", "no optimization profile", "no engine shapes")
 SECONDS = 120

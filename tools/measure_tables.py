@@ -1,24 +1,20 @@
-"""All that the figures of the pages need from a GPU, again, in chunks of less than nine minutes each.
+"""All that the figures of the pages need from a GPU, again, in chunks of some minutes each.
 
     python tools/measure_tables.py --list
     python tools/measure_tables.py bench --out runs/measured
     python tools/measure_tables.py runs:minilm-l6:sst2:cuda --models MODELS --data GLUE --out runs/measured
     python tools/tables.py --add runs/measured
 
-A chunk needs no other one. Its results go to OUT/NAME, as the files of `docs/measured` are called; with
---keep what is there already is not measured again. What does not end within the limit is left out and told.
+A chunk needs no other one. Its results go to OUT/NAME, as the files of `docs/measured` are called. The exit
+status is 1 where a command failed.
 `runs:MODEL:TASK:BACKEND` runs each recipe on the checkpoint MODELS/MODEL-TASK, `qat:MODEL:TASK:BACKEND` each
 recipe that trains. For `lengths-real` MODELS holds runs, called MODEL-TASK-RECIPE-BACKEND.
 """
 
 import argparse
-import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,13 +34,10 @@ BENCH = [
     *("--streams", "1", "--duration", "0.4", "--compile-seconds", "100", "--no-fp32"),
     *("--exclude", "autotune-fp16"),  # never the fastest, and compiles longest
 ]
-PADDED = [  # baselines that the unpadded encoder beats everywhere, at these sizes and lengths
-    part for name in ("torch-fp16-eager", "compile-fp16-eager") for part in ("--exclude", name)
-]
+# baselines that the unpadded encoder beats everywhere, at these sizes and lengths
+PADDED = ("--exclude", "torch-fp16-eager", "--exclude", "compile-fp16-eager")
 FUSED = "int8-residual-fused"
-WITHOUT_TENSORRT = [  # slower than the unpadded encoder, and built longest
-    part for name in ("int8-tensorrt_rtx", "fp16") for part in ("--exclude", name)
-]
+WITHOUT_TENSORRT = ("--exclude", "int8-tensorrt_rtx", "--exclude", "fp16")  # slow, and built longest
 REAL = [  # model, task, recipe and backend: the recommended one on all tasks, the others on one
     *(("bert-base", task, FUSED, "cuda") for task in TASKS),
     *(("bert-base", "sst2", each, "cuda") for each in RECIPES if each != FUSED),
@@ -53,8 +46,6 @@ REAL = [  # model, task, recipe and backend: the recommended one on all tasks, t
 SQUAD = "squad-lengths"
 SQUAD_ROWS, SQUAD_TOKENS = 1024, (30, 384)  # of a row, least and most
 SQUAD_MEDIAN, SQUAD_SPREAD = 167.4, 0.42  # tokens of a row; of their logarithm
-LATE, GRACE_S = -1, 20.0
-PREPARE = 0.5  # of the limit, at most, before anything is timed
 
 
 @dataclass(frozen=True)
@@ -172,74 +163,30 @@ def runs(chunk: str, models: Path, data: str) -> list[Step]:
     if len(named) != 3:
         return []
     model, task, backend = named
-    shared = [
-        "--model",
-        str(models / f"{model}-{task}"),
-        "--task",
-        task,
-        "--data",
-        data,
-        "--backend",
-        backend,
-    ]
+    shared = ["--model", str(models / f"{model}-{task}"), "--task", task, "--data", data]
     return [
-        Step(name_run(model, task, recipe, backend), "results.json", ["run", recipe, *shared])
+        Step(
+            name_run(model, task, recipe, backend),
+            "results.json",
+            ["run", recipe, *shared, "--backend", backend],
+        )
         for recipe in recipes
     ]
 
 
-def prepare(steps: list[Step], work: Path, until: float) -> None:
-    """Export, build and compile for all benches side by side: each is timed alone afterwards."""
-    benches = [step for step in steps if step.file == "bench.json"]
-    threads = max(1, (os.cpu_count() or 1) // max(1, len(benches)))
-    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
-    begun = [
-        subprocess.Popen(
-            [*PROGRAM, *step.command, "--build-only", "--out", str(work / step.name)], env=environment
-        )
-        for step in benches
-    ]
-    for process in begun:
-        _wait(process, until)
-
-
-def _wait(process: "subprocess.Popen[bytes]", until: float) -> int:
-    """Exit status; `LATE` of what does not end in time, which is ended with what it has started."""
-    try:
-        return process.wait(max(0.0, until - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        return LATE
-
-
-def measure(steps: list[Step], work: Path, out: Path, until: float) -> Iterator[str]:
-    """Run steps; a line about each."""
-    for step in steps:
-        made = work / step.name
-        if time.monotonic() >= until:
-            yield f"{step.name}: left out, no time is left"
-            continue
-        started = time.monotonic()
-        status = _wait(subprocess.Popen([*PROGRAM, *step.command, "--out", str(made)]), until)
-        spent, result = f"{time.monotonic() - started:.0f} s", made / step.file
-        # 2: finished, and something does not hold, which is a result too; a bench is kept shape by shape
-        if status in (0, 2, LATE) and result.is_file():
-            (out / step.name).mkdir(parents=True, exist_ok=True)
-            shutil.copy(result, out / step.name / step.file)
-            told = "some of it is left out, it did not end in time" if status == LATE else f"status {status}"
-            yield f"{step.name}: {spent}, {told}"
-        else:
-            why = "it did not end in time" if status == LATE else f"exit status {status}"
-            yield f"{step.name}: left out after {spent}, {why}"
+def measure(step: Step, work: Path, out: Path) -> bool:
+    """Run a step and keep its result; whether there is one."""
+    made, kept = work / step.name, out / step.name
+    status = subprocess.run([*PROGRAM, *step.command, "--out", str(made)], check=False).returncode
+    if status not in (0, 2):  # 2: finished, and something does not hold, which is a result too
+        return False
+    kept.mkdir(parents=True, exist_ok=True)
+    shutil.copy(made / step.file, kept / step.file)
+    return True
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure the chunks that are named; returns 1 if anything was left out."""
+    """Measure the chunks that are named; returns 1 if a command failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("chunks", nargs="*")
     parser.add_argument("--list", action="store_true", help="what the chunks measure")
@@ -247,9 +194,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data", default="hub")
     parser.add_argument("--work", type=Path, default=Path("runs/tables"), help="run directories")
     parser.add_argument("--out", type=Path, default=Path("runs/measured"), help="results files")
-    parser.add_argument("--limit", type=float, default=530, help="seconds of a chunk")
-    parser.add_argument("--keep", action="store_true", help="skip what OUT has already")
-    parser.add_argument("--build-only", action="store_true", help="prepare benches, and time them later")
     given = parser.parse_args(arguments)
     known = chunks(given.models, given.data, given.work)
     known |= {name: steps for name in given.chunks if (steps := runs(name, given.models, given.data))}
@@ -261,26 +205,12 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no chunk is called {', '.join(wrong)}; there are {', '.join(known)}")
     if "lengths-squad" in given.chunks:
         write_squad_lengths(given.work / SQUAD, given.models / "minilm-l6-sst2")
-    left_out = 0
-    for name in given.chunks:
-        steps = []
-        for step in known[name]:
-            if given.keep and (there := given.out / step.name / step.file).is_file():
-                print(f"{step.name}: skipped, {there} is there", flush=True)
-            else:
-                steps.append(step)
-        begun = time.monotonic()
-        benches = [step for step in steps if step.file == "bench.json"]
-        prepared = all((given.work / step.name).is_dir() for step in benches)
-        if given.build_only or (len(benches) > 1 and not prepared):
-            prepare(steps, given.work, begun + (1 if given.build_only else PREPARE) * given.limit)
-            print(f"{name}: prepared in {time.monotonic() - begun:.0f} s", flush=True)
-        if given.build_only:
-            continue
-        for line in measure(steps, given.work, given.out, begun + given.limit):
-            print(line, flush=True)
-            left_out += "left out" in line
-    return int(bool(left_out))
+    failed = 0
+    for step in (step for name in given.chunks for step in known[name]):
+        done = measure(step, given.work, given.out)
+        print(f"{step.name}: {'measured' if done else 'left out'}", flush=True)
+        failed |= not done
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -396,6 +397,13 @@ def _base_name(name: str) -> str:  # a path of this machine says nothing elsewhe
 
 
 def render(template: str, context: dict[str, Any], folder: Path = TEMPLATES, *, trim: bool = True) -> str:
+    text: str = _templates(folder, trim).get_template(f"{template}.j2").render(context)
+    return text
+
+
+@cache
+def _templates(folder: Path, trim: bool) -> Any:
+    """Return the templates of a folder, each of which is compiled once."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(  # noqa: S701  (no HTML)
@@ -410,7 +418,7 @@ def render(template: str, context: dict[str, Any], folder: Path = TEMPLATES, *, 
     environment.filters["cell"] = lambda text: " ".join(
         formats.clean(str(text)).replace("|", "\\|").splitlines()
     )
-    return environment.get_template(f"{template}.j2").render(context)
+    return environment
 
 
 def place(folder: Path, content: Content, *, link: bool) -> None:

@@ -1,4 +1,4 @@
-"""The deployed folder as libraries read it; `tools/consumers.py` asks the libraries themselves."""
+"""The deployed folder as libraries read it."""
 
 import filecmp
 import json

@@ -22,7 +22,7 @@ from qdqbench.quantize.engine.cuda.runtime import CudaEngine
 FOLDER = Path(__file__).with_name("emulator")
 COMPILER = shutil.which("g++")
 KERNELS = Path(compile.__file__).with_name("kernels")
-FLAGS = ["-std=c++20", "-O1", "-w", "-fPIC", "-shared", f"-I{FOLDER}", f"-I{KERNELS}"]
+FLAGS = ["-std=c++20", "-O1", "-w", "-fPIC", "-shared", "-U_FORTIFY_SOURCE", f"-I{FOLDER}", f"-I{KERNELS}"]
 HOPPER = next(target for target in TARGETS if target.wgmma)
 
 
@@ -31,12 +31,14 @@ def compile_kernels(
 ) -> None:
     """Write a library for each source file that plans need, or for one of them."""
     lines = list_lines(plans, target)
+    ampere, machine = f"-DAMPERE={int(target.name != '7.5')}", str(folder / "machine.o")
+    _compile([*FLAGS, ampere, "-c", str(FOLDER / "machine.cpp"), "-o", machine])
     for source, instances in lines.items() if only is None else [(only, lines[only])]:
         text = "\n".join([read_source(f"{source}.cu"), *instances, ""])
-        compile_text(text, folder / source, f"-DAMPERE={int(target.name != '7.5')}")
+        compile_text(text, folder / source, machine, ampere)
 
 
-def compile_text(text: str, at: Path, *more: str) -> None:
+def compile_text(text: str, at: Path, machine: str, *more: str) -> None:
     """Write the library of a source file, with a function that takes pointers for each of its kernels."""
     made = at.with_suffix(".cpp")
     made.write_text(text)
@@ -46,7 +48,7 @@ def compile_text(text: str, at: Path, *more: str) -> None:
     with made.open("a") as file:
         for name in names:
             file.write(f'extern "C" void run_{name}(void** all) {{ call({name}, all); }}\n')
-    _compile([*flags, str(made), str(FOLDER / "machine.cpp"), "-o", str(at.with_suffix(".so"))])
+    _compile([*flags, str(made), machine, "-o", str(at.with_suffix(".so"))])
 
 
 def _compile(options: list[str]) -> str:

@@ -1,4 +1,5 @@
 // Runs the blocks of a launch: their threads are fibers, in turns. Says what no GPU would: that all of them wait.
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <map>
@@ -16,12 +17,12 @@ struct Barrier { int arrived; long turn; };
 struct Phases { int count, arrived, bytes; long phase; };
 struct Copy { u32 to; const void* from; };
 struct Fiber {
-  ucontext_t context;
+  jmp_buf place;  // where it waits; switching contexts would ask the system for the mask of signals each time
   std::vector<char> stack = std::vector<char>(1 << 16);
   std::vector<std::vector<Copy>> copies;  // by group; the last is not committed
-  bool done;
+  bool begun, done;
 };
-ucontext_t scheduler;
+jmp_buf scheduler;
 std::vector<Fiber> fibers;
 std::map<int, Barrier> barriers;
 std::map<u32, Phases> phases;
@@ -32,15 +33,28 @@ int limit;   // bytes of shared memory
 void (*kernel)(void**);
 void** given;
 
-void pause() { swapcontext(&fibers[threadIdx.x].context, &scheduler); }
+void pause() {
+  if (!_setjmp(fibers[threadIdx.x].place)) _longjmp(scheduler, 1);
+}
 [[noreturn]] void fail(const std::string& what) {
   error = what;
   for (;;) pause();
 }
-void run() {
-  kernel(given);
-  moved = fibers[threadIdx.x].done = true;
-  for (;;) pause();
+void run() {  // of one block after the other
+  for (;; pause()) {
+    kernel(given);
+    moved = fibers[threadIdx.x].done = true;
+  }
+}
+void resume(Fiber& fiber) {
+  if (_setjmp(scheduler)) return;
+  if (fiber.begun) _longjmp(fiber.place, 1);
+  fiber.begun = true;
+  static ucontext_t first;
+  getcontext(&first);
+  first.uc_stack.ss_sp = fiber.stack.data(), first.uc_stack.ss_size = fiber.stack.size();
+  makecontext(&first, run, 0);
+  setcontext(&first);
 }
 void settle(Phases& at) {
   if (at.arrived < at.count || at.bytes) return;
@@ -101,6 +115,7 @@ void barrier_wait(u32 bar, u32 parity) {
 
 // Returns what went wrong, or "".
 extern "C" const char* launch(void (*called)(void**), void** arguments, int x, int y, int threads, int bytes) {
+  if (!error.empty()) fibers.clear();  // they are in the middle of a kernel
   kernel = called, given = arguments, limit = bytes, error.clear();
   blockDim = {threads, 1}, gridDim = {x, y};
   if (bytes > int(sizeof(memory))) return "no block has so much shared memory";
@@ -110,19 +125,13 @@ extern "C" const char* launch(void (*called)(void**), void** arguments, int x, i
       std::memset(memory, 0x5A, sizeof(memory));
       early = !early;
       barriers.clear(), phases.clear();
-      for (int i = 0; i < threads; i++) {
-        Fiber& fiber = fibers[i];
-        fiber.done = false, fiber.copies.clear();
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = fiber.stack.size();
-        makecontext(&fiber.context, run, 0);
-      }
+      for (int i = 0; i < threads; i++) fibers[i].done = false, fibers[i].copies.clear();
       for (bool left = true; left;) {
         left = moved = false;
         for (int i = 0; i < threads && error.empty(); i++) {
           threadIdx.x = early ? i : threads - 1 - i;
           Fiber& fiber = fibers[threadIdx.x];
-          if (!fiber.done) swapcontext(&scheduler, &fiber.context);
+          if (!fiber.done) resume(fiber);
           left |= !fiber.done;
         }
         if (left && !moved && error.empty()) error = "all threads wait for one another";

@@ -2,13 +2,12 @@
 
 import itertools
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import typer
 from tools import measure_tables
-from tools.measure_tables import LATE, REAL, Step, chunks, main, measure, name_run, runs, write_squad_lengths
+from tools.measure_tables import REAL, Step, chunks, main, name_run, runs, write_squad_lengths
 
 from qdqbench.cli.app import app
 from qdqbench.quantize.models.load import load_tokenizer
@@ -17,14 +16,13 @@ from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.data.load import load_split
 from qdqbench.quantize.tasks.task import get_task
 
-# writes the file that its first argument names into --out, after the seconds of its second
+# writes the file that its first argument names into --out
 CHILD = """
-import pathlib, sys, time
+import pathlib, sys
 out = pathlib.Path(sys.argv[-1])
 out.mkdir(parents=True, exist_ok=True)
 (out / sys.argv[1]).write_text("[]")
-time.sleep(float(sys.argv[2]))
-raise SystemExit(int(sys.argv[3]))
+raise SystemExit(int(sys.argv[2]))
 """
 
 
@@ -70,38 +68,18 @@ def test_results_are_named_once(known):
     assert len(set(names)) == len(names)
 
 
-def test_results_are_kept_and_what_is_not_done_is_told(tmp_path, monkeypatch):
+def test_results_are_kept_and_a_failure_is_the_status(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure_tables, "PROGRAM", (sys.executable, "-c", CHILD))
-    monkeypatch.setattr(measure_tables, "GRACE_S", 1.0)
-    steps = [
-        Step("done", "bench.json", ["bench.json", "0", "0"]),
-        Step("gate", "results.json", ["results.json", "0", "2"]),
-        Step("failed", "results.json", ["results.json", "0", "1"]),
-        Step("slow", "results.json", ["other.json", "30", "0"]),
-        Step("late", "results.json", ["results.json", "0", "0"]),
-    ]
-    lines = list(measure(steps, tmp_path / "work", tmp_path / "out", time.monotonic() + 1.5))
-    assert [line.split(":")[0] for line in lines] == [step.name for step in steps]
-    assert [folder.name for folder in sorted((tmp_path / "out").iterdir())] == ["done", "gate"]
-    assert "exit status 1" in lines[2]
-    assert "it did not end in time" in lines[3]
-    assert "no time is left" in lines[4]
-    assert LATE not in (0, 1, 2)
-
-
-def test_benches_are_prepared_once_and_timed_later(tmp_path, monkeypatch):
-    steps = [Step(name, "bench.json", ["bench.json", "0", "0"]) for name in ("one", "two")]
-    monkeypatch.setattr(measure_tables, "PROGRAM", (sys.executable, "-c", CHILD))
-    monkeypatch.setattr(measure_tables, "chunks", lambda *_: {"some": steps})
-    prepared = []
-    prepare = measure_tables.prepare
-    monkeypatch.setattr(measure_tables, "prepare", lambda *given: prepared.append(1) or prepare(*given))
-    words = ["some", "--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
-    assert main([*words, "--build-only"]) == 0
-    assert (len(prepared), (tmp_path / "out").exists()) == (1, False)
-    assert main(words) == 0
-    assert len(prepared) == 1
-    assert [folder.name for folder in sorted((tmp_path / "out").iterdir())] == ["one", "two"]
+    steps = {
+        "good": [Step("done", "bench.json", ["bench.json", "0"]), Step("gate", "a.json", ["a.json", "2"])],
+        "bad": [Step("failed", "a.json", ["a.json", "1"]), Step("last", "a.json", ["a.json", "0"])],
+    }
+    monkeypatch.setattr(measure_tables, "chunks", lambda *_: steps)
+    words = ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
+    assert (main(["good", *words]), main(["bad", *words])) == (0, 1)
+    assert [folder.name for folder in sorted((tmp_path / "out").iterdir())] == ["done", "gate", "last"]
+    told = "done: measured\ngate: measured\nfailed: left out\nlast: measured\n"
+    assert capsys.readouterr().out == told
 
 
 def test_the_list_and_unknown_chunks(capsys):
