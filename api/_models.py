@@ -44,6 +44,7 @@ from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder
 from qdqbench.quantize.pipeline.session import Session, require_fit
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
+from qdqbench.quantize.report.figures import share
 from qdqbench.quantize.tasks.task import kind_of
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.embedding import PAIRS
@@ -88,7 +89,7 @@ class Quantized(Shown):
         return {
             "model": type(self.model).__name__,
             "recipe": self.recipe.name,
-            "INT8 linears": f"{len(plan.int8)} of {len(plan.int8) + len(plan.high)}",
+            "INT8 linears": share(len(plan.int8), len(plan.int8) + len(plan.high)),
             "INT8 attention": count_of(len(plan.attention), "layer"),
             "calibration": f"{self.record.method}, {count_of(int(given or 0), 'sample')}",
         } | ({"amax spread": spread} if spread else {})

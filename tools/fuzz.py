@@ -155,9 +155,7 @@ async def connected(site: Any, data: bytes) -> None:
     assert transport.written.startswith(b"HTTP/1.1 ") or not transport.written, bytes(transport.written[:99])
 
 
-def request(
-    method: str, path: str, body: bytes, headers: dict[str, str], chunks: list[bytes] | None
-) -> bytes:
+def request(method: str, path: str, body: bytes, headers: dict[str, str], chunks: Any) -> bytes:
     """Return the bytes of a request."""
     given = {"host": "localhost", "content-type": "application/json"}
     given |= {"content-length": str(len(body))} if chunks is None else {"transfer-encoding": "chunked"}
@@ -413,9 +411,8 @@ def search(name: str, seed: int, seconds: float, known: set[str]) -> int:
 
 def main() -> None:
     """Go over the targets in rounds until the time is over."""
-    options = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     options.add_argument("targets", nargs="*", choices=[*TARGETS, []], default=[])
     options.add_argument("--minutes", type=float, default=5.0)
     options.add_argument("--seed", type=int, default=int(time.time()))

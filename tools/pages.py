@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -166,9 +166,9 @@ def recipe_page() -> str:
     for name in (name for name in reached(Recipe) if name in sections):
         rows = []
         for key, field in sections[name]["properties"].items():
-            meaning = (
-                field.get("description") or sections[next(_references(field))]["description"]
-            )  # when equal
+            meaning = field.get("description")
+            if not meaning and (named := re.search(r"#/\$defs/(\w+)", json.dumps(field))):
+                meaning = sections[named[1]]["description"]  # when equal
             default = field.get("default")
             shown = "see there" if isinstance(default, dict) else _code(default)
             shown = shown if "default" in field else "required"
@@ -176,15 +176,6 @@ def recipe_page() -> str:
         about = sections[name]["description"]
         lines += [f"## {name}", "", about, "", *table(["key", "values", "default", "meaning"], rows), ""]
     return "\n".join(lines)
-
-
-def _references(part: Any) -> Iterator[str]:
-    items = part.items() if isinstance(part, dict) else enumerate(part) if isinstance(part, list) else ()
-    for key, value in items:
-        if key == "$ref":
-            yield value.rpartition("/")[2]
-        else:
-            yield from _references(value)
 
 
 # What is supported
@@ -198,14 +189,13 @@ def _recipes_of_cuda(family: str) -> str:
 def supported_page() -> str:
     """Return the body of support.md: families, their model types and recipes, and kinds of tasks."""
     free, names = family_free_recipes(), [family.name for family in FAMILIES]
-    lines = []
     rows = [
         [family.name, _list(family.model_types), _list(family.inputs), _recipes_of_cuda(family.name)]
         for family in FAMILIES
     ]
     header = ["family", "`model_type` in config.json", "inputs of the graph", "backend `cuda`"]
-    lines += table(header, rows)
-    lines += [
+    lines = [
+        *table(header, rows),
         "",
         "The other backends take all families. Backend `cuda` takes all kinds of tasks of those it covers, "
         f"on compute capability {_list(cuda.NAMES[:-1])} and newer ones. It has INT8 attention for heads of "
@@ -218,14 +208,12 @@ def supported_page() -> str:
         if family.needs:
             needs = ", ".join(f"`{name}` {values[0]}" for name, values in family.needs.items())
             lines += ["", f"Of {family.name} only models with {needs}."]
-    names_text = (
-        "A recipe is called FAMILY-NAME. With a model NAME alone is enough: its type says which family."
-    )
+    about = "A recipe is called FAMILY-NAME. With a model NAME alone is enough: its type says which family."
     rows = [
         [f"`{recipe}`", *("yes" if name in having else "" for name in names)]
         for recipe, having in free.items()
     ]
-    lines += ["", names_text, "", *table(["recipe", *names], rows), ""]
+    lines += ["", about, "", *table(["recipe", *names], rows), ""]
     rows = [
         [
             kind.name,
@@ -379,18 +367,13 @@ def _function_lines(name: str, function: Callable[..., Any]) -> list[str]:
         [f"`{key}`", _accepted(parameter), _default(parameter), _cell(meaning.get(key, ""))]
         for key, parameter in signature.parameters.items()
     ]
-    lines = [f"### `{name}({', '.join(_required(signature))})`", "", about, ""]
+    required = [key for key, each in signature.parameters.items() if each.default is each.empty]
+    lines = [f"### `{name}({', '.join(required)})`", "", about, ""]
     lines += [*table(["argument", "values", "default", "meaning"], rows), ""]
     if raised := sections.get("Raises"):
-        lines += [
-            "Raises " + "; ".join(f"`{error}`: {when.rstrip('.')}" for error, when in raised.items()) + ".",
-            "",
-        ]
+        told = "; ".join(f"`{error}`: {when.rstrip('.')}" for error, when in raised.items())
+        lines += [f"Raises {told}.", ""]
     return lines
-
-
-def _required(signature: inspect.Signature) -> list[str]:
-    return [key for key, each in signature.parameters.items() if each.default is each.empty]
 
 
 def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, dict[str, str]]]:

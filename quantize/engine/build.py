@@ -38,7 +38,7 @@ from qdqbench.quantize.graph.index import (
     replace_nodes,
 )
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.report.figures import uncovered
+from qdqbench.quantize.report.figures import attended, share, uncovered
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int8
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -261,14 +261,14 @@ def require_int8(result: EngineResult) -> None:
         )
     if result.attention_int8 < result.expected_attention_int8:
         problems.append(
-            f"{result.attention_int8} of {result.expected_attention_int8} attentions run as one INT8 kernel "
+            f"{attended(result.attention_int8, result.expected_attention_int8)} "
             f"({result.attention_fused} are fused at all). It takes Q/DQ on q, k, v, the softmax and the "
             f"output, head size {HEAD_SIZES_TEXT} and at most {INT8_ATTENTION_LENGTH} tokens; "
             "else set attention: fp16 in the recipe"
         )
     if result.not_int8_residuals:
-        lost = f"{len(result.not_int8_residuals)} of {result.expected_int8_residuals} LayerNorms do not read"
-        lost = f"{lost} their INT8 residual as INT8"
+        lost = share(len(result.not_int8_residuals), result.expected_int8_residuals)
+        lost = f"{lost} LayerNorms do not read their INT8 residual as INT8"
         problems.append(
             f"{lost}, which no runtime for CPUs does; on a CPU take a recipe without residual: int8"
             if result.on_cpu

@@ -196,7 +196,7 @@ def _gemms(row: EngineRow) -> str:
 
 
 def _attentions(row: EngineRow) -> str:
-    return "-" if row.refused else f"{row.attention_fused} of {row.attentions} ({row.attention_int8})"
+    return "-" if row.refused else f"{share(row.attention_fused, row.attentions)} ({row.attention_int8})"
 
 
 def inspect_report(found: Inspection, sidecar: Sidecar | None, every: bool, shape: str) -> doc.Report:
@@ -246,7 +246,7 @@ def _summarize(found: Inspection) -> Iterator[tuple[str, str]]:
         yield "INT8 linears", f"{total}, {f'{lost} fewer than' if lost else 'as'} the recipe wants"
     kinds = ", ".join(dict.fromkeys(types_text(row) for row in found.fused))
     wanted = f", the recipe wants {found.expected_attention_int8}" if found.expected_attention_int8 else ""
-    fused = f"{found.attention_fused} of {found.attentions} fused, {found.attention_int8} in INT8{wanted}"
+    fused = f"{share(found.attention_fused, found.attentions)} fused, {found.attention_int8} in INT8{wanted}"
     yield "attention", f"{fused} ({kinds})" if kinds else fused
     if count := found.qkv["attentions"]:
         yield "q, k, v", f"merged into one GEMM in {found.qkv['merged']} of {count} attentions"
@@ -257,7 +257,7 @@ def _summarize(found: Inspection) -> Iterator[tuple[str, str]]:
     yield "softmax", softmax or "none found"
     yield "LayerNorm", ", ".join(f"{n} in {name}" for name, n in found.layernorm.items()) or "none found"
     if asked := found.expected_int8_residuals:
-        yield "residuals", f"{found.int8_residuals} of {asked} with Q/DQ in the graph are read as INT8"
+        yield "residuals", f"{share(found.int8_residuals, asked)} with Q/DQ in the graph are read as INT8"
     if gelus := sum(found.gelu.values()):
         yield "GELU", f"{found.gelu['fused']} of {gelus} fused into the GEMM"
     joined = len(found.linears) - len(found.separate_epilogues)

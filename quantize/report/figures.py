@@ -13,6 +13,11 @@ def coverage(done: int, of: int, what: str) -> str:
     return f"{share(done, of)} {what} in INT8"
 
 
+def attended(done: int, of: int) -> str:
+    """Return how many attentions are INT8 kernels: `3 of 4 attentions run as one INT8 kernel`."""
+    return f"{share(done, of)} attentions run as one INT8 kernel"
+
+
 def uncovered(lost: int) -> str:
     """Return how much of what should run in INT8 does not: `1 GEMM that should be in INT8 is not`."""
     return f"{count_of(lost, 'GEMM')} that should be in INT8 {'is' if lost == 1 else 'are'} not"
