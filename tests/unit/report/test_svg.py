@@ -18,3 +18,7 @@ def test_a_hostile_name_stays_a_name(name):
     assert found.attrib["aria-label"] == f"metric of {name}"
     assert not [each.tag for each in found.iter() if each.tag.endswith("script")]
     assert "<script" not in text
+    (title,) = (each for each in found.iter() if each.text == name)  # no formula of it
+    assert "fill: currentColor" in title.attrib["style"]  # on a dark page too, as no background is drawn
+    assert "#ffffff" not in text
+    assert text.startswith("<svg")  # without a header, which a page has no place for
