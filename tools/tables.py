@@ -510,7 +510,7 @@ def cpu_table(data: Data, *, amx: bool) -> str:
     """INT8 on CPUs with or without AMX over the fastest without INT8, NNCF's and ONNX Runtime's dynamic."""
     rows, fastest = [], set[str]()
     for bench in data.benches:
-        if bench.cpu is None or ("amx_int8" in bench.cpu.features) != amx:
+        if bench.cpu is None or ("amx_int8" in bench.cpu.features) != amx or bench.settings.threads == 1:
             continue
         labels = {system.name: system.label for system in bench.systems}
         for cell in bench.configs:
@@ -519,7 +519,6 @@ def cpu_table(data: Data, *, amx: bool) -> str:
                 speedup_of(cell, "int8", each) for each in ("nncf-openvino", "dynamic-onnxruntime")
             )
             shape = f"{cell.batch} x {cell.length or label(bench.settings.dataset or '')}"
-            shape += ", 1 thread" if bench.settings.threads == 1 else ""
             if best is not None and cell.length in (None, 128):  # what the aims are for
                 fastest.add(labels[best.baseline])
                 one, base = cell.batch == 1, bench.target.name.startswith("bert-base")
@@ -550,7 +549,7 @@ def cpu_kernels_table(_: Data) -> str:
     rows, kinds = [], list[str]()
     for told in json.loads((ROOT / MEASURED / "kernels.json").read_text(encoding="utf-8")):
         batch, tokens = told["shape"].split(" x ")
-        if batch == "1" or tokens in ("32", "mrpc"):
+        if (batch, tokens) != ("8", "128") and (told["model"][:4] == "bert" or tokens != "sst2"):
             continue
         unit, systems = "AMX" if "amx" in told["cpu"] else "VNNI", told["systems"].values()
         kinds = [kind for kind in told["systems"]["INT8"] if kind not in ("elementwise", "other")]
