@@ -487,23 +487,17 @@ def _beside_others(data: Data, own: str, *others: tuple[str, str]) -> str:
 
 
 def noise_table(data: Data) -> str:
-    """SQNR of the answers over FP32 of INT8 and FP8, in dB, in the largest shape of each bench."""
-    rows = []
+    """SQNR of the answers over FP32 of INT8 and FP8, in dB, in the largest shape of each model."""
+    found = dict[str, tuple[int, list[str]]]()
     for bench in data.benches:
-        found = []
+        name = bench.target.name + ("" if bench.target.random_weights else ", trained")
         for cell in bench.configs if bench.target.kind != "model" else ():  # calibrated on random ids
             pair = [row_of(cell, name) for name in ("int8", "unpadded-fp8")]
             errors = [row.rel_error for row in pair if row is not None and row.rel_error]
-            if len(errors) == len(pair):
-                shape = f"{cell.batch} x {cell.length or label(bench.settings.dataset or '')}"
-                found.append((cell.real_tokens, shape, errors))
-        if found:
-            _, shape, errors = max(found)
-            trained = "" if bench.target.random_weights else ", trained"
-            rows.append(
-                [f"{bench.target.name}{trained}, {shape}", *(f"{-20 * math.log10(e):.1f}" for e in errors)]
-            )
-    return table(["model, batch x tokens", "INT8, dB", "FP8, dB"], sorted(rows))
+            if len(errors) == len(pair) and cell.real_tokens > found.get(name, (0,))[0]:
+                shape = f"{name}, {cell.batch} x {cell.length or label(bench.settings.dataset or '')}"
+                found[name] = cell.real_tokens, [shape, *(f"{-20 * math.log10(e):.1f}" for e in errors)]
+    return table(["model, batch x tokens", "INT8, dB", "FP8, dB"], sorted(row for _, row in found.values()))
 
 
 def cpu_table(data: Data, *, amx: bool) -> str:

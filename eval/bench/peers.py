@@ -301,7 +301,8 @@ class UnpaddedEncoder:
         import torch
 
         packed = torch.from_numpy(packing.launches[0]).to(self.layers[0][0].device)
-        ids, positions, types = packed[: 3 * packing.tokens].view(3, packing.tokens)
+        real = slice(int(packing.launches[0][-1]))  # attention leaves what pads a launch undefined
+        ids, positions, types = packed[: 3 * packing.tokens].view(3, packing.tokens)[:, real]
         rounded = []
         with torch.inference_mode():
             hidden = self._embedded(ids[None], positions[None], types[None])[0]

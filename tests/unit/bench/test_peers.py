@@ -211,7 +211,13 @@ def test_a_classifier_answers_as_transformers_does(model_type, launches):
 
 
 @pytest.mark.parametrize("model_type", ["bert", "albert", "modernbert"])
-def test_in_fp8_linears_round_their_inputs_and_weights(model_type):
+def test_in_fp8_linears_round_their_inputs_and_weights(model_type, monkeypatch):
+    def attend(query, key, value, starts, *sizes, attend=peers.packed_attention, **more):
+        context = attend(query, key, value, starts, *sizes, **more)
+        context[starts[-1] :] = torch.nan  # as on a GPU, where nothing writes there
+        return context
+
+    monkeypatch.setattr(peers, "packed_attention", attend)
     model = new_model(model_type).half()
     encoder = peers.UnpaddedEncoder(model, compiled=False)
     packing = peers.pack_rows(peers.unpadded_rows(padded(model)), 1, encoder.positions_of)
