@@ -3,6 +3,7 @@ import shutil
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -62,8 +63,9 @@ def _no_progress_lines():
 
 @pytest.fixture(scope="session", autouse=True)
 def _quicker_bench():
-    """What ends a run takes ten seconds otherwise."""
+    """What ends a run takes ten seconds otherwise; so many garbage collections take some of each test."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("qdqbench.eval.bench.run.gc", SimpleNamespace(collect=lambda: None))
         patch.setattr("qdqbench.eval.bench.quick.DURATION_S", 0.03)
         patch.setattr("qdqbench.eval.bench.quick.ROUNDS", 5)
         yield
