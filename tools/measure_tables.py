@@ -41,6 +41,7 @@ WITHOUT_TENSORRT = ("--exclude", "int8-tensorrt_rtx", "--exclude", "fp16")  # sl
 REAL = [  # model, task, recipe and backend: the recommended one on all tasks, the others on one
     *(("bert-base", task, FUSED, "cuda") for task in TASKS),
     *(("bert-base", "sst2", each, "cuda") for each in RECIPES if each != FUSED),
+    *(("minilm-l6", task, FUSED, "cuda") for task in ("sst2", "stsb")),
     *(("mpnet", "sst2", FUSED, backend) for backend in ("cuda", "tensorrt_rtx")),
 ]
 SQUAD = "squad-lengths"
@@ -132,7 +133,8 @@ def chunks(models: Path, data: str, work: Path) -> dict[str, list[Step]]:
         "families": [
             bench(size, size, f"{size.split('-')[0]}-{FUSED}", *grid(32, 128), *exact, *PADDED)
             for size in ("roberta-base", "electra-base", "distilbert-base")
-        ],
+        ]
+        + [bench("mpnet-base", "mpnet-base", f"mpnet-{FUSED}", *grid(1, 8, 32, 128), *exact)],
         "lengths": [
             lengths(f"minilm-l6-{task}", task, str(models / "minilm-l6-sst2"), data, *both) for task in TASKS
         ],
