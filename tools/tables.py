@@ -743,20 +743,22 @@ def aims_table(data: Data) -> str:
 
 
 def layers_table(data: Data) -> str:
-    """SQNR of each layer's output on held-out rows after reconstruction, and its gain; means over tasks."""
-    found: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    """SQNR that each layer's output gains on held-out rows, means over tasks, where several are measured."""
+    found: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for recipe, run in _reconstructed(data):
-        found[_alike(run), recipe].append(run.reconstruction.layers)
-    rows = []
-    for (model, recipe), tasks in sorted(found.items()):
-        means = [
-            [fmean(each[key] for each in at) for key in ("before_db", "after_db")]
-            for at in zip(*tasks, strict=True)
-        ]
-        after = "/".join(f"{after:.0f}" for _, after in means)
-        gain = "/".join(f"{after - before:.1f}" for before, after in means)
-        rows.append([f"{code(model)} {code(recipe)}", after, gain])
-    return table(["model", "after", "gain"], rows)
+        found[_alike(run)][recipe].append(run.reconstruction.layers)
+    recipes = sorted({recipe for each in found.values() for recipe in each})
+
+    def gains(tasks: list[Any]) -> str:
+        won = [[max(each.after_db or 0.0, each.before_db) - each.before_db for each in run] for run in tasks]
+        return "/".join(f"{fmean(layer):.1f}" for layer in zip(*won, strict=True))
+
+    rows = [
+        [code(model), *(gains(each[recipe]) for recipe in recipes)]
+        for model, each in sorted(found.items())
+        if max(map(len, each.values())) > 1
+    ]
+    return table(["model", *map(code, recipes)], rows)
 
 
 TRAINERS = {
