@@ -72,9 +72,15 @@ H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 TRAINED = "bert-base-fourth"  # a training
 MPNET = "mpnet-second"  # trained as TRAINED; its embedder is not trained
 IN_TENSORRT = {  # models in TensorRT-RTX, with names of their trainings
-    "MiniLM-L6": ("minilm-l6", "minilm-l6-third"),
-    "BERT-base": ("bert-base-fifth", "bert-base-fifth-embed"),
-    "MPNet": ("mpnet-fourth", "mpnet"),
+    "MiniLM-L6": ("minilm-l6", "minilm-l6-third", "minilm-l6-fourth"),
+    "BERT-base": (
+        "bert-base-fifth",
+        "bert-base-fifth-embed",
+        "bert-base-sixth",
+        "bert-base-seventh",
+        "bert-base-seventh-embed",
+    ),
+    "MPNet": ("mpnet-fourth", "mpnet-fifth", "mpnet"),
 }
 
 
@@ -189,7 +195,7 @@ def read_data(folder: Path) -> Data:
     old = [
         path.name
         for path, record in found.values()
-        if not isinstance(record, Bench) and record.created < changed[_calibrated_for(record)]["since"]
+        if not isinstance(record, Bench) and record.created < _last_change(record, changed)
     ]
     if old:
         raise UserError(
@@ -199,9 +205,13 @@ def read_data(folder: Path) -> Data:
     return Data(runs, [record for record in records if isinstance(record, Bench)])
 
 
-def _calibrated_for(run: Record) -> str:
+def _last_change(run: Record, changed: dict[str, Any]) -> str:
+    """Return when calibration last changed for the recipe and backend of a run."""
     backend = str(run.engine.backend) if run.engine else "onnxruntime"
-    return backend.removesuffix("_rtx")  # one calibration for TensorRT and TensorRT-RTX
+    kinds = changed[backend.removesuffix("_rtx")]  # one calibration for TensorRT and TensorRT-RTX
+    name = str(run.recipe.get("name")).partition("int8-")[2]
+    kind = max((kind for kind in kinds if name.startswith(kind)), key=len, default=None)
+    return str(kinds[kind]["since"] if kind else max(each["since"] for each in kinds.values()))
 
 
 def measurement(record: Any) -> tuple[Any, ...]:

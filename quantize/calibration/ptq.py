@@ -189,8 +189,9 @@ def calibrate(
     without = qkv_bias_folding.compute_moved_biases(model, plan)
     apply_biases(model, without)
     report_phase("looking at softmax")
-    setting = softmax.resolve_setting(settings.softmax_scale, plan, batches)
-    chosen = softmax.choose_softmax_scales(model, plan, forward_loop, folds_kv_bias(plan), setting=setting)
+    chosen = softmax.choose_softmax_scales(
+        model, plan, forward_loop, folds_kv_bias(plan), setting=settings.softmax_scale
+    )
     of_values = softmax.get_bias_deltas(model, plan, chosen.centers)
     apply_biases(model, of_values)
     softmax.apply_forms(model, chosen.forms)

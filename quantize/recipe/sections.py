@@ -243,8 +243,7 @@ class Calibration(Frozen):
         "Scale of the INT8 softmax: fixed (1/127), min-error, row-max or auto. min-error: mean-centered V, "
         "and the amax per layer with the least error of the attention output. row-max, for backend cuda: 255 "
         "codes up to the largest probability of each row, and the attention over the sum of the codes. auto: "
-        "row-max for backend cuda, else min-error if calibration saw a sample of more than 128 tokens, else "
-        "fixed.",
+        "row-max for backend cuda, else min-error.",
         default="auto",
     )
     amax: dict[str, Annotated[float, Field(gt=0, le=FP16_MAX)]] = field(

@@ -12,7 +12,7 @@ they hold. Chosen by the error of P v over the calibration data, at no cost in t
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,7 +23,7 @@ from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, UINT8_M
 from qdqbench.quantize.calibration.techniques.change import Change
 from qdqbench.quantize.models.attention import ROW_MAX
 from qdqbench.quantize.recipe.plan import Plan
-from qdqbench.quantize.utils.arrays import Batch, Float64
+from qdqbench.quantize.utils.arrays import Float64
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.schema import Strict, field
 
@@ -38,7 +38,7 @@ FORMS: dict[str, tuple[Form, ...]] = {  # that `calibration.softmax_scale` tries
     "min-error": tuple(2 ** (-half / 2) for half in range(9)),  # 1 to 1/16
     "row-max": ("row-max",),
 }
-LONG = 128  # tokens; `auto` chooses by the error where calibration saw more
+LONG = 128  # tokens; rows that are longer than these and all in calibration are warned of
 LENGTHS = (64, 128, 256, 384, 512)  # upper edges of the rows in the record
 CHUNK = 2**23  # probabilities that are rounded at a time
 
@@ -151,14 +151,6 @@ class _Try:
         return max(float(total), 0.0)
 
 
-def resolve_setting(setting: str, plan: Plan, batches: Iterable[Batch]) -> str:
-    """Return what `auto` is for engines without `row-max`: `min-error` above `LONG` tokens, else `fixed`."""
-    if setting != "auto":
-        return setting
-    long = bool(plan.attention) and any(batch["input_ids"].shape[1] > LONG for batch in batches)
-    return "min-error" if long else "fixed"
-
-
 def choose_softmax_scales(
     model: "PreTrainedModel",
     plan: Plan,
@@ -175,16 +167,17 @@ def choose_softmax_scales(
     Args:
         run: passes batches without padding through the model, which is left as it is.
         left: attentions whose values are not centered, as nothing can be added behind their GEMM.
-        setting: of `FORMS`; values are centered with `min-error` alone.
+        setting: of `FORMS`, or `auto` for `min-error`; values are centered with that alone.
     """
     choices = Softmax({}, {}, [])
     sums: dict[str, dict[int, _SoftmaxSums]] = {name: {} for name in plan.attention}
     if not sums:
-        if setting != "fixed":
+        if setting not in ("auto", "fixed"):
             choices.notes.append(
                 f"calibration.softmax_scale: {setting} changes nothing: no attention is in INT8"
             )
         return choices
+    setting = "min-error" if setting == "auto" else setting
     with ExitStack() as hooks, quantizers_off(model):
         for name, by_length in sums.items():
             hooks.enter_context(_record_sums(model.get_submodule(name), by_length, FORMS[setting]))
