@@ -370,7 +370,8 @@ def test_own_texts_teach_and_have_no_metric(sst2, qdqbench, tmp_path):
     centered = ["--set", "calibration.centering=true", "--until", "qat", "--out", str(tmp_path / "run")]
     done = qdqbench("run", asked, *sst2.options, *centered)
     assert done.code == 0, done.err
-    assert "modelopt is left out: ModelOpt has no place for the constants of centering" in done.out
+    said = " ".join(done.out.split())  # lines break where the path of the run lets them
+    assert "modelopt is left out: ModelOpt has no place for the constants of centering" in said
     assert not (tmp_path / "run" / "qat" / "modelopt").exists()
     training = json.loads((tmp_path / "run" / "qat" / "training.json").read_text())
     assert training["rows"] + training["held_out"] == len(texts)
