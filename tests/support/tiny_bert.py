@@ -114,7 +114,7 @@ def calibration_batches():
 
 def recipe_with(name="bert-int8-linears", **changes):
     """A shipped recipe with max calibration and nothing more, and with some top-level keys replaced."""
-    plain = {"calibration": {}}
+    plain = {"calibration": {"softmax_scale": "fixed"}}
     return Recipe.model_validate(load_recipe(name).model_dump(mode="json") | plain | changes)
 
 

@@ -16,7 +16,7 @@ from qdqbench.quantize.models.load import load_model
 
 from ...support import tiny_bert as bert
 
-CORRECTED = {"bias_correction": True}
+CORRECTED = {"bias_correction": True, "softmax_scale": "fixed"}
 LAYERS = [f"bert.encoder.layer.{layer}" for layer in range(2)]
 
 
