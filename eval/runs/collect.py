@@ -301,8 +301,8 @@ def softmax_warnings(session: Session, record: CalibrationRecord) -> Iterator[st
         return
     if bad := [row for row in record.softmax if row.error > MOST_SOFTMAX_ERROR]:
         worst = max(bad, key=lambda row: row.error)
-        chosen = any(row.centered or row.row_max for row in record.softmax)
-        cure = "" if chosen else "set calibration.softmax_scale: min-error, or "
+        fixed = session.recipe.calibration.softmax_scale == "fixed"
+        cure = "set calibration.softmax_scale: auto, or " if fixed else ""
         yield (
             f"the INT8 softmax puts the output of {name_list(dict.fromkeys(row.module for row in bad))} off "
             f"by up to {worst.error:.0%}: at {worst.length} tokens, {worst.zeroed:.0%} of the attention "

@@ -9,14 +9,16 @@ from qdqbench.eval.runs.collect import MOST_SOFTMAX_ERROR, softmax_warnings
 from qdqbench.quantize.calibration.techniques.softmax_scale import SoftmaxRow
 
 
-def record_of(*errors, longest=128, centered=False):
-    known = {"length": longest, "amax": 1, "centered": centered, "zeroed": 0.3, "clipped": 0}
+def record_of(*errors, longest=128):
+    known = {"length": longest, "amax": 1, "centered": False, "zeroed": 0.3, "clipped": 0}
     rows = [SoftmaxRow(module=f"layer.{n}", error=error, **known) for n, error in enumerate(errors)]
     return SimpleNamespace(softmax=rows, data={"lengths": {"max": longest}})
 
 
-def session_of(*lengths):
-    return SimpleNamespace(eval_splits={"validation": (None, SimpleNamespace(lengths=np.array(lengths)))})
+def session_of(*lengths, setting="auto"):
+    recipe = SimpleNamespace(calibration=SimpleNamespace(softmax_scale=setting))
+    splits = {"validation": (None, SimpleNamespace(lengths=np.array(lengths)))}
+    return SimpleNamespace(eval_splits=splits, recipe=recipe)
 
 
 @pytest.mark.parametrize(
@@ -32,11 +34,11 @@ def test_little_loss_and_known_lengths_are_not_worth_a_word(record, lengths):
     assert [*softmax_warnings(session_of(*lengths), record)] == []
 
 
-@pytest.mark.parametrize("centered", [False, True])
-def test_a_large_loss_is_named_with_its_layers_and_the_cure(centered):
-    (said,) = softmax_warnings(session_of(100), record_of(0.1, 0.25, 0.4, centered=centered))
+@pytest.mark.parametrize("setting", ["fixed", "auto", "min-error", "row-max"])
+def test_a_large_loss_is_named_with_its_layers_and_the_cure(setting):
+    (said,) = softmax_warnings(session_of(100, setting=setting), record_of(0.1, 0.25, 0.4))
     assert "layer.1, layer.2 off by up to 40%: at 128 tokens, 30% of the attention rounds to zero;" in said
-    assert ("calibration.softmax_scale: min-error" in said) != centered
+    assert ("calibration.softmax_scale: auto" in said) == (setting == "fixed")
     assert "type Attention and precision fp16" in said
 
 
