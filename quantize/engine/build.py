@@ -38,7 +38,7 @@ from qdqbench.quantize.graph.index import (
     replace_nodes,
 )
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.report.figures import attended, share, uncovered
+from qdqbench.quantize.report.figures import fused_attentions, share, uncovered
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int8
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -261,7 +261,7 @@ def require_int8(result: EngineResult) -> None:
         )
     if result.attention_int8 < result.expected_attention_int8:
         problems.append(
-            f"{attended(result.attention_int8, result.expected_attention_int8)} "
+            f"{fused_attentions(result.attention_int8, result.expected_attention_int8)} "
             f"({result.attention_fused} are fused at all). It takes Q/DQ on q, k, v, the softmax and the "
             f"output, head size {HEAD_SIZES_TEXT} and at most {INT8_ATTENTION_LENGTH} tokens; "
             "else set attention: fp16 in the recipe"

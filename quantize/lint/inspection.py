@@ -16,7 +16,7 @@ from qdqbench.quantize.graph.read import read_model, validate_names
 from qdqbench.quantize.lint.findings import Finding, find
 from qdqbench.quantize.lint.view import walk_types
 from qdqbench.quantize.models.families.known import ANY_MERGED_QKV, ANY_QKV, first_feed_forwards
-from qdqbench.quantize.report.figures import attended, uncovered
+from qdqbench.quantize.report.figures import fused_attentions, uncovered
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.schema import Strict
 
@@ -240,7 +240,7 @@ def inspect_layers(
     if expected is not None and proof.not_int8:
         found.failures.append(uncovered(len(proof.not_int8)))
     if proof.attention_int8 < expected_attention:
-        found.failures.append(attended(proof.attention_int8, expected_attention))
+        found.failures.append(fused_attentions(proof.attention_int8, expected_attention))
     if expected is not None:
         found.failures += [fault.place for fault in faults if fault.code == "float-residual"]
     return found

@@ -13,7 +13,7 @@ def coverage(done: int, of: int, what: str) -> str:
     return f"{share(done, of)} {what} in INT8"
 
 
-def attended(done: int, of: int) -> str:
+def fused_attentions(done: int, of: int) -> str:
     """Return how many attentions are INT8 kernels: `3 of 4 attentions run as one INT8 kernel`."""
     return f"{share(done, of)} attentions run as one INT8 kernel"
 

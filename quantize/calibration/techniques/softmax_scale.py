@@ -38,7 +38,7 @@ FORMS: dict[str, tuple[Form, ...]] = {  # that `calibration.softmax_scale` tries
     "min-error": tuple(2 ** (-half / 2) for half in range(9)),  # 1 to 1/16
     "row-max": ("row-max",),
 }
-LONG = 128  # tokens; rows that are longer than these and all in calibration are warned of
+LONG = 128  # tokens; a warning counts rows that are longer, unless calibration saw such rows
 LENGTHS = (64, 128, 256, 384, 512)  # upper edges of the rows in the record
 CHUNK = 2**23  # probabilities that are rounded at a time
 
