@@ -32,7 +32,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-from tests.integration import test_serve_fuzz as http
+from tests.support import requests as http
 from tests.support.disfigured import disfigure
 from tests.support.fake_served import tiny_served
 from tests.support.foreign_layer import float_layer
@@ -244,7 +244,7 @@ def odd_request(name: str, samples: list[bytes], chance: random.Random) -> bytes
     """Return one to three requests that a client could mean."""
     path = "/v1/" + name.split(maxsplit=1)[0]
     return b"".join(
-        request(*http.case(http.GOOD[name], path, chance)) for _ in range(chance.choice([1, 1, 3]))
+        request(*http.draw_request(http.GOOD[name], path, chance)) for _ in range(chance.choice([1, 1, 3]))
     )
 
 

@@ -1,9 +1,9 @@
-"""Runs with an engine that this CPU runs, and their endpoints without a socket."""
+"""Runs with an engine that this CPU runs, their endpoints without a socket, and what answers say."""
 
-import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
+
+import numpy as np
 
 from qdqbench.quantize.deployment.opened import TEXTS_FILE
 from qdqbench.quantize.deployment.serve import open_served
@@ -15,6 +15,8 @@ from qdqbench.quantize.pipeline.outcomes import BUILD, write_outcome
 from qdqbench.quantize.pipeline.pipeline import STAGES_FILE
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.files import read_json, sha256, write_json
+
+from .heads import TAGS
 
 
 def with_cpu_engine(run: Path, out: Path) -> Path:
@@ -45,22 +47,57 @@ def record(run: Path) -> None:
     write_json(run / STAGES_FILE, stages)
 
 
-class Asked:
-    """The endpoint of a run whose engine is in this process; answers have fields as attributes."""
+def ask(run, **fields):
+    """The answers of the endpoint of a run whose engine is in this process."""
+    from ..support.site import called, within
 
-    def __init__(self, run: Path, out: Path) -> None:
-        self.run = with_cpu_engine(run, out)
+    options = ServeOptions(no_fp32=True, max_texts=1000)
+    served = open_served(run, options)
 
-    def __call__(self, **fields):
-        from ..support.site import called, within
+    async def post(site):
+        return await called(site, "POST", site.front.interfaces.endpoint, fields)
 
-        options = ServeOptions(no_fp32=True, max_texts=1000)
-        served = open_served(self.run, options)
+    status, _, made = within(post, served, settings=options.settings())
+    assert status == 200, made
+    return made["answers"]
 
-        async def ask(site):
-            path = site.front.interfaces.endpoint
-            return await called(site, "POST", path, json.dumps(fields).encode())
 
-        status, _, made = within(ask, served, settings=options.settings())
-        assert status == 200, made
-        return json.loads(json.dumps(made["answers"]), object_hook=lambda each: SimpleNamespace(**each))
+def rows_of(run, count):
+    """The texts of the first rows that a run was evaluated with."""
+    session = Session(read_config(run), run)
+    split, _ = next(iter(session.eval_splits.values()))
+    return [[split.dataset[row][name] for name in session.config.task.text_columns] for row in range(count)]
+
+
+def line_of(row):
+    """A row as a line of a script's standard input."""
+    return "\t".join(text if isinstance(text, str) else " ".join(text) for text in row)
+
+
+def evaluated(run, count, stage="onnxruntime"):
+    """What a stage answered to them: shares of classes, a score, an embedding; or tags, or a text."""
+    session = Session(read_config(run), run)
+    kind, (split, (_, encoded)) = session.config.task.kind, next(iter(session.eval_splits.items()))
+    with np.load(run / "logits" / f"{stage}.npz") as saved:
+        logits = saved[f"{split}.logits"]
+    if kind.over_tokens:
+        return kind.predict(logits, encoded.gold)[:count].tolist()
+    logits = logits[:count].astype(np.float64)
+    if kind.name == "multi-label classification":
+        return 1 / (1 + np.exp(-logits))
+    one = kind.name != "classification"
+    return logits if one else np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
+
+
+def value_of(answer):
+    """What an answer says, in the form of `evaluated`."""
+    if isinstance(answer, np.ndarray):  # Triton has no JSON for an embedding
+        return answer
+    if scores := answer.get("scores"):
+        assert answer.get("label", max(scores, key=scores.get)) == max(scores, key=scores.get)
+        return [*scores.values()]
+    if "answer" in answer:
+        return answer["answer"]
+    if tags := answer.get("labels") or [tag for _, tag in answer.get("words", ())]:
+        return " ".join(str(TAGS.index(tag)) for tag in tags)
+    return answer.get("embedding") or [answer["score"]]

@@ -28,7 +28,7 @@ from ..support import cpus
 from ..support.deployed import answers
 from ..support.interpreted import H200
 from .cases import CASES
-from .test_deploy import ROWS, texts_of
+from .served import evaluated, line_of, rows_of, value_of
 from .tiny import fine, results
 
 pytest.importorskip("openvino", reason="needs openvino: pip install 'qdqbench[openvino]'")
@@ -50,8 +50,7 @@ def test_an_engine_for_the_cpu_is_timed_and_takes_every_length(backend, whole_ru
     with np.load(out / "logits" / "engine.npz") as before:
         shipped = before["validation.logits"]
     if backend == "openvino":
-        shares = np.exp(shipped - np.logaddexp.reduce(shipped, axis=1, keepdims=True))[:ROWS]
-        assert_onnxruntime_is_deployed_as_it_was_evaluated(out, tmp_path, shares)
+        assert_onnxruntime_is_deployed_as_it_was_evaluated(out, tmp_path)
     fine(qdqbench(*CASES[f"cpu-{backend}"].words(sst2, tmp_path), "--out", out, "--shapes", "auto"))
     assert (out / "bench.json").read_bytes() == measured  # of the same files
     told = results(out)["lengths"]
@@ -63,13 +62,14 @@ def test_an_engine_for_the_cpu_is_timed_and_takes_every_length(backend, whole_ru
         np.testing.assert_allclose(after["validation.logits"], shipped, atol=0.1)
 
 
-def assert_onnxruntime_is_deployed_as_it_was_evaluated(out, tmp_path, shares):
+def assert_onnxruntime_is_deployed_as_it_was_evaluated(out, tmp_path):
     """With its optimizations, and without them where these lose."""
     found = outcomes.read_optimized(out)
     assert (found.int8_gemms, found.describe_loss(0.02)) == (12, "")
     assert found.metrics.keys() == found.exported.keys() == {"accuracy"}
-    said = answers(out / "deploy" / "run_onnxruntime.py", tmp_path / "other", lines=texts_of(out))
-    np.testing.assert_allclose([[*each["scores"].values()] for each in said], shares, atol=2e-2)
+    lines = [line_of(row) for row in rows_of(out, 40)]
+    said = answers(out / "deploy" / "run_onnxruntime.py", tmp_path / "other", lines=lines)
+    np.testing.assert_allclose([*map(value_of, said)], evaluated(out, 40, "engine"), atol=2e-2)
     for lost, level in (("", "ENABLE"), ("it is refused", "DISABLE")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(outcomes, "read_optimized", lambda _: found.model_copy(update={"failed": lost}))  # noqa: B023

@@ -16,12 +16,12 @@ from qdqbench.eval.runs.report.report import hand_off, refresh
 from qdqbench.eval.runs.results import Results
 from qdqbench.quantize.deployment import write
 from qdqbench.quantize.pipeline.session import Session, read_config
-from qdqbench.quantize.utils.system.cpu import find_cpu
 from qdqbench.quantize.utils.system.process import find_python
 
-from ..support.deployed import answers, fresh, run_script
+from ..support.deployed import fresh, run_script
 from ..support.http_client import Client, finished
 from ..support.records import speedup
+from .served import evaluated, rows_of, value_of
 from .test_run import DEPLOYED
 from .tiny import fine, listing, refused, results
 
@@ -33,35 +33,9 @@ def blocked(tmp_path):
     return tmp_path / "blocked"
 
 
-def probabilities(run, stage):
-    """Of each class, as a stage of the run gave them, [rows, classes]."""
-    with np.load(run / "logits" / f"{stage}.npz") as saved:
-        logits = saved["validation.logits"].astype(np.float64)
-    return np.exp(logits - np.logaddexp.reduce(logits, axis=1, keepdims=True))
-
-
-def texts_of(run):
-    split, _ = Session(read_config(run), run).eval_splits["validation"]
-    return split.dataset["sentence"][:ROWS]
-
-
-def test_scripts_answer_as_the_run_did(finished_run, tmp_path, blocked):
-    shutil.copytree(finished_run / "deploy", tmp_path / "elsewhere")  # with no run around it
-    known, texts = probabilities(finished_run, "onnxruntime")[:ROWS], texts_of(finished_run)
-    for backend, most in (("onnxruntime", 1e-4), ("openvino", 2e-2)):
-        pytest.importorskip(backend)
-        if backend == "openvino" and not find_cpu().int8_dot:
-            continue  # it saturates
-        made = answers(tmp_path / "elsewhere" / f"run_{backend}.py", blocked, lines=texts)
-        assert [[*each["scores"]] for each in made] == [["LABEL_0", "LABEL_1"]] * ROWS
-        np.testing.assert_allclose([[*each["scores"].values()] for each in made], known, atol=most)
-        assert [each["label"] for each in made] == [f"LABEL_{place}" for place in known.argmax(axis=1)]
-    (made,) = answers(tmp_path / "elsewhere" / "run_onnxruntime.py", blocked, texts[0])
-    np.testing.assert_allclose([*made["scores"].values()], known[0], atol=1e-4)
-
-
 def test_its_server_answers_as_the_run_did(finished_run, tmp_path, blocked):
     shutil.copytree(finished_run / "deploy", tmp_path / "elsewhere")
+    texts = [text for (text,) in rows_of(finished_run, ROWS)]
     command = [sys.executable, tmp_path / "elsewhere/serve.py", "--port", "0", "--runtime", "onnxruntime"]
     options = {"cwd": "/", "env": fresh(blocked), "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([*map(str, command)], **options) as process:
@@ -70,7 +44,7 @@ def test_its_server_answers_as_the_run_did(finished_run, tmp_path, blocked):
 
             async def ask():
                 client = Client(port)
-                asked = await client.post("/v1/predict", {"texts": texts_of(finished_run)})
+                asked = await client.post("/v1/predict", {"texts": texts})
                 await client.close()
                 return asked
 
@@ -78,8 +52,8 @@ def test_its_server_answers_as_the_run_did(finished_run, tmp_path, blocked):
         finally:
             process.terminate()
         assert (status, process.wait(30)) == (200, 0)
-    made = [[*each["scores"].values()] for each in body["answers"]]
-    np.testing.assert_allclose(made, probabilities(finished_run, "onnxruntime")[:ROWS], atol=1e-4)
+    made = [value_of(each) for each in body["answers"]]
+    np.testing.assert_allclose(made, evaluated(finished_run, ROWS), atol=1e-4)
 
 
 def test_it_holds_all_that_is_needed(finished_run):

@@ -7,13 +7,7 @@ import numpy as np
 import onnx
 import pytest
 
-from qdqbench.quantize.deployment.triton.export import export_triton
-from qdqbench.quantize.pipeline.session import Session, read_config
-
-from ..support.deployed import answers
 from ..support.families import HIDDEN
-from ..support.triton_stub import Loaded
-from .served import Asked
 from .tiny import results, write_data
 
 
@@ -56,32 +50,6 @@ class TestTexts:
     def test_check_holds_the_file_to_the_recipe(self, qdqbench, folder):
         done = qdqbench("check", folder / "model.int8.onnx", "--recipe", "roberta-int8-attention")
         assert done.code == 0, done.err
-
-    def test_servers_embed_as_the_run_was_evaluated(self, folder, tmp_path):
-        texts = Session(read_config(folder), folder).eval_splits["validation"][0].dataset["text"][:8]
-        with np.load(folder / "logits" / "onnxruntime.npz") as saved:
-            known = saved["validation.logits"][:8]
-        ask = Asked(folder, tmp_path / "run")
-        np.testing.assert_allclose([each.embedding for each in ask(texts=texts)], known, atol=2e-2)
-        with_prompt = ask(texts=[f"good {text}" for text in texts], prompt="")
-        np.testing.assert_allclose([each.embedding for each in with_prompt], known, atol=2e-2)
-        without = ask(texts=texts, prompt="")
-        assert np.abs(np.array([each.embedding for each in without]) - known).max() > 0.05
-        export_triton(folder / "deploy", tmp_path / "out", "embed")
-        answer = Loaded(tmp_path / "out" / "models" / "embed").answers(TEXT=texts)
-        np.testing.assert_allclose(answer, known, atol=2e-2)
-
-    def test_deployed_scripts_embed_as_the_run_was_evaluated(self, folder, tmp_path):
-        texts = Session(read_config(folder), folder).eval_splits["validation"][0].dataset["text"][:8]
-        with np.load(folder / "logits" / "onnxruntime.npz") as saved:
-            known = saved["validation.logits"][:8]
-        made = answers(folder / "deploy" / "run_onnxruntime.py", tmp_path / "blocked", lines=texts)
-        np.testing.assert_allclose([each["embedding"] for each in made], known, atol=1e-4)
-        page = (folder / "deploy" / "README.md").read_text()
-        assert "Pooling in the graph: mean, normalized to length 1" in page
-        assert "Prompts that were evaluated: `good `" in page
-        kept = json.loads((folder / "deploy" / "config_sentence_transformers.json").read_text())
-        assert kept == {"prompts": {"query": "good ", "document": ""}, "default_prompt_name": None}
 
     @pytest.mark.long
     def test_sensitivity_measures_embeddings(self, qdqbench, given, tmp_path):

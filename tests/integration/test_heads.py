@@ -7,11 +7,8 @@ import numpy as np
 import onnx
 import pytest
 
-from qdqbench.quantize.deployment.triton.export import export_triton
 from qdqbench.quantize.pipeline.session import Session, read_config
 
-from ..support.deployed import answers, run_script
-from ..support.triton_stub import Loaded
 from . import heads
 from .cases import edited
 from .tiny import call, results
@@ -186,75 +183,3 @@ def test_a_head_of_another_kind_is_one_sentence(options, tmp_path, capsys):
     done = call(capsys, "run", "int8-linears", *model, "--metric", "accuracy", "--out", tmp_path / "r")
     assert done.code == 1
     assert "is a BertForQuestionAnswering, but the task (token classification) needs a model" in done.err
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_server_answers_as_the_run_was_evaluated(runs, kind, tmp_path):
-    pytest.importorskip("httptools", reason="needs httptools: pip install 'qdqbench[serve]'")
-    from .served import Asked
-
-    ask = Asked(runs[kind], tmp_path / "run")
-    session = Session(read_config(runs[kind]), runs[kind])
-    split, encoded = session.eval_splits["validation"]
-    with np.load(runs[kind] / "logits" / "onnxruntime.npz") as saved:
-        known = session.config.task.kind.predict(saved["validation.logits"], encoded.gold)
-    rows = [split.dataset[row] for row in range(24)]
-    if kind == "tokens":
-        made = ask(sentences=[row["tokens"] for row in rows])
-        assert [len(each.labels) for each in made] == [len(row["tokens"]) for row in rows]
-        told = [" ".join(str(heads.TAGS.index(label)) for label in each.labels) for each in made]
-        for each, row in zip(made, rows, strict=True):
-            for entity in each.entities:
-                words, labels = row["tokens"], each.labels[entity.first : entity.last + 1]
-                assert entity.text == " ".join(words[entity.first : entity.last + 1])
-                assert {label[2:] for label in labels} == {entity.type}
-        long = ask(sentences=[["good"] * 300])[0]
-        assert long.truncated
-        assert long.labels[-1] is None
-    else:
-        questions = [{"question": row["question"], "context": row["context"]} for row in rows]
-        made = ask(questions=questions)
-        told = [each.answer for each in made]
-        assert max(each.tokens for each in made) > 32  # several windows
-    same = sum(one == other for one, other in zip(told, known[:24].tolist(), strict=True))
-    assert same >= 23  # a flip of rounding may change one
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_triton_answers_as_the_deployed_scripts(runs, kind, tmp_path):
-    export_triton(runs[kind] / "deploy", tmp_path / "out", kind)
-    split, _ = Session(read_config(runs[kind]), runs[kind]).eval_splits["validation"]
-    rows = [split.dataset[row] for row in range(8)]
-    if kind == "tokens":
-        texts = {"TEXT": [" ".join(row["tokens"]) for row in rows]}
-    else:
-        texts = {"TEXT": [row["question"] for row in rows], "TEXT_PAIR": [row["context"] for row in rows]}
-    lines = ["\t".join(each) for each in zip(*texts.values(), strict=True)]
-    known = answers(runs[kind] / "deploy" / "run_onnxruntime.py", tmp_path / "blocked", lines=lines)
-    assert Loaded(tmp_path / "out" / "models" / kind).answers(**texts) == known
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_deployed_scripts_answer_as_the_run_was_evaluated(runs, kind, tmp_path):
-    session = Session(read_config(runs[kind]), runs[kind])
-    split, encoded = session.eval_splits["validation"]
-    with np.load(runs[kind] / "logits" / "onnxruntime.npz") as saved:
-        known = session.config.task.kind.predict(saved["validation.logits"], encoded.gold)
-    columns = session.config.task.text_columns
-    rows = [[split.dataset[row][name] for name in columns] for row in range(64)]
-    script, blocked = runs[kind] / "deploy" / "run_onnxruntime.py", tmp_path / "blocked"
-    if kind == "tokens":
-        made = answers(script, blocked, lines=[" ".join(words) for (words,) in rows])
-        assert [[word for word, _ in each["words"]] for each in made] == [words for (words,) in rows]
-        told = [" ".join(str(heads.TAGS.index(tag)) for _, tag in each["words"]) for each in made]
-        (long,) = answers(script, blocked, " ".join(["good"] * 300))
-        assert (len(long["words"]), long["words"][-1]) == (300, ["good", None])
-    else:
-        assert max(np.bincount(encoded.samples)) > 1  # several windows
-        made = answers(script, blocked, lines=["\t".join(row) for row in rows])
-        told = [each["answer"] for each in made]
-        assert all(each["score"] > -np.inf and each["score_without_answer"] < np.inf for each in made)
-        refused = run_script(script, blocked, "a question alone")
-        assert (refused.returncode, refused.stdout) == (1, "")
-        assert refused.stderr == "give a question and its context, in a line with a tab between\n"
-    assert told == known.tolist()

@@ -16,9 +16,7 @@ import pytest
 
 from qdqbench.quantize.pipeline.session import Session, read_config
 
-from ..support.deployed import answers
-from .served import with_cpu_engine
-from .test_deploy import probabilities
+from .served import evaluated, value_of, with_cpu_engine
 from .tiny import MAIN, fine, refused, sentences
 
 ROWS = 40
@@ -41,49 +39,20 @@ def read(path):
 def test_a_file_is_answered_as_the_run_was(run, tmp_path, qdqbench):
     table = eval_rows(run).slice(0, ROWS)
     pa.csv.write_csv(table, tmp_path / "rows.csv")
-    out, known = tmp_path / "out.parquet", probabilities(run, "onnxruntime")[:ROWS]
+    out = tmp_path / "out.parquet"
     done = fine(qdqbench("predict", run, "--data", tmp_path / "rows.csv", "--out", out, "--json"))
     made, told = read(out), json.loads(done.out)
     assert (told["rows"], told["resumed"], told["unanswered"]) == (ROWS, 0, 0)
     assert [*made] == told["columns"] == ["sentence", "label", "predicted_label", "predicted_scores"]
     assert made["sentence"] == table.column("sentence").to_pylist()
-    shares = [[each["LABEL_0"], each["LABEL_1"]] for each in made["predicted_scores"]]
-    np.testing.assert_allclose(shares, known, atol=2e-2)
-    assert made["predicted_label"] == [f"LABEL_{place}" for place in np.argmax(shares, axis=1)]
+    shares = [value_of({"scores": each}) for each in made["predicted_scores"]]
+    np.testing.assert_allclose(shares, evaluated(run, ROWS), atol=2e-2)
     refused(qdqbench("predict", run, "--data", tmp_path / "rows.csv", "--out", out), "exists; give another")
     options = ["--limit", "3", "--keep", "label", "--overwrite", "--processes", "2", "--threads", "1"]
     done = fine(qdqbench("predict", run, "--data", tmp_path / "rows.csv", "--out", out, *options))
     assert "3 rows" in done.out
     assert [*read(out)] == ["label", "predicted_label", "predicted_scores"]
     assert read(out)["predicted_label"] == made["predicted_label"][:3]
-
-
-@pytest.mark.parametrize(
-    ("case", "column"), [("embed", "embedding"), ("tokens", "predicted_labels"), ("qa", "predicted_answer")]
-)
-def test_other_tasks_are_answered_as_by_deploy(case, column, whole_run, tmp_path, qdqbench):
-    run = with_cpu_engine(whole_run(case), tmp_path / "run")
-    pa.parquet.write_table(eval_rows(run).slice(0, 8), tmp_path / "rows.parquet")
-    texts = Session(read_config(run), run).config.task.text_columns
-    rows = pa.parquet.read_table(tmp_path / "rows.parquet").to_pydict()
-    lines = ["\t".join(map(_line, row)) for row in zip(*(rows[name] for name in texts), strict=True)]
-    told = answers(run / "deploy" / "run_onnxruntime.py", tmp_path / "blocked", lines=lines)
-    out = tmp_path / "out.parquet"
-    fine(qdqbench("predict", run, "--data", tmp_path / "rows.parquet", "--out", out))
-    if case == "embed":
-        known = [each["embedding"] for each in told]
-        np.testing.assert_allclose(np.array(read(out)[column]), known, atol=2e-3)
-        options = ["--overwrite", "--prompt", "awful "]
-        fine(qdqbench("predict", run, "--data", tmp_path / "rows.parquet", "--out", out, *options))
-        assert np.abs(np.array(read(out)[column]) - known).max() > 5e-3
-    else:
-        labels = [each.get("answer") or [label for _, label in each.get("words", ())] for each in told]
-        same = [a == b for a, b in zip(read(out)[column], labels, strict=True)]
-        assert sum(same) >= 7  # the engine rounds otherwise than the graph as exported
-
-
-def _line(text):
-    return text if isinstance(text, str) else " ".join(text)
 
 
 def test_a_run_that_changed_answers_nothing(run, finished_run, tmp_path, qdqbench):

@@ -24,6 +24,7 @@ from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
 
 from ..support.pages import offline, plain
 from .cases import CASES, MARKED, Case, edited
+from .served import evaluated, line_of, rows_of, value_of
 from .tiny import EVAL_ROWS, LAYERS, TRAIN_ROWS, files_of, fine, listing, results
 
 pytestmark = pytest.mark.slow
@@ -266,23 +267,15 @@ def the_report_shows_the_figures(run):
 
 def what_is_deployed_answers_as_the_run(run):
     """In this process; that it needs nothing else is another test's."""
-    if not run.classifies:
-        return
-    split, (rows, _) = next(iter(run.session.eval_splits.items()))
-    columns = [rows.dataset[column][:16] for column in run.session.config.task.text_columns]
     script = "openvino" if run.case.backend == "openvino" else "onnxruntime"
     stage, most = ("engine", 5e-3) if run.case.backend == script else ("onnxruntime", 2e-2)
-    known = run.logits(stage)[split][:16].astype(np.float64)
-    made = answers_here(
-        run.folder / "deploy" / f"run_{script}.py", ["\t".join(each) for each in zip(*columns, strict=True)]
-    )
-    if known.shape[1] == 1:
-        np.testing.assert_allclose([each["score"] for each in made], known[:, 0], atol=most)
+    lines = map(line_of, rows_of(run.folder, 16))
+    made = [*map(value_of, answers_here(run.folder / "deploy" / f"run_{script}.py", lines))]
+    known = evaluated(run.folder, 16, stage)
+    if isinstance(known, list):
+        assert made == known
     else:
-        shares = np.exp(known - np.logaddexp.reduce(known, axis=1, keepdims=True))
-        if run.case.brings == "multi-label":
-            shares = 1 / (1 + np.exp(-known))
-        np.testing.assert_allclose([[*each["scores"].values()] for each in made], shares, atol=most)
+        np.testing.assert_allclose(made, known, atol=most)
 
 
 def answers_here(script, lines):

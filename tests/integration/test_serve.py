@@ -23,7 +23,7 @@ from qdqbench.quantize.pipeline.session import read_config
 from qdqbench.quantize.utils.errors import UserError
 
 from ..support.http_client import Client, finished
-from .served import Asked, with_cpu_engine
+from .served import with_cpu_engine
 from .tiny import MAIN, environment, refused
 
 ROOT = Path(__file__).parents[2]
@@ -45,20 +45,6 @@ def started(*command, word="http://127.0.0.1:", **options):
 def fake_server(word="http://127.0.0.1:", stderr=None, **settings):
     settings = json.dumps({"port": 0, **settings})
     return started(*FAKE, settings, word=word, stderr=stderr, cwd=ROOT)
-
-
-def test_an_endpoint_answers_as_the_run_was_evaluated(finished_run, tmp_path):
-    from qdqbench.quantize.pipeline.session import Session, read_config
-
-    ask = Asked(finished_run, tmp_path / "run")
-    split, _ = Session(read_config(finished_run), finished_run).eval_splits["validation"]
-    with np.load(finished_run / "logits" / "onnxruntime.npz") as saved:
-        known = saved["validation.logits"][:16].astype(np.float64)
-    made = ask(texts=split.dataset["sentence"][:16])
-    shares = np.exp(known - np.logaddexp.reduce(known, axis=1, keepdims=True))
-    for each, share in zip(made, shares, strict=True):
-        assert [*vars(each.scores).values()] == pytest.approx(share.tolist(), abs=0.02)
-        assert each.label == f"LABEL_{share.argmax()}"
 
 
 def test_a_run_that_cannot_be_served_is_told_why(finished_run, tmp_path, qdqbench):

@@ -5,17 +5,9 @@ from typing import Any
 from qdqbench.eval.bench import results
 from qdqbench.eval.bench.results import Bench
 
+from .records import sample_of
+
 NAMES = ("int8", "fp16", "fp32", "torch-fp32", "torch-fp16", "compile-fp16")
-
-
-LABELS = (
-    "INT8 engine",
-    "FP16 engine",
-    "FP32 engine",
-    "PyTorch FP32 SDPA",
-    "PyTorch FP16 SDPA",
-    "torch.compile FP16",
-)
 
 
 # invented for the tests: milliseconds of each contestant by batch; INT8 is slower than FP16 at batch 1
@@ -32,9 +24,6 @@ SLOW_REASON = "12 GELU run in a kernel of their own"
 def bench_row(name: str, ms: float, batch: int) -> results.BenchRow:
     return results.BenchRow(
         system=name,
-        status="done",
-        detail="CUDA graph",
-        launches=1200,
         median_ms=ms,
         p50_ms=ms,
         p90_ms=1.1 * ms,
@@ -45,13 +34,11 @@ def bench_row(name: str, ms: float, batch: int) -> results.BenchRow:
             results.BenchThroughput(streams=n, sequences_per_s=1000 * batch * gain / ms, low=1.0, high=9.0)
             for n, gain in ((1, 1.0), (2, 1.3))
         ],
-        clock_mhz=1755.0,
-        power_w=412.25,
-        temperature_c=44.0,
         rel_error=None if name == "torch-fp32" else 0.03,
         int8_gemms=72 if name == "int8" else None,
         expected_int8_gemms=72 if name == "int8" else None,
         engine_bytes=112_000_000 if "-" not in name else None,
+        **sample_of("bench row"),
     )
 
 
@@ -75,49 +62,7 @@ def sample_bench(**changes: Any) -> results.Bench:
                 slow_reasons=[SLOW_REASON] if batch == 1 else [],
             )
         )
-    fields: dict[str, Any] = {
-        "created": "2026-07-01T12:00:00+00:00",
-        "command": "qdqbench bench --model bert-base",
-        "complete": True,
-        "device": "gpu",
-        "compute_capability": "9.0",
-        "target": results.BenchTarget(
-            kind="shape",
-            name="bert-base",
-            random_weights=True,
-            calibration="random token ids: accuracy means nothing",
-            shape={"layers": 12, "hidden": 768, "heads": 12, "intermediate": 3072, "parameters": 109_483_778},
-            files={"model.int8.onnx": "ab" * 32},
-        ),
-        "recipe": {"name": "bert-int8-linears"},
-        "settings": results.BenchSettings(
-            batches=list(TIMES),
-            lengths=[128],
-            dataset=None,
-            streams=[1, 2],
-            rounds=5,
-            duration_s=1.0,
-            iterations=None,
-            input_sets=8,
-            engine_shapes="exact",
-            seed=0,
-        ),
-        "systems": [
-            results.BenchSystem(
-                name=name,
-                label=text,
-                precision=name if "-" not in name else name.partition("-")[2],  # type: ignore[arg-type]
-                backend="tensorrt_rtx 1.4.0.76" if "-" not in name else "torch 2.11.0",
-            )
-            for name, text in zip(NAMES, LABELS, strict=True)
-        ],
-        "configs": configs,
-        "notes": ["random weights: latency is that of the shape", "9.0 is not officially supported"],
-        "warnings": [],
-        "errors": [],
-        "environment": {"gpu": "NVIDIA H200", "driver": "570.1", "versions": {"torch": "2.11.0"}},
-    }
-    bench = results.Bench.model_validate(fields | changes)
+    bench = results.Bench.model_validate(sample_of("bench", configs=configs) | changes)
     for cell in bench.configs:
         cell.headline = results.headline_of(bench.systems, cell)
     return bench

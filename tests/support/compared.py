@@ -9,7 +9,7 @@ from qdqbench.eval.runs.comparison import (
     SamplePrediction,
 )
 
-from .records import comparison, speedup
+from .records import comparison, sample_of, speedup
 
 
 def sample_comparison():
@@ -19,25 +19,12 @@ def sample_comparison():
         ComparedRun(
             name=name,
             folder=f"runs/{name}",
-            model="minilm-l6-sst2",
             recipe=f"bert-{name}",
-            task="sst2",
-            stage="engine",
-            n=872,
             metrics={"accuracy": 0.8956 - 0.004 * place},
-            stderr={"accuracy": 0.0103},
-            fp32={"accuracy": 0.8968},
             vs_fp32=comparison({"accuracy": -0.0012 - 0.004 * place}, 0.0021),
-            backend="tensorrt_rtx",
-            int8=36,
-            planned_int8=36,
-            linears=38,
-            onnx_bytes=35_200_000,
-            engine_bytes=34_900_000,
             gate="failed" if place else "passed",
-            failures=[],
-            warnings=[],
             speed=[speedup(0.97 + place / 2, 0.96 + place / 2, 0.98 + place / 2, ms=1.5 - place / 2)],
+            **sample_of("compared run"),
         )
         for place, name in enumerate(names)
     ]
@@ -63,17 +50,12 @@ def sample_comparison():
         for layer in range(4)
         for kind in ("attention.self.query", "intermediate.dense", "output.dense")
     ]
+    versus = comparison({"accuracy": -0.004}, 0.002, disagreements=3, mcnemar_p=0.25)
     return RunComparison(
         created="2026-07-01T12:00:00+00:00",
         command="qdqbench compare runs/int8-linears runs/int8-attention",
         runs=runs,
-        pairs=[
-            ComparedPair(
-                first=names[0],
-                second=names[1],
-                comparison=comparison({"accuracy": -0.004}, 0.002, n=872, disagreements=3, mcnemar_p=0.25),
-            )
-        ],
+        pairs=[ComparedPair(first=names[0], second=names[1], comparison=versus)],
         samples=samples,
         sample_count=3,
         layers=layers,

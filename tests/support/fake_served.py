@@ -174,8 +174,8 @@ def noop_served(tokenizer, texts):
 
 def tiny_served(endpoint, kind="Mixing", **engine):
     """A run of an endpoint of `TASKS`, with a real tokenizer."""
-    from ..integration.test_serve_fuzz import TASKS
     from ..integration.tiny import tokenizer
+    from .requests import TASKS
 
     told, width = TASKS[endpoint]
     opener = partial(open_fake, globals()[kind], 0.0, False, width=width, **engine)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from qdqbench.quantize.lint.check import check_model
 from qdqbench.quantize.lint.diagnose import Diagnosis, SourceRow
-from qdqbench.quantize.lint.doctor import BackendState, Doctor, Library
+from qdqbench.quantize.lint.doctor import Doctor
 from qdqbench.quantize.lint.findings import find
-from qdqbench.quantize.lint.fix import EngineRow, FixReport, OutputRow, Outputs
+from qdqbench.quantize.lint.fix import FixReport
 from qdqbench.quantize.lint.inspection import inspect_layers
 from qdqbench.quantize.lint.machines import find_machine
 from qdqbench.quantize.lint.reports import (
@@ -22,6 +22,7 @@ from qdqbench.quantize.utils.system.cpu import Cpu
 from qdqbench.quantize.utils.system.gpu import Gpu
 
 from .layer_tables import bert
+from .records import sample_of
 from .tiny_layer import healthy, store, unquantized
 
 PATH = Path("model.onnx")
@@ -47,25 +48,7 @@ def diagnosed():
 
 
 def fixed():
-    after = EngineRow(engine="tensorrt_rtx 1.7", gemms=7, int8_gemms=6, attentions=1, kernels=9)
-    numbers = {"before_error": 0.0338, "after_error": 0.0153, "difference": 0.0307, "limit": 0.1}
-    logits = OutputRow(name="logits", largest=0.3825, disagreements=0, **numbers)
-    return fix_report(
-        FixReport(
-            file="model.onnx",
-            out="fixed.onnx",
-            done=["2 masks that FP16 does not hold are -1e4"],
-            left=["1 GEMM has no usable scale"],
-            findings_before={"uint8": 3},
-            findings_after={},
-            int8_before=0,
-            int8_after=6,
-            linears=7,
-            outputs=Outputs(inputs="random, seed 0", n=4, rows=[logits], **logits.model_dump()),
-            engine_before=EngineRow(engine="tensorrt_rtx 1.7", refused="zero points"),
-            engine_after=after,
-        )
-    )
+    return fix_report(FixReport.model_validate(sample_of("fix")))
 
 
 def inspected(every):
@@ -76,34 +59,9 @@ def inspected(every):
 
 
 def machine():
-    states = {
-        "openvino": BackendState(runs=True, builds=True),
-        "tensorrt": BackendState(runs=False, builds=False, why="it is not installed: pip install it"),
-        "tensorrt_rtx": BackendState(runs=False, builds=True, why="CUDA shows no GPU here"),
-    }
-    return doctor_report(
-        Doctor(
-            qdqbench="0.1.0",
-            git="0123456789abcdef",
-            python="3.11.7",
-            platform="Linux 6.8 x86_64",
-            cpu="AMD EPYC",
-            cpu_features=["avx2"],
-            cores=2,
-            gpu=Gpu("NVIDIA L4", "8.9", None),
-            memory_bytes=24 << 30,
-            memory_free_bytes=20 << 30,
-            disk_free_bytes=70 << 30,
-            packages={"numpy": "2.4.6", "onnx": "1.23"},
-            unmet=["numpy is 1.0: pip install numpy"],
-            libraries={name: Library(version="1.7") for name in states} | {"torch": Library(version=None)},
-            backends=states,
-            auto="openvino",
-            hub="not asked",
-            machine=find_machine(Gpu("NVIDIA L4", "8.9", None), Cpu("AMD EPYC", 2, ())),
-            hazards=["torch 2.11: a fault"],
-        )
-    )
+    gpu = Gpu("NVIDIA L4", "8.9", None)
+    shown = find_machine(gpu, Cpu("AMD EPYC", 2, ()))
+    return doctor_report(Doctor.model_validate(sample_of("doctor", gpu=gpu, machine=shown)))
 
 
 def dated(make):

@@ -17,17 +17,16 @@ from qdqbench.eval.metrics.results import (
 )
 from qdqbench.eval.runs.gate import judge_gate
 from qdqbench.eval.runs.report.report import write_reports
-from qdqbench.eval.runs.results import FileRow, ModelChange, Results
+from qdqbench.eval.runs.results import ModelChange, Results
 from qdqbench.eval.verification.results import Verification
 from qdqbench.quantize.calibration.record import QuantizerRow
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.lint.findings import FindingRow
-from qdqbench.quantize.pipeline.pipeline import Timing
 from qdqbench.quantize.recipe.sections import GateSettings
 from qdqbench.quantize.tasks.task import GLUE
 
 from .pages import HOSTILE
-from .records import comparison, engine_result
+from .records import comparison, engine_result, sample_of
 
 LINEARS = (
     "attention.self.query",
@@ -80,9 +79,7 @@ def built(**changes):
 
 
 def finding(**changes):
-    fields = {"severity": "warning", "effect": "note", "code": "fp16-near-limit", "node": "/bert/Add"}
-    fields |= {"why": "a constant uses more than half of the FP16 range", "fix": "keep the node in FP32"}
-    return FindingRow.model_validate(fields | changes)
+    return FindingRow.model_validate(sample_of("finding", **changes))
 
 
 def parity_row(name, values, differing, step=1, error=None):
@@ -91,15 +88,7 @@ def parity_row(name, values, differing, step=1, error=None):
 
 
 def parity_of(rows):
-    return Parity(
-        n=64,
-        padded=True,
-        rows=rows,
-        logits_max_abs_diff=0.0031,
-        limit_fraction=0.005,
-        limit_step=1,
-        passed=all(row.holds for row in rows),
-    )
+    return Parity(rows=rows, passed=all(row.holds for row in rows), **sample_of("parity"))
 
 
 def measured(metrics, delta, within_noise=True):
@@ -139,55 +128,20 @@ def sample(layers=6, prefix="bert.encoder", **changes):
         for index, module in enumerate(modules)
     ]
     skipped = "no GPU on this machine; copy the engine to one and run qdqbench evaluate there"
-    fields = {
-        "created": "2026-07-01T12:00:00Z",
-        "command": "qdqbench run bert-int8-linears --model minilm-l6-sst2 --task sst2 --data glue --out run",
-        "recipe": {
-            "version": 1,
-            "name": "bert-int8-linears",
-            "precision": {"compute": "fp16", "never_quantize": ["layernorm", "softmax"]},
-            "rules": [{"match": "encoder.layer.*", "type": "Linear", "weights": "int8/per-channel"}],
-            "attention": "fp16",
-        },
-        "model": {"name": "minilm-l6-sst2", "sha256": "9f" * 32, "parameters": 22_713_986},
-        "task": {"name": "sst2", "metrics": ["accuracy"], "labels": ["negative", "positive"]},
-        "data": {"source": "glue", "calibration": {"split": "train", "n": 512}, "evaluation": {"n": 872}},
-        "seed": 0,
-        "quantized_layers": modules,
-        "high_precision_layers": ["bert.pooler.dense", "classifier"],
-        "quantizers": quantizers,
-        "files": [
-            FileRow(name="model.fp32.onnx", bytes=90_900_000, fp32_ratio=1.0),
-            FileRow(name="model.fp16.onnx", bytes=45_500_000, fp32_ratio=0.5006),
-            FileRow(name="model.int8.onnx", bytes=35_200_000, fp32_ratio=0.3872),
-        ],
-        "findings": [finding()],
-        "parity": parity_of(rows),
-        "stages": {
+    fields = sample_of(
+        "run",
+        quantized_layers=modules,
+        quantizers=quantizers,
+        findings=[finding()],
+        parity=parity_of(rows),
+        stages={
             "fp32": measured({"accuracy": 0.8968}, None),
             "fake_quant": measured({"accuracy": 0.8979}, 0.0011),
             "onnxruntime": measured({"accuracy": 0.8956}, -0.0012),
             "engine": StageResult(status="skipped", reason=skipped),
         },
-        "engine": engine(layers, prefix),
-        "gate": Gate(passed=True, max_drop=0.01),
-        "timings": {
-            name: Timing(wall_s=wall, cpu_s=20.5, peak_rss_bytes=peak, reused=name == "build")
-            for name, wall, peak in (
-                ("baseline", 13.2, 1_310_000_000),
-                ("calibrate", 8.4, 1_720_000_000),
-                ("export", 9.6, 2_050_000_000),
-                ("build", 3.1, 2_110_000_000),
-                ("evaluate", 25.7, 2_310_000_000),
-            )
-        },
-        "warnings": ["the engine was built ahead of time and not run: its outputs are not verified"],
-        "environment": {
-            "versions": {"torch": "2.13.0", "nvidia-modelopt": "0.47.0", "tensorrt-rtx": "1.7.1.116"},
-            "hardware": {"cpu": "x86_64, 2 cores", "gpu": None, "memory_bytes": 8_000_000_000},
-            "git": "c588e23",
-        },
-    }
+        engine=engine(layers, prefix),
+    )
     return Results.model_validate(fields | changes)
 
 
@@ -344,40 +298,7 @@ def run_gate(task, max_drop, min_sqnr_db=None, **stages):
 
 def verification(**changes):
     """An engine of two layers that follows its fake-quant model."""
-    limits = {"quantization_error": 0.031, "limit": 0.031, "position_error": 0.09, "position_limit": 0.12}
-    limits |= {"systematic_error": 0.001, "systematic_limit": 0.01, "nonfinite": 0, "nonfinite_shapes": []}
-    padding = {"n": 8, "nonfinite": 0, "mean_abs_logit_diff": 0.01, "mean_limit": 0.04}
-    answers = {"n": 256, "nonfinite": 0, "metric": "accuracy", "drop": 0.0039, "drop_limit": 0.02}
-    answers |= {
-        "disagreements": 1,
-        "disagreement_limit": 9.5,
-        "mean_abs_logit_diff": 0.021,
-        "mean_limit": 0.2,
-    }
-    answers |= {
-        "quantization_mean_abs_logit_diff": 0.1,
-        "ks_statistic": 0.02,
-        "ks_p": 0.99,
-        "ks_p_limit": 5e-4,
-    }
-    fields = {
-        "reference": "fake_quant",
-        "seed": 0,
-        "blocks": [
-            {"name": name, "n": 2816, "error": 0.012} | limits
-            for name in ("embeddings", "layer.0", "layer.1", "head")
-        ],
-        "stitched_int8_gemms": 12,
-        "shapes": [
-            {"batch": 32, "length": 64, "what": "padded", "nonfinite": 0, "max_abs_logit_diff": 0.052}
-        ],
-        "padding": padding | {"max_abs_logit_diff": 0.03, "max_limit": 0.4},
-        "predictions": answers,
-        "warnings": [],
-        "failures": [],
-        "passed": True,
-    }
-    return Verification.model_validate(fields | changes)
+    return Verification.model_validate(sample_of("verification", **changes))
 
 
 def written(results, folder):

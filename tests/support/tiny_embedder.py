@@ -26,7 +26,6 @@ def write_sentence_folder(folder, mode=MEAN, *, normalize=True, dense=None, insi
         pooling: changes 1_Pooling/config.json.
     """
     import torch
-    from safetensors.torch import save_file
 
     (folder / inside).mkdir(parents=True, exist_ok=True)
     write_tiny_bert(folder / inside, new_bert().bert)
@@ -36,16 +35,7 @@ def write_sentence_folder(folder, mode=MEAN, *, normalize=True, dense=None, insi
         folder, mode, normalize=normalize, dense=bool(dense), inside=inside, modules=modules, **pooling
     )
     if dense:
-        (folder / "2_Dense").mkdir()
-        named = f"torch.nn.modules.activation.{dense['activation']}"
-        about = {"in_features": HIDDEN, "out_features": dense["width"], "bias": True}
-        (folder / "2_Dense" / "config.json").write_text(json.dumps({**about, "activation_function": named}))
-        generator = torch.Generator().manual_seed(1)
-        weights = {
-            "linear.weight": torch.randn(dense["width"], HIDDEN, generator=generator),
-            "linear.bias": torch.randn(dense["width"], generator=generator),
-        }
-        save_file(weights, folder / "2_Dense" / "model.safetensors")
+        write_dense(folder, dense["width"], dense["activation"], torch.Generator().manual_seed(1))
     if inside:  # the tokenizer lies beside the encoder
         for path in folder.glob("*token*"):
             path.unlink()
@@ -65,6 +55,20 @@ def write_modules(folder, mode, *, normalize=True, dense=False, inside="", modul
     settings = {"word_embedding_dimension": HIDDEN, **flags, "include_prompt": True, **pooling}
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(settings))
+
+
+def write_dense(folder, width, activation, generator):
+    """A Dense with random weights behind the pooling."""
+    import torch
+    from safetensors.torch import save_file
+
+    (folder / "2_Dense").mkdir()
+    about = {"in_features": HIDDEN, "out_features": width, "bias": True}
+    about |= {"activation_function": f"torch.nn.modules.activation.{activation}"}
+    (folder / "2_Dense" / "config.json").write_text(json.dumps(about))
+    shapes = {"linear.weight": (width, HIDDEN), "linear.bias": (width,)}
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    save_file(weights, folder / "2_Dense" / "model.safetensors")
 
 
 def plain_encoder(folder):

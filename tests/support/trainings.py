@@ -13,14 +13,9 @@ from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.training.results import Finetuning, LayerRow, ReconstructionRun, Spread, TrainingRun
 from qdqbench.quantize.utils.trackers import LogRow
 
-from .records import comparison
+from .records import comparison, sample_of
 from .runs import GARBLED, measured, poisoned, sample
 from .tiny_bert import VOCABULARY, recipe_with
-
-REASON = (
-    "training diverged: after step 230 the model gives the same answer whatever the input, for 2 evaluations "
-    "in a row; lower learning_rate (now 0.0005) or raise warmup_ratio"
-)
 
 
 def log_of(seed: int, steps: int = 460, evaluations: int = 10, first: bool = False) -> list[LogRow]:
@@ -47,27 +42,16 @@ def log_of(seed: int, steps: int = 460, evaluations: int = 10, first: bool = Fal
 def run_of(seed: int, **changes: Any) -> TrainingRun:
     log = changes.pop("log", None) or log_of(seed)
     judged = [row for row in log if row.score is not None]
-    fields: dict[str, Any] = {
-        "seed": seed,
-        "status": "done",
-        "folder": f"seed-{seed}/model",
-        "settings": {"epochs": 4, "learning_rate": 5e-5, "batch_size": 32, "patience": None, "seed": seed},
-        "precision": "bf16",
-        "device": "NVIDIA H200",
-        "processes": 1,
-        "rows": 3301,
-        "held_out": 367,
-        "steps": 460,
-        "planned_steps": 460,
-        "best_step": max(judged, key=lambda row: row.score or -9).step if judged else 0,
-        "seconds": 19.4 + seed,
-        "samples_per_s": 758.3,
-        "parameters": 22_713_986,
-        "log": log,
-        "metrics": {"f1": 0.861 + 0.004 * seed, "accuracy": 0.811 + 0.003 * seed},
-        "stderr": {"f1": 0.0155, "accuracy": 0.0192},
-        "n": 408,
-    }
+    fields = sample_of(
+        "training",
+        seed=seed,
+        folder=f"seed-{seed}/model",
+        settings={"epochs": 4, "learning_rate": 5e-5, "batch_size": 32, "patience": None, "seed": seed},
+        best_step=max(judged, key=lambda row: row.score or -9).step if judged else 0,
+        seconds=19.4 + seed,
+        log=log,
+        metrics={"f1": 0.861 + 0.004 * seed, "accuracy": 0.811 + 0.003 * seed},
+    )
     return TrainingRun.model_validate(fields | changes)
 
 
@@ -78,24 +62,11 @@ def reconstruction(**changes: Any) -> ReconstructionRun:
         )
         for n in range(6)
     ]
-    fields: dict[str, Any] = {
-        "settings": {"samples": 1024, "steps": 300},
-        "precision": "tf32",
-        "device": "NVIDIA H200",
-        "rows": 819,
-        "held_out": 205,
-        "layers": rows,
-        "before_db": 21.4,
-        "after_db": 23.1,
-        "seconds": 55.0,
-    }
-    return ReconstructionRun.model_validate(fields | changes)
+    return ReconstructionRun.model_validate(sample_of("reconstruction", layers=rows) | changes)
 
 
 def failed_run(seed: int, **changes: Any) -> TrainingRun:
-    blank = {"status": "failed", "reason": REASON, "log": [], "metrics": {}, "stderr": {}, "n": 0}
-    blank |= {"folder": None, "steps": 0, "best_step": 0, "seconds": 0.0, "samples_per_s": None}
-    return run_of(seed).model_copy(update=blank | changes)
+    return run_of(seed).model_copy(update=sample_of("failed training") | changes)
 
 
 def finetuning(runs: list[TrainingRun], **changes: Any) -> Finetuning:
@@ -105,18 +76,9 @@ def finetuning(runs: list[TrainingRun], **changes: Any) -> Finetuning:
         found = [run.metrics[name] for run in done]
         sd = float(np.std(found, ddof=1)) if len(found) > 1 else None
         spread[name] = Spread(mean=float(np.mean(found)), sd=sd, n=len(found))
-    fields: dict[str, Any] = {
-        "created": "2026-07-01T12:00:00+00:00",
-        "command": "qdqbench finetune --model encoder --task mrpc --data glue --seeds 5 --out made",
-        "base": {"name": "minilm-l6", "sha256": "9f" * 32},
-        "task": {"name": "mrpc", "metrics": ["f1", "accuracy"], "labels": ["different", "same"]},
-        "data": "glue/mrpc/train 3668 rows",
-        "runs": runs,
-        "spread": spread,
-        "best_seed": done[-1].seed if done else None,
-        "warnings": [f"seed {run.seed} failed: {run.reason}" for run in runs if run.status == "failed"],
-        "environment": {"gpu": "NVIDIA H200", "versions": {"torch": "2.13.0", "accelerate": "1.14.0"}},
-    }
+    best = done[-1].seed if done else None
+    warnings = [f"seed {run.seed} failed: {run.reason}" for run in runs if run.status == "failed"]
+    fields = sample_of("fine-tuning", runs=runs, spread=spread, best_seed=best, warnings=warnings)
     return Finetuning.model_validate(fields | changes)
 
 

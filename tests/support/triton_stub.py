@@ -84,10 +84,10 @@ class Loaded:
             [InferenceRequest([Tensor(name, array) for name, array in each.items()]) for each in requests]
         )
 
-    def answers(self, **texts):
-        """Answers to texts: what JSON tells, or an array."""
-        (response,) = self.ask({name: column(each) for name, each in texts.items()})
-        assert response.error() is None, response.error()
-        (tensor,) = response.output_tensors()
-        array = tensor.as_numpy()
-        return array if array.dtype == np.float32 else [json.loads(row[0]) for row in array]
+    def answers(self, *requests):
+        """Answers to texts by input, of requests that come at once: what JSON tells, or arrays."""
+        columns = ({name: column(texts) for name, texts in each.items()} for each in requests)
+        for response in self.ask(*columns):
+            assert response.error() is None, response.error()
+            array = response.output_tensors()[0].as_numpy()
+            yield from array if array.dtype == np.float32 else (json.loads(row[0]) for row in array)

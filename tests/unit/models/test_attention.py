@@ -36,7 +36,7 @@ def batch(pad_id, *, left):
 
 def test_every_model_type_has_a_tiny_model():
     missing = set(MODEL_TYPES) - set(SIZES)
-    assert not missing, f"add {missing} to SIZES of tests/support/families.py"
+    assert not missing, f"add {missing} to tests/support/sizes.yaml"
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
