@@ -2,8 +2,8 @@
 
 from qdqbench._progress import displayed
 from qdqbench._runs import Progress
+from qdqbench.quantize.deployment.options import PredictOptions
 from qdqbench.quantize.deployment.predict import Predicted, predict_files
-from qdqbench.quantize.deployment.predict_options import PredictOptions
 from qdqbench.quantize.utils.options import take_options
 
 

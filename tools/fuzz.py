@@ -101,7 +101,7 @@ def rewritten(path: Path) -> object:
     model = read_model(path)
     if {row.code for row in check_model(model).findings} & {"invalid-onnx", "opset-too-low"}:
         return None
-    return rewrite(model, FixOptions(), {}, [], [])
+    return rewrite(model, FixOptions(), {})
 
 
 def judged(path: Path) -> object:

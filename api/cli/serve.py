@@ -9,12 +9,11 @@ from qdqbench.cli.schemas import HandedOver, Pushed, TritonRepository
 from qdqbench.cli.terminal import plain, say
 from qdqbench.eval.runs.report.report import deploy as write
 from qdqbench.eval.runs.report.report import where_to_begin
-from qdqbench.quantize.deployment import push as upload
+from qdqbench.quantize.deployment.opened import open_served
+from qdqbench.quantize.deployment.options import PredictOptions, ServeOptions
 from qdqbench.quantize.deployment.predict import predict_files
-from qdqbench.quantize.deployment.predict_options import PredictOptions
-from qdqbench.quantize.deployment.serve import open_served
-from qdqbench.quantize.deployment.serve_options import ServeOptions
 from qdqbench.quantize.deployment.triton import export as triton
+from qdqbench.quantize.deployment.write import push_folder
 from qdqbench.quantize.pipeline.ownership import locked_for_reading
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.names import install_command
@@ -75,7 +74,7 @@ def push(options: PushOptions) -> Answer:
     made, repository = write(options.run, fp32=options.fp32), options.repository
     reporter().begin("uploading")
     with locked_for_reading(options.run):
-        url = upload.push_folder(made, repository, private=options.private, create_pr=options.create_pr)
+        url = push_folder(made, repository, private=options.private, create_pr=options.create_pr)
     return Answer(Pushed(repository=repository, url=url), None, [f"pushed: {url}"])
 
 

@@ -8,8 +8,7 @@ import typer
 
 from qdqbench import _options as options
 from qdqbench.cli.options import REQUIRED, Parameters, RecipeName, StartRecipe
-from qdqbench.quantize.deployment.predict_options import PredictOptions
-from qdqbench.quantize.deployment.serve_options import ServeOptions
+from qdqbench.quantize.deployment.options import PredictOptions, ServeOptions
 from qdqbench.quantize.utils.names import DEFAULT_QAT
 from qdqbench.quantize.utils.options import Options
 

@@ -1,6 +1,6 @@
 """A run that is opened to answer: its engine and graph by their hashes, and what answers are made with."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from tokenizers import Tokenizer
 
+from qdqbench.quantize.deployment.options import ServeOptions
 from qdqbench.quantize.deployment.write import describe_task
 from qdqbench.quantize.engine.cpu_runtimes import MOST_ROWS
 from qdqbench.quantize.engine.runtime.runners import (
@@ -25,14 +26,18 @@ from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.standalone.fast import open_fast
 from qdqbench.quantize.standalone.model import Model
 from qdqbench.quantize.standalone.runtimes import Streams
+from qdqbench.quantize.standalone.server.settings import Served
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 from qdqbench.quantize.utils.system.cpu import find_cpu
+from qdqbench.quantize.utils.system.gpu import count_gpus
 
 TEXTS = 1000  # of each split, on which a faster tokenizer must agree
 INPUTS = ["input_ids", "attention_mask", "token_type_ids"]  # of which an engine takes its own
 TEXTS_FILE = "texts.json"  # next to an engine
+PAGES = Path(__file__).parent / "pages"
+TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 
 
 @dataclass(frozen=True)
@@ -202,3 +207,31 @@ def read_texts(folder: Path) -> tuple[str, ...]:
         split = session.split(name, limit=session.config.limit)
         found += split.dataset[:TEXTS][task.text_columns[0]]
     return tuple(text for text in found if isinstance(text, str))
+
+
+def open_served(folder: Path, options: ServeOptions) -> Served:
+    """Open a run for serving; MissingDevice without an engine, `UserError` where it cannot be served here."""
+    answering = Answering.of(folder, fp32=not options.no_fp32, texts=False)
+    told, on_cpu = answering.told, answering.backend in CPU_BACKENDS
+    if options.watch and (options.no_fp32 or told["kind"] != "classification"):
+        raise UserError("--watch compares classes with those of the FP32 model; leave it or --no-fp32 out")
+    fp32 = {} if options.no_fp32 else {"fp32": answering.open_fp32}
+    return Served(
+        name=folder.resolve().name,
+        recipe=answering.recipe,
+        made_with=answering.made_with,
+        told=told,
+        tokenizer=answering.tokenizer,
+        models={"engine": answering.open_infer, **fp32},
+        max_drop=answering.max_drop,
+        gpus=0 if on_cpu else max(1, count_gpus()),
+        texts=partial(read_texts, folder),
+        about={"task": answering.task, "columns": [*answering.columns], "int8": answering.int8},
+        pages=dict(_read_pages()),
+    )
+
+
+def _read_pages() -> Iterator[tuple[str, tuple[bytes, str]]]:
+    for path in (*sorted(PAGES.iterdir()), files.LOOK):
+        name = "" if path.stem == "index" else path.name
+        yield f"/{name}", (path.read_bytes(), f"{TYPES[path.suffix]}; charset=utf-8")

@@ -29,7 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from qdqbench.quantize.deployment.opened import Answering
-from qdqbench.quantize.deployment.predict_options import PredictOptions
+from qdqbench.quantize.deployment.options import PredictOptions
 from qdqbench.quantize.deployment.rows import ROWS, Rows, choose_columns, open_rows
 from qdqbench.quantize.standalone.answers import (
     ANSWERS,
@@ -55,22 +55,17 @@ from qdqbench.quantize.utils.system.process import end_with_parent
 
 JOB = "job.json"  # in the folder of parts
 AHEAD = 2  # parts that wait for each process
-FIELDS: dict[Answers, tuple[str, ...]] = {  # of an answer, which are columns, by what makes it
-    classify: ("label", "scores"),
-    score: ("score",),
-    embed: ("embedding",),
-    tag: ("words",),
-    extract: ("answer", "score", "score_without_answer"),
-    list_classes: ("labels", "scores"),
+NUMBER, TEXT, LABELS = pa.float64(), pa.string(), pa.list_(pa.string())
+# Fields of an answer that are columns, by what makes it; None: a number for each label.
+FIELDS: dict[Answers, dict[str, Any]] = {
+    classify: {"label": TEXT, "scores": None},
+    score: {"score": NUMBER},
+    embed: {"embedding": pa.list_(pa.float32())},
+    tag: {"words": LABELS},
+    extract: {"answer": TEXT, "score": NUMBER, "score_without_answer": NUMBER},
+    list_classes: {"labels": LABELS, "scores": None},
 }
 COLUMNS = {"embedding": "embedding", "words": "predicted_labels"}  # the others have `predicted_` before them
-TYPES: dict[str, Any] = {
-    "label": pa.string(),
-    "labels": pa.list_(pa.string()),
-    "answer": pa.string(),
-    "words": pa.list_(pa.string()),
-    "embedding": pa.list_(pa.float32()),
-}
 
 
 class Job(Strict):
@@ -171,9 +166,8 @@ def _value(answer: Answer, name: str) -> Any:
 
 def answer_fields(told: Mapping[str, Any]) -> list[pa.Field]:
     """Return the name in an answer and the type of each column of answers."""
-    shares = pa.struct([(label, pa.float64()) for label in dict.fromkeys(told["labels"])])
-    types = TYPES | {"scores": shares}
-    return [pa.field(name, types.get(name, pa.float64())) for name in FIELDS[ANSWERS[told["kind"]]]]
+    shares = pa.struct([(label, NUMBER) for label in dict.fromkeys(told["labels"])])
+    return [pa.field(name, kind or shares) for name, kind in FIELDS[ANSWERS[told["kind"]]].items()]
 
 
 def _column(name: str) -> str:

@@ -1,5 +1,6 @@
-"""Write a finished run as a folder that needs nothing of qdqbench."""
+"""Write a finished run as a folder that needs nothing of qdqbench, and upload it to the Hub."""
 
+import glob
 import hashlib
 import importlib.metadata
 import json
@@ -37,6 +38,7 @@ from qdqbench.quantize.report import formats
 from qdqbench.quantize.report.document import Line
 from qdqbench.quantize.report.render import prose
 from qdqbench.quantize.tasks.data.encode import OVERLAP
+from qdqbench.quantize.tasks.data.files import find_root_cause
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.types.kind import TaskKind
 from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL
@@ -273,9 +275,7 @@ def _collect(
         except UserError as error:
             no_ir = str(error)
     context: dict[str, Any] = {
-        **{name: model_json[name] for name in ("texts", "words", "example")},
-        "labels": model_json["labels"],
-        "pooling": model_json["pooling"],
+        **model_json,
         "prompts": [*dict.fromkeys(task.prompts)],
         "gpu": gpu_graph is not None,
         "gpu_model": MODEL if gpu_graph in (None, model) else GPU_MODEL,
@@ -291,8 +291,6 @@ def _collect(
         "runtimes": runtimes,
         "model": name,
         "data": _base_name(str(results.data.get("source", ""))),
-        "task": task.name,
-        "recipe": session.recipe.name,
         "license": hub.find_license(session.model_name, session.config.revision),
         "metrics": list(next(iter(results.stages.values())).metrics),
         "versions": {
@@ -507,3 +505,36 @@ def _write(path: Path, source: bytes | Path, link: bool) -> None:
         except OSError:  # another file system, or one without links
             pass
     shutil.copyfile(source, path)
+
+
+def push_folder(folder: Path, repository: str, *, private: bool = False, create_pr: bool = False) -> str:
+    """Upload a folder that `write_deploy` wrote, and return the URL of its commit or pull request.
+
+    huggingface_hub finds the token and the Hub (HF_TOKEN or its login, HF_ENDPOINT). Without `create_pr` the
+    repository is created if needed. UserError: the run failed, there is no token, or the Hub refuses.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    if failed := json.loads((folder / TOLD).read_text(encoding="utf-8"))["failed"]:
+        raise UserError(f"{folder} is not for use, so it is not pushed: {failed}")
+    if (token := get_token()) is None:
+        raise UserError("no token for the Hub; `hf auth login` stores one, HF_TOKEN sets one")
+    api = HfApi()
+    try:
+        if not create_pr:
+            api.create_repo(repository, private=private or None, exist_ok=True)
+        if private and not api.repo_info(repository).private:
+            raise UserError(f"{repository} is there and public; make it private, or drop --private")
+        done = api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            commit_message="Upload INT8 graphs by qdqbench",
+            create_pr=create_pr,
+            allow_patterns=[glob.escape(name) for name in (*read_sums(folder), files.SUMS)],
+        )
+    except UserError:
+        raise
+    except Exception as error:  # of httpx, of huggingface_hub, OSError, ValueError
+        reason = find_root_cause(error).replace(token, "TOKEN")
+        raise UserError(f"cannot push to {repository}: {reason}") from error
+    return str(done.pr_url or done.commit_url)

@@ -178,6 +178,11 @@ def read_constant(node: onnx.NodeProto) -> onnx.TensorProto | None:
     return None
 
 
+def argument(node: onnx.NodeProto, position: int) -> str:
+    """Return the name of an input; empty where it is left out."""
+    return str(node.input[position]) if position < len(node.input) else ""
+
+
 def attribute(node: onnx.NodeProto, name: str, default: int = 0) -> int:
     return next((int(item.i) for item in node.attribute if item.name == name), default)
 

@@ -69,7 +69,7 @@ def fold_weights(model: onnx.ModelProto) -> list[str]:
             codes = codes.T
         name, run = index.origin(q.input[0], ("Identity",))[1], run_of(q.name)
         replaced[id(dq)] = _store_weight(model, name, run, q.name.rpartition("/")[0], codes, scale)
-        replaced[id(gemm)] = _as_matmul(gemm, replaced[id(dq)][-1].output[0])
+        replaced[id(gemm)] = as_matmul(gemm, replaced[id(dq)][-1].output[0])
         folded.append(module_of(gemm.name))
     replace_nodes(model, (new for node in model.graph.node for new in replaced.get(id(node), [node])))
     return folded
@@ -94,13 +94,14 @@ def _store_weight(  # noqa: PLR0913, PLR0917
     ]
 
 
-def _as_matmul(gemm: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
+def as_matmul(gemm: onnx.NodeProto, weight: str) -> list[onnx.NodeProto]:
+    """Return a MatMul with another weight [K, N], and an Add where the Gemm has a bias."""
     if gemm.op_type == "MatMul":
         new = onnx.NodeProto()
         new.CopyFrom(gemm)
         new.input[1] = weight
         return [new]
-    (output,), bias = gemm.output, gemm.input[2:]
+    (output,), bias = gemm.output, [*filter(None, gemm.input[2:])]
     product = f"{output}_product" if bias else output
     adds = [helper.make_node("Add", [product, *bias], [output], name=f"{gemm.name}_bias")] if bias else []
     return [helper.make_node("MatMul", [gemm.input[0], weight], [product], name=gemm.name), *adds]

@@ -36,6 +36,7 @@ from qdqbench.quantize.lint.view import (
     is_dequantize,
     is_integer,
     is_quantize,
+    list_constants,
     missing_arguments,
 )
 from qdqbench.quantize.report.figures import coverage, share
@@ -425,13 +426,9 @@ def _same_parameters(graph: CheckGraph, q: onnx.NodeProto, dq: onnx.NodeProto) -
     first, second = graph.value(q.input[1]), graph.value(dq.input[1])
     if first is None or second is None:
         return True  # computed: named as dynamic-scale
-    points = [_zero_point(graph, node) for node in (q, dq)]
+    points = [graph.zero_point(node) for node in (q, dq)]
     shifted = [point is not None and bool(np.any(point)) for point in points]
     return (same_axis or first.size == 1) and shifted[0] == shifted[1] and np.array_equal(first, second)
-
-
-def _zero_point(graph: CheckGraph, node: onnx.NodeProto) -> Array | None:
-    return graph.value(node.input[2]) if len(node.input) > 2 and node.input[2] else None
 
 
 def _check_scale(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow]:
@@ -461,7 +458,7 @@ def _check_scale(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[FindingRow
 
 def _check_type(graph: CheckGraph, node: onnx.NodeProto, scale: Array) -> Iterator[FindingRow]:
     quantized = graph.types.get(node.output[0] if is_quantize(node) else node.input[0], 0)
-    point = _zero_point(graph, node)
+    point = graph.zero_point(node)
     shifted = point is not None and bool(np.any(point))
     if quantized not in (0, TensorProto.INT8, TensorProto.UINT8):
         name = type_name(quantized)
@@ -692,14 +689,9 @@ def _check_constants(graph: CheckGraph) -> Iterator[FindingRow]:
 
 def _list_float_constants(graph: CheckGraph) -> Iterator[tuple[TensorProto, str, onnx.NodeProto]]:
     """Return floating-point tensors with the first node that reads them as data (not as a Q/DQ's scale)."""
-    stored = [(tensor, tensor.name, None) for tensor in graph.index.graph.initializer]
-    for node in graph.nodes:
-        if operator(node) in ("Constant", "ConstantOfShape"):
-            maker = node if operator(node) == "ConstantOfShape" else None
-            tensor = index.read_constant(node)
-            stored += [] if tensor is None else [(tensor, node.output[0], maker)]
-    for tensor, name, maker in stored:
-        readers = [maker] if maker else graph.index.consumers.get(name, [])
+    for name, tensor, maker in list_constants(graph.index):
+        shaped = [maker] if maker is not None and maker.op_type == "ConstantOfShape" else []
+        readers = shaped or graph.index.consumers.get(name, [])
         nodes = [node for node in readers if not is_qdq(node) or node.input[0] == name]
         if nodes and tensor.data_type in _FLOATS:
             yield tensor, name, nodes[0]

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import onnx
@@ -23,12 +23,12 @@ from qdqbench.quantize.graph.index import (
     ONNX_DOMAINS,
     QDQ_DOMAINS,
     GraphIndex,
+    argument,
     attribute,
     is_qdq,
     module_of,
     opset_of,
     prune,
-    read_constant,
     replace_nodes,
 )
 from qdqbench.quantize.graph.precision import constants_to_initializers, drop_noop_casts, to_fp16
@@ -39,7 +39,7 @@ from qdqbench.quantize.lint.check import CheckReport, check_model
 from qdqbench.quantize.lint.findings import finding_label
 from qdqbench.quantize.lint.inspection import inspect_layers, read_graph
 from qdqbench.quantize.lint.rebuild import Product, Scales, insert_qdq, read_scales, remove_qdq
-from qdqbench.quantize.lint.view import is_integer
+from qdqbench.quantize.lint.view import PLAIN_FORMS, PlainForm, is_integer, list_constants
 from qdqbench.quantize.models.attention import MASK_FILL
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Array
@@ -48,28 +48,6 @@ from qdqbench.quantize.utils.limits import FP16_MAX
 from qdqbench.quantize.utils.names import count_of, name_list
 from qdqbench.quantize.utils.schema import Strict, field
 from qdqbench.quantize.utils.system.cpu import find_memory
-
-
-@dataclass(frozen=True)
-class _Form:
-    """Inputs of one operator: where each operand (codes, scale, zero point) and the result's scale start."""
-
-    plain: str
-    operands: tuple[int, ...]
-    result: int
-    kept: tuple[str, ...] = ()  # attributes
-
-
-_FORMS = {
-    "QLinearMatMul": _Form("MatMul", (0, 3), 6),
-    "QLinearAdd": _Form("Add", (0, 3), 6),
-    "QLinearMul": _Form("Mul", (0, 3), 6),
-    "QLinearSigmoid": _Form("Sigmoid", (0,), 3),
-    "QLinearLeakyRelu": _Form("LeakyRelu", (0,), 3, ("alpha",)),
-    "QLinearSoftmax": _Form("Softmax", (0,), 3, ("axis",)),
-    "QLinearReduceMean": _Form("ReduceMean", (0,), 3, ("axes", "keepdims")),
-    "QGemm": _Form("Gemm", (0, 3), 7, ("alpha", "transA", "transB")),
-}
 
 
 def qoperator_to_qdq(model: onnx.ModelProto) -> tuple[int, list[str]]:
@@ -81,8 +59,8 @@ def qoperator_to_qdq(model: onnx.ModelProto) -> tuple[int, list[str]]:
         if node.domain not in QDQ_DOMAINS:
             continue
         new = None
-        if node.op_type in _FORMS:
-            new = _to_plain(model, index, node, _FORMS[node.op_type])
+        if node.op_type in PLAIN_FORMS:
+            new = _to_plain(model, index, node, PLAIN_FORMS[node.op_type])
         elif node.op_type == "MatMulInteger":
             new = _dynamic(model, index, node)
         if new is not None:
@@ -98,7 +76,7 @@ Replaced = dict[int, list[onnx.NodeProto]]  # by the id of a node: what stands i
 
 
 def _to_plain(
-    model: onnx.ModelProto, index: GraphIndex, node: onnx.NodeProto, form: _Form
+    model: onnx.ModelProto, index: GraphIndex, node: onnx.NodeProto, form: PlainForm
 ) -> Replaced | None:
     inputs = [*node.input]
     if len(inputs) <= max(form.operands) + 1:
@@ -114,7 +92,7 @@ def _to_plain(
             turned = "transB" in form.kept and attribute(node, "transB")  # or [N, K]
             dq.attribute.append(helper.make_attribute("axis", 0 if turned else len(codes.dims) - 1))
         new.append(dq)
-    if node.op_type == "QGemm" and len(inputs) > 6 and inputs[6]:
+    if node.op_type == "QGemm" and argument(node, 6):
         bias, *scales = (index.constant(inputs[position]) for position in (6, 1, 4))
         if bias is None or scales[0] is None or scales[1] is None:
             return None
@@ -122,7 +100,7 @@ def _to_plain(
         value = bias.astype(np.float32) * scales[0].astype(np.float32) * scales[1].astype(np.float32) * alpha
         plain.append(f"{name}_bias_float")
         model.graph.initializer.append(numpy_helper.from_array(value.astype(np.float32), plain[-1]))
-    result = inputs[form.result] if len(inputs) > form.result else ""
+    result = argument(node, form.result)
     target = f"{node.output[0]}_plain" if result else node.output[0]
     made = helper.make_node(form.plain, plain, [target], name=name)
     made.attribute.extend(item for item in node.attribute if item.name in form.kept)
@@ -139,34 +117,31 @@ def _dynamic(model: onnx.ModelProto, index: GraphIndex, node: onnx.NodeProto) ->
     cast = _only(index, node.output[0], "Cast")
     rescale = _only(index, cast.output[0], "Mul") if cast is not None else None
     codes = index.constant(node.input[1])
-    if source is None or source.op_type != "DynamicQuantizeLinear" or codes is None:
+    if source is None or source.op_type != "DynamicQuantizeLinear" or codes is None or cast is None:
         return None
-    if cast is None or rescale is None:
-        return None
-    scales = index.producers.get(next((name for name in rescale.input if name != cast.output[0]), ""))
-    if scales is None or scales.op_type != "Mul":
-        return None
-    weight_scale = next((value for name in scales.input if (value := index.constant(name)) is not None), None)
-    if weight_scale is None:
+    other = next((name for name in rescale.input if name != cast.output[0]), "") if rescale else ""
+    scales = index.producers.get(other)
+    factors = scales.input if scales is not None and scales.op_type == "Mul" else ()
+    weight_scale = next((value for name in factors if (value := index.constant(name)) is not None), None)
+    if rescale is None or weight_scale is None:
         return None
     # In a file of FP16 its scales are FP16, as is what else reads the activation.
     kind = np.float16 if weight_scale.dtype == np.float16 else np.float32
-    zero = index.constant(node.input[3]) if len(node.input) > 3 and node.input[3] else None
+    zero = index.constant(argument(node, 3))
     shift = np.zeros((), np.int32) if zero is None else zero.astype(np.int32)
     moved = codes.astype(np.int32) - shift
     name = node.name.removesuffix("_quant") or node.output[0]
     if moved.min(initial=0) >= -128 and moved.max(initial=0) <= 127:
         scale = np.atleast_1d(np.asarray(weight_scale, np.float32))
-        signed, factors = moved.astype(np.int8), scale if scale.size > 1 else scale.reshape(())
+        signed, steps = moved.astype(np.int8), scale if scale.size > 1 else scale.reshape(())
     else:  # asymmetric: rounded again, by channel
         weight = moved.astype(np.float32) * np.asarray(weight_scale, np.float32)
-        factors = np.maximum(np.abs(weight).max(0), np.float32(1e-12)) / np.float32(127)
-        signed = np.clip(np.rint(weight / factors), -127, 127).astype(np.int8)
-        factors = factors.astype(np.float32)
-    tensors: dict[str, Array] = {f"{name}_codes": signed, f"{name}_scale": factors.astype(kind)}
+        steps = np.maximum(np.abs(weight).max(0), np.float32(1e-12)) / np.float32(127)
+        signed = np.clip(np.rint(weight / steps), -127, 127).astype(np.int8)
+    tensors: dict[str, Array] = {f"{name}_codes": signed, f"{name}_scale": steps.astype(kind)}
     model.graph.initializer.extend(numpy_helper.from_array(value, key) for key, value in tensors.items())
     dq = helper.make_node("DequantizeLinear", [*tensors], [f"{name}_weight"], name=f"{name}_weight_DQ")
-    if factors.ndim:
+    if steps.ndim:
         dq.attribute.append(helper.make_attribute("axis", codes.ndim - 1))
     product = helper.make_node("MatMul", [source.input[0], f"{name}_weight"], [rescale.output[0]], name=name)
     return {id(node): [dq, product], id(cast): [], id(rescale): []}
@@ -273,8 +248,7 @@ def fix(path: Path, out: Path, options: FixOptions) -> FixReport:
         feeds, where = runs.read_feeds(options.inputs, model), str(options.inputs)
     else:
         feeds, where = runs.select_feeds(options.inputs, model, options.source), options.source
-    done, left = list[str](), list[str]()
-    plain, work = rewrite(model, options, feeds, done, left)
+    plain, work, done, left = rewrite(model, options, feeds)
     if work.ByteSize() > MAX_FILE:
         raise UserError(
             f"the rewritten graph of {path} is over protobuf's limit of {MAX_FILE} bytes; give a smaller one"
@@ -325,10 +299,15 @@ def _explain(error: UserError, options: FixOptions) -> UserError:
     return UserError(f"{fits}: {error}")
 
 
-def rewrite(
-    model: onnx.ModelProto, options: FixOptions, feeds: runs.Feeds, done: list[str], left: list[str]
-) -> tuple[onnx.ModelProto, onnx.ModelProto]:
-    work = onnx.ModelProto()
+class Rewritten(NamedTuple):
+    plain: onnx.ModelProto  # the values without Q/DQ
+    work: onnx.ModelProto
+    done: list[str]
+    left: list[str]
+
+
+def rewrite(model: onnx.ModelProto, options: FixOptions, feeds: runs.Feeds) -> Rewritten:
+    done, left, work = list[str](), list[str](), onnx.ModelProto()
     work.CopyFrom(model)
     _name_apart(work)
     converted, integer = qoperator_to_qdq(work)
@@ -391,7 +370,7 @@ def rewrite(
     onnx.helper.set_model_props(work, known | {"qdqbench.fix": metadata.version("qdqbench")})
     if why := _why_invalid(work):
         raise UserError(f"the rewritten graph is not valid ({why}); nothing was written")
-    return plain, work
+    return Rewritten(plain, work, done, left)
 
 
 def _name_apart(model: onnx.ModelProto) -> None:
@@ -571,12 +550,9 @@ _TO_SOFTMAX = (*MOVES, "Add", "Sub", "Mul", "Div", "Where", "Concat", "Neg", "Ma
 
 def finite_masks(model: onnx.ModelProto) -> list[str]:
     """Replace what masks scores and does not fit FP16 by MASK_FILL, in place; return what was changed."""
-    index = GraphIndex(model)
-    makers = [node for node in model.graph.node if node.op_type in ("Constant", "ConstantOfShape")]
-    stored = [(tensor.name, tensor, None) for tensor in model.graph.initializer]
-    changed = []
-    for name, tensor, maker in (*stored, *((node.output[0], read_constant(node), node) for node in makers)):
-        if tensor is None or tensor.data_type not in _FLOATS:
+    index, changed = GraphIndex(model), []
+    for name, tensor, maker in list_constants(index):
+        if tensor.data_type not in _FLOATS:
             continue
         value = numpy_helper.to_array(tensor)
         low = ~(value >= -FP16_MAX) & ~np.isnan(value)

@@ -12,7 +12,7 @@ from typing import Any
 import onnx
 from onnx import TensorProto
 
-from qdqbench.quantize.graph.index import ONNX_DOMAINS, attribute, is_qdq, type_name
+from qdqbench.quantize.graph.index import ONNX_DOMAINS, argument, attribute, is_qdq, type_name
 from qdqbench.quantize.lint.findings import FindingRow, find_at
 from qdqbench.quantize.lint.view import CheckGraph, has_plain_form, is_integer
 from qdqbench.quantize.utils.limits import ATTENTION_HEAD_SIZES, ATTENTION_HEADS_TEXT
@@ -106,7 +106,7 @@ def _check_attention(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[Findin
     """Find what keeps ONNX's own Attention (opset 23) from its kernel, which multiplies in FP16 or BF16."""
     code, size = graph.types.get(node.input[0], 0), _head_size(graph, node)
     softcap = next((item.f for item in node.attribute if item.name == "softcap"), 0.0)
-    masked = len(node.input) > 3 and bool(node.input[3])
+    masked = bool(argument(node, 3))
     taken, in_fp16 = (
         is_attention_taken(kind, size or ATTENTION_HEAD_SIZES[0], rank=_rank(node), masked=masked)
         for kind in (code, TensorProto.FLOAT16)

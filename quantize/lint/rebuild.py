@@ -11,6 +11,7 @@ from qdqbench.quantize.graph.index import (
     FOLDED,
     MOVES,
     GraphIndex,
+    argument,
     attribute,
     is_qdq,
     operator,
@@ -19,7 +20,7 @@ from qdqbench.quantize.graph.index import (
     replace_nodes,
 )
 from qdqbench.quantize.graph.precision import cast_node
-from qdqbench.quantize.graph.weights import quantize_weights
+from qdqbench.quantize.graph.weights import as_matmul, quantize_weights
 from qdqbench.quantize.lint.findings import finding_label
 from qdqbench.quantize.lint.view import CheckGraph, Operand, is_quantize
 from qdqbench.quantize.utils.arrays import Array, Float32
@@ -35,18 +36,13 @@ _RANGES: dict[int, tuple[int, int]] = {
 _FP8 = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
 
 
-@dataclass(frozen=True)
-class Weight:
-    scale: Float32 | None  # scalar, or one an output channel; None: from its own values
-    exact: bool  # these scales give the file's own codes again
-
-
 @dataclass
 class Product:
     node: str  # first output, which names it
     label: str
     amax: dict[int, float] = field(default_factory=dict)  # by input that is an activation
-    weights: dict[int, Weight] = field(default_factory=dict)  # by input that is a constant
+    weighted: bool = False  # its second input is a constant
+    scale: Float32 | None = None  # of the file's codes, scalar or by output channel; None: from the values
 
 
 @dataclass
@@ -84,29 +80,29 @@ def read_scales(model: onnx.ModelProto) -> Scales:
 def _product(
     graph: CheckGraph, node: onnx.NodeProto, pair: tuple[Operand, Operand], found: Scales
 ) -> Product | None:
-    label = finding_label(node)
-    product = Product(node.output[0], label)
-    quantized, lost = False, []
+    product = Product(node.output[0], finding_label(node))
+    constants, quantized, lost = list[int](), False, []
     for position, operand in enumerate(pair):
         if operand.constant or (operand.dq is None and graph.is_constant(node.input[position])):
             quantized = quantized or operand.dq is not None
-            product.weights[position] = _weight(graph, node, position, operand, found)
+            product.weighted, product.scale = True, _read_scale(graph, node, operand, found)
+            constants.append(position)
         elif operand.dq is not None:
             amax = _amax_of(graph, operand.dq, found)
             if amax is None or not 0 < amax * operand.factor < np.inf:
                 lost.append(operand.dq)
             else:
                 product.amax[position] = amax * operand.factor
-    if len(product.weights) == 2 or (product.weights and 1 not in product.weights):
+    if 0 in constants:
         return None  # a constant times a constant, or a weight on the left: nothing that INT8 runs
-    if len(product.amax) + len(product.weights) < 2:
-        if product.weights and (quantized or lost):
+    if len(product.amax) + len(constants) < 2:
+        if constants and (quantized or lost):
             found.waiting.append(product)
         else:
             found.unusable += map(finding_label, lost)
         return None
-    if any(graph.operands[product.node][at].dq is None for at in product.weights):
-        found.completed.append(label)
+    if constants and pair[1].dq is None:
+        found.completed.append(product.label)
     return product
 
 
@@ -115,7 +111,7 @@ def _amax_of(graph: CheckGraph, dq: onnx.NodeProto, found: Scales) -> float | No
     kind = graph.types.get(dq.input[0], 0)
     if scale is None or kind not in _RANGES or not _is_good(scale):
         return None
-    zero = graph.value(dq.input[2]) if len(dq.input) > 2 and dq.input[2] else None
+    zero = graph.zero_point(dq)
     low, high = _RANGES[kind]
     step = float(np.max(scale.astype(np.float64)))
     point = 0 if zero is None or kind in _FP8 else int(zero.reshape(-1)[0])
@@ -133,36 +129,32 @@ def _is_good(scale: np.ndarray) -> bool:
     return bool(number.size) and bool(np.all(np.isfinite(number) & (number > 0)))
 
 
-def _weight(
-    graph: CheckGraph, node: onnx.NodeProto, position: int, operand: Operand, found: Scales
-) -> Weight:
-    """Return the file's own scales where they are symmetric, and by tensor or by output channel."""
-    nothing = Weight(None, False)
+def _read_scale(graph: CheckGraph, node: onnx.NodeProto, operand: Operand, found: Scales) -> Float32 | None:
+    """Return a weight's scales where they are symmetric, and by tensor or by output channel."""
     dq = operand.dq
     if dq is None or operand.reshaped:
-        return nothing
-    scale = graph.value(dq.input[1])
-    zero = graph.value(dq.input[2]) if len(dq.input) > 2 and dq.input[2] else None
+        return None
+    scale, zero = graph.value(dq.input[1]), graph.zero_point(dq)
     kind = graph.types.get(dq.input[0], 0)
     shift = 128 if kind == TensorProto.UINT8 else 0
     symmetric = kind in (TensorProto.INT8, TensorProto.UINT8)
     symmetric &= shift == 0 if zero is None else bool(np.all(zero == shift))
     if scale is None or not np.isfinite(scale.astype(np.float64)).all() or not scale.all():
         found.lost.append(finding_label(dq))
-        return nothing
+        return None
     if not symmetric or not _is_good(scale) or scale.ndim > 1 or attribute(dq, "block_size"):
-        return nothing
+        return None
     if scale.size == 1:
-        return Weight(np.asarray(scale, np.float32).reshape(()), True)
+        return np.asarray(scale, np.float32).reshape(())
     axis = attribute(dq, "axis", 1)
     axis += 2 if axis < 0 else 0
     # of the weight as the MatMul sees it, [K, N]
     wanted = 0 if node.op_type == "Gemm" and attribute(node, "transB") else 1
     for permutation in operand.permutations:
         if permutation is not None and sorted(permutation) != [0, 1]:
-            return nothing
+            return None
         wanted = 1 - wanted if permutation is None else permutation[wanted]
-    return Weight(np.asarray(scale, np.float32), True) if wanted == axis else nothing
+    return np.asarray(scale, np.float32) if wanted == axis else None
 
 
 def remove_qdq(model: onnx.ModelProto) -> int:
@@ -245,7 +237,7 @@ def _values(
         scale = index.constant(dq.input[1])
         if scale is None:
             scale = np.ones((), np.float32)
-        zero = index.constant(dq.input[2]) if len(dq.input) > 2 and dq.input[2] else None
+        zero = index.constant(argument(dq, 2))
         axis, block = attribute(dq, "axis", 1), attribute(dq, "block_size")
         for turn in turns if whole.ndim else ():
             axis = range(whole.ndim)[::-1][axis] if turn is None else turn[axis]
@@ -287,29 +279,27 @@ def insert_qdq(model: onnx.ModelProto, products: Collection[Product]) -> tuple[i
     nodes: list[onnx.NodeProto] = []
     pairs: dict[tuple[str, float], str] = {}
     made, rounded, odd = 0, 0, list[str]()
-    stored: dict[str, onnx.TensorProto] = {}
+    arrays: dict[str, Array] = {}
     for node in model.graph.node:
         product = wanted.get(node.output[0]) if node.output else None
-        weight = None if product is None else next(iter(product.weights.values()), None)
-        value = None if weight is None else _matrix(index, node)
-        if product is None or (weight is not None and value is None):
+        value = _matrix(index, node) if product is not None and product.weighted else None
+        if product is None or (product.weighted and value is None):
             odd += [product.label] if product else []
             nodes.append(node)
             continue
         half = node.output[0] in halves
         for position, amax in product.amax.items():
-            nodes += _pair(node, position, amax, half, pairs, stored)
-        if value is not None and weight is not None:
+            nodes += _pair(node, position, amax, half, pairs, arrays)
+        if value is None:
+            nodes.append(node)
+        else:
             name = f"{node.name or node.output[0]}/weight"
             while f"{name}_kn" in index.producers:  # of a file that `fix` wrote
                 name += "_"
-            new, changed = _linear(node, name, value, weight.scale, half, stored)
-            rounded += changed or not weight.exact
-            nodes += new
-        else:
-            nodes.append(node)
+            nodes += _linear(node, name, value, product.scale, half, arrays)
+            rounded += product.scale is None
         made += 1
-    model.graph.initializer.extend(stored.values())
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in arrays.items())
     replace_nodes(model, nodes)
     prune(model)
     return made, rounded, odd
@@ -317,7 +307,7 @@ def insert_qdq(model: onnx.ModelProto, products: Collection[Product]) -> tuple[i
 
 def _pair(  # noqa: PLR0913, PLR0917
     node: onnx.NodeProto, position: int, amax: float, half: bool, pairs: dict[tuple[str, float], str],
-    stored: dict[str, onnx.TensorProto],
+    arrays: dict[str, Array],
 ) -> list[onnx.NodeProto]:  # fmt: skip
     """Return a Q and a DQ before one input; linears that read one tensor with one scale share them."""
     source = node.input[position]
@@ -326,8 +316,7 @@ def _pair(  # noqa: PLR0913, PLR0917
         return []
     name = f"{source}/int8" if not any(key[0] == source for key in pairs) else f"{source}/int8_{len(pairs)}"
     scale, zero = f"{name}/scale", f"{name}/zero_point"
-    stored[scale] = numpy_helper.from_array(np.array(amax / 127, np.float32), scale)
-    stored[zero] = numpy_helper.from_array(np.array(0, np.int8), zero)
+    arrays |= {scale: np.array(amax / 127, np.float32), zero: np.array(0, np.int8)}
     first, codes, real = f"{name}/fp32" if half else source, f"{name}/q", f"{name}/dq"
     quantize, dequantize = f"{name}/QuantizeLinear", f"{name}/DequantizeLinear"
     new = [
@@ -343,33 +332,26 @@ def _pair(  # noqa: PLR0913, PLR0917
 
 def _linear(  # noqa: PLR0913, PLR0917
     node: onnx.NodeProto, name: str, value: Float32, scale: Float32 | None, half: bool,
-    stored: dict[str, onnx.TensorProto],
-) -> tuple[list[onnx.NodeProto], bool]:  # fmt: skip
+    arrays: dict[str, Array],
+) -> list[onnx.NodeProto]:  # fmt: skip
     columns = np.ascontiguousarray(value.T)
-    fresh = scale is None
     if scale is None or (scale.ndim and scale.size != columns.shape[0]):
         scale = np.maximum(np.abs(columns).max(1, initial=0.0), np.float32(1e-12)) / np.float32(127)
-    codes = quantize_weights(columns, np.asarray(scale, np.float32), 0)
-    arrays: dict[str, Array] = {
-        f"{name}_int8": codes,
-        f"{name}_scale": np.asarray(scale, np.float32),
-        f"{name}_zero_point": np.zeros(np.shape(scale), np.int8),
+    parts: dict[str, Array] = {
+        f"{name}_int8": quantize_weights(columns, scale, 0),
+        f"{name}_scale": scale,
+        f"{name}_zero_point": np.zeros(scale.shape, np.int8),
     }
-    stored |= {key: numpy_helper.from_array(array, key) for key, array in arrays.items()}
-    dq = helper.make_node("DequantizeLinear", [*arrays], [f"{name}_dq"], name=f"{name}_DequantizeLinear")
-    if np.ndim(scale):
+    arrays |= parts
+    dq = helper.make_node("DequantizeLinear", [*parts], [f"{name}_dq"], name=f"{name}_DequantizeLinear")
+    if scale.ndim:
         dq.attribute.append(helper.make_attribute("axis", 0))
     new = [dq]
     if half:
         new.append(cast_node(f"{name}_dq", f"{name}_fp16", TensorProto.FLOAT16))
     last = new[-1].output[0]
     new.append(helper.make_node("Transpose", [last], [f"{name}_kn"], name=f"{name}_Transpose", perm=[1, 0]))
-    bias = node.input[2] if node.op_type == "Gemm" and len(node.input) > 2 else ""
-    product = f"{node.output[0]}_product" if bias else node.output[0]
-    new.append(helper.make_node("MatMul", [node.input[0], f"{name}_kn"], [product], name=node.name))
-    if bias:
-        new.append(helper.make_node("Add", [product, bias], [node.output[0]], name=f"{node.name}_bias"))
-    return new, fresh
+    return [*new, *as_matmul(node, f"{name}_kn")]
 
 
 def _matrix(index: GraphIndex, node: onnx.NodeProto) -> Float32 | None:

@@ -1,9 +1,9 @@
 """Facts that `check` reads from a graph: the Q/DQ before each matmul input, attentions, element types."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -17,6 +17,7 @@ from qdqbench.quantize.graph.index import (
     QDQ,
     QDQ_DOMAINS,
     GraphIndex,
+    argument,
     attribute,
     is_qdq,
     operator,
@@ -34,11 +35,29 @@ PRODUCTS = {
     "QLinearMatMul": 3, "QGemm": 3, "QAttention": 1, "MatMulNBits": 1, "FusedMatMul": 1,
     "Attention": 1, "MultiHeadAttention": 1, "Einsum": 1,
 }  # fmt: skip
-# What `qdqbench fix` writes as Q, DQ and the plain operator, and the inputs that each needs.
+
+
+class PlainForm(NamedTuple):
+    """Inputs of an operator: where each operand (codes, scale, zero point) and the result's scale start."""
+
+    plain: str
+    least: int  # inputs that it needs
+    operands: tuple[int, ...]
+    result: int
+    kept: tuple[str, ...] = ()  # attributes
+
+
+# What `qdqbench fix` writes as Q, DQ and the plain operator.
 PLAIN_FORMS = {
-    "QLinearMatMul": 8, "QLinearAdd": 7, "QLinearMul": 7, "QLinearSigmoid": 4, "QLinearLeakyRelu": 4,
-    "QLinearSoftmax": 4, "QLinearReduceMean": 4, "QGemm": 6,
-}  # fmt: skip
+    "QLinearMatMul": PlainForm("MatMul", 8, (0, 3), 6),
+    "QLinearAdd": PlainForm("Add", 7, (0, 3), 6),
+    "QLinearMul": PlainForm("Mul", 7, (0, 3), 6),
+    "QLinearSigmoid": PlainForm("Sigmoid", 4, (0,), 3),
+    "QLinearLeakyRelu": PlainForm("LeakyRelu", 4, (0,), 3, ("alpha",)),
+    "QLinearSoftmax": PlainForm("Softmax", 4, (0,), 3, ("axis",)),
+    "QLinearReduceMean": PlainForm("ReduceMean", 4, (0,), 3, ("axes", "keepdims")),
+    "QGemm": PlainForm("Gemm", 6, (0, 3), 7, ("alpha", "transA", "transB")),
+}
 _INTEGER = {
     "DynamicQuantizeLinear", "MatMulInteger", "MatMulIntegerToFloat", "ConvInteger", "QAttention", "QGemm",
     "DynamicQuantizeMatMul", "MatMulNBits", "DynamicQuantizeLSTM", "QEmbedLayerNormalization",
@@ -57,7 +76,8 @@ def is_integer(node: onnx.NodeProto) -> bool:
 
 def missing_arguments(node: onnx.NodeProto) -> str:
     """Return what an integer operator lacks, or ''; onnx.checker knows the operators of ONNX only."""
-    least = PLAIN_FORMS.get(node.op_type, PRODUCTS.get(node.op_type, 0) + 1)
+    form = PLAIN_FORMS.get(node.op_type)
+    least = form.least if form else PRODUCTS.get(node.op_type, 0) + 1
     if not is_integer(node) or (len(node.input) >= least and node.output):
         return ""
     return f"{node.op_type} has {len(node.input)} inputs of {least} and {len(node.output)} outputs"
@@ -72,6 +92,15 @@ def has_plain_form(index: GraphIndex, node: onnx.NodeProto) -> bool:
         readers = index.consumers.get(node.output[0], [])
         return all(reader.op_type == "MatMulInteger" for reader in readers)
     return node.op_type in PLAIN_FORMS
+
+
+def list_constants(index: GraphIndex) -> Iterator[tuple[str, TensorProto, onnx.NodeProto | None]]:
+    """Return the tensors that a file stores, each with its name and the node that makes it."""
+    yield from ((tensor.name, tensor, None) for tensor in index.graph.initializer)
+    for node in index.graph.node:
+        made = read_constant(node) if operator(node) in ("Constant", "ConstantOfShape") else None
+        if made is not None:
+            yield node.output[0], made, node
 
 
 def is_quantize(node: onnx.NodeProto) -> bool:
@@ -138,6 +167,11 @@ class CheckGraph:
     def value(self, name: str) -> Array | None:
         """Return the numeric value of an initializer, a Constant or a Cast of one; None if computed."""
         return self.index.constant(name, ("Cast",))
+
+    def zero_point(self, node: onnx.NodeProto) -> Array | None:
+        """Return the zero point of a Q or DQ; None where it is left out or computed."""
+        name = argument(node, 2)
+        return self.value(name) if name else None
 
     def operand(self, name: str) -> Operand:
         """Follow a tensor back to its DequantizeLinear through data movement and scalar factors."""
@@ -284,7 +318,7 @@ def _type_node(node: onnx.NodeProto, opset: int, types: dict[str, int]) -> str:
 
 
 def _type_quantize(node: onnx.NodeProto, opset: int, types: dict[str, int]) -> str:
-    zero_point = node.input[2] if len(node.input) > 2 else ""
+    zero_point = argument(node, 2)
     default = attribute(node, "output_dtype") or TensorProto.UINT8  # as ONNX says
     types[node.output[0]] = types.get(zero_point, default) if zero_point else default
     data, scale = types.get(node.input[0], 0), types.get(node.input[1], 0)

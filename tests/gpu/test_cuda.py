@@ -42,7 +42,7 @@ from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.runtime.runners import open_engine, open_runner
 from qdqbench.quantize.models.families.known import family_named
 from qdqbench.quantize.pipeline.session import Session, read_config
-from qdqbench.quantize.standalone.server.engine import warm_up_packed
+from qdqbench.quantize.standalone.server.engine import warm_up
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
@@ -521,7 +521,7 @@ def test_a_run_is_served(sst2, tmp_path, capsys):
     answering = Answering.of(tmp_path / "run")
     batch = session.eval_splits["validation"][1].batch([*range(13)], 0)[1]
     run, kept = answering.open_engine(), batch["attention_mask"].astype(bool)
-    warm_up_packed(run, answering.told, 4096)
+    warm_up(run, answering.told, 10.0, 4096)
     given = batch["input_ids"][kept], batch["token_type_ids"][kept], kept.sum(axis=1)
     flights = [run.launch(*given) for _ in range(2)]
     for said in (flight.read() for flight in flights):

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from qdqbench.quantize.deployment.opened import TEXTS_FILE
-from qdqbench.quantize.deployment.serve import open_served
-from qdqbench.quantize.deployment.serve_options import ServeOptions
+from qdqbench.quantize.deployment.opened import TEXTS_FILE, open_served
+from qdqbench.quantize.deployment.options import ServeOptions
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.pipeline.data_profiles import engine_profiles
 from qdqbench.quantize.pipeline.graphs import graph_path

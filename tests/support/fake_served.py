@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from qdqbench.quantize.deployment.serve import _read_pages
+from qdqbench.quantize.deployment.opened import _read_pages
 from qdqbench.quantize.standalone.runtimes import Done, Streams
 from qdqbench.quantize.standalone.server.settings import Served, Settings
 from qdqbench.quantize.utils.errors import MissingDevice

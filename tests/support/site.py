@@ -4,7 +4,9 @@ import asyncio
 import json
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from inspect import Signature, signature
 
 import pytest
 
@@ -29,12 +31,7 @@ class Setup:
         self.models, workers = [*served.models], []
         for model in self.models:
             infer = served.models[model]()
-            packed = getattr(infer, "launch", None)
-            rows, _, width = (
-                engine.warm_up_packed(infer, told, settings.batch_tokens)
-                if packed
-                else engine.warm_up(infer, told, max(settings.timeout, 5.0))
-            )
+            rows, _, width = engine.warm_up(infer, told, max(settings.timeout, 5.0), settings.batch_tokens)
             workers.append((infer, model, rows, width))
         self.metrics = make_metrics(served, settings, self.models)
         self.board = Board(make_memory("board"), fronts, len(self.models), self.metrics.size)
@@ -74,7 +71,9 @@ def opened(served, settings=None, hosts=(), **options):
     """A site whose engine works."""
     setup = Setup(served, settings or Settings())
     try:
-        yield Site(setup.front(**options), setup.metrics, hosts)
+        site = Site(setup.front(**options), setup.metrics, hosts)
+        site.setup = setup
+        yield site
     finally:
         setup.close()
 
@@ -147,13 +146,42 @@ async def called(site, method, path, body=b"", headers=None, **more):
     return status, headers, value
 
 
+@asynccontextmanager
+async def working(served, **options):
+    """A site in this loop."""
+    with opened(served, **options) as site:
+        site.front.start(asyncio.get_running_loop())
+        site.look()
+        yield site
+
+
 def within(work, served, **options):
     """The result of a coroutine of a site that works."""
 
     async def main():
-        with opened(served, **options) as site:
-            site.front.start(asyncio.get_running_loop())
-            site.look()
+        async with working(served, **options) as site:
             return await work(site)
 
     return finished(main())
+
+
+def as_test(context):
+    """Make a test of a coroutine that gets what a context has, and fixtures."""
+
+    def make(work):
+        def test(**fixtures):
+            async def main():
+                async with context() as given:
+                    await work(given, **fixtures)
+
+            finished(main())
+
+        test.__signature__ = Signature([*signature(work).parameters.values()][1:])
+        return test
+
+    return make
+
+
+def on_site(served, **options):
+    """Make a test of a coroutine of a site that works, and of fixtures."""
+    return as_test(partial(working, served, **options))

@@ -4,6 +4,7 @@ import select
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,10 +24,6 @@ PREPARE_S = 10.0  # from the start, in which it does so while it is idle
 AWAKE_S = 0.002  # after a batch that an engine with a core of its own looks for the next one without sleeping
 
 
-class Refusing(RuntimeError):
-    """A model that cannot be served with these settings; its text is one sentence."""
-
-
 def split_lengths(lengths: Sequence[int], most: int) -> list[int]:
     """Return where batches of descending lengths begin, and the end: a much shorter row begins another."""
     bounds = [0]
@@ -43,8 +40,14 @@ def run_once(infer: Infer, told: Mapping[str, Any], rows: int, length: int, *, a
     return launch(infer, told, ids, ids, np.full(rows, length, np.int32), alone=alone).read()
 
 
-def warm_up(infer: Infer, told: Mapping[str, Any], timeout_s: float) -> tuple[int, float, int]:
-    """Return the most rows that half of `timeout_s` is enough for, their seconds, and the width."""
+def warm_up(infer: Infer, told: Mapping[str, Any], timeout_s: float, tokens: int) -> tuple[int, float, int]:
+    """Return the most rows that half of `timeout_s` is enough for, their seconds, and the width.
+
+    An engine that needs no padding runs at its budget of `tokens` and at one row. SystemExit: one row takes
+    too long.
+    """
+    if getattr(infer, "launch", None):
+        return _warm_up_packed(infer, told, tokens)
     length, fits, slowest, rows = told["max_length"], 0, 0.0, 1
     made = run_once(infer, told, 1, length, alone=True)  # opens what answers a lone batch, too
     while True:
@@ -58,7 +61,7 @@ def warm_up(infer: Infer, told: Mapping[str, Any], timeout_s: float) -> tuple[in
             if fits:
                 break
             why = f"one row of {length} tokens takes {seconds:.1f} s, more than --timeout {timeout_s:g}"
-            raise Refusing(f"{why}; raise it")
+            raise SystemExit(f"{why}; raise it")
         fits, slowest = rows, max(slowest, seconds)
         if rows == told["batch"]:
             break
@@ -78,8 +81,7 @@ def list_packed(longest: int, tokens: int) -> Iterator[tuple[int, int]]:
             rows = min(rows - 1, 31 * rows // 32)
 
 
-def warm_up_packed(infer: Any, told: Mapping[str, Any], tokens: int) -> tuple[int, float, int]:
-    """Run an engine that needs no padding at the budget of tokens and at one row; returns as `warm_up`."""
+def _warm_up_packed(infer: Infer, told: Mapping[str, Any], tokens: int) -> tuple[int, float, int]:
     longest, slowest, width = told["max_length"], 0.0, 1
     for rows in (max(1, tokens // longest), 1):
         start = time.monotonic()
@@ -88,34 +90,31 @@ def warm_up_packed(infer: Any, told: Mapping[str, Any], tokens: int) -> tuple[in
     return tokens, slowest, width * (longest if told["over_tokens"] else 1)
 
 
+@dataclass(eq=False)
 class Worker:
     """Answers the rows of slots with one engine, until no front is left that could write to its pipe."""
 
-    def __init__(  # noqa: PLR0913, PLR0917
-        self,
-        infer: Infer,
-        told: Mapping[str, Any],
-        model: str,
-        number: int,
-        rows: int,
-        tokens: int,
-        slots: Slots,
-        board: Board,
-        counts: Counts,
-        waiting: Connection,
-        fronts: Sequence[Connection],
-        *,
-        awake_s: float = 0.0,
-    ) -> None:
-        self.infer, self.told, self.model, self.number = infer, told, model, number
-        self.rows, self.tokens, self.slots, self.board, self.counts = rows, tokens, slots, board, counts
-        self.pipe, self.fronts, self.awake_s, self.ended = waiting, fronts, awake_s, 0.0
-        self.packed = bool(getattr(infer, "launch", None))
-        self.depth = max(DEPTH, getattr(infer, "streams", 1))
+    infer: Infer
+    told: Mapping[str, Any]
+    model: str
+    number: int
+    rows: int
+    tokens: int
+    slots: Slots
+    board: Board
+    counts: Counts
+    pipe: Connection
+    fronts: Sequence[Connection]
+    awake_s: float = 0.0
+    ended: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.packed = bool(getattr(self.infer, "launch", None))
+        self.depth = max(DEPTH, getattr(self.infer, "streams", 1))
         self.waiting = np.empty(0, RECORD)
         self.sorted = deque[Array]()  # batches of one window
         self.flying = deque[tuple[Array, Launched, float]]()
-        self.unprepared = list_packed(told["max_length"], tokens) if self.packed else iter(())
+        self.unprepared = list_packed(self.told["max_length"], self.tokens) if self.packed else iter(())
 
     def work(self) -> None:
         poll = select.poll()

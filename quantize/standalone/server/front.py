@@ -65,39 +65,33 @@ class Asked:
     known: Any = None  # answers of the engine, where FP32 only watches
 
 
+@dataclass(eq=False)
 class Front:
     """One process that clients talk to."""
 
-    def __init__(  # noqa: PLR0913, PLR0917
-        self,
-        served: Served,
-        settings: Settings,
-        place: int,
-        models: Sequence[str],
-        slots: Slots,
-        board: Board,
-        counts: Counts,
-        answers: Connection,
-        engines: Sequence[Connection],
-        *,
-        fast: FastTokenizer | None = None,
-        awake_s: float = 0.0,
-        leave: Callable[[], None] = lambda: os._exit(1),
-    ) -> None:
-        self.served, self.settings, self.place, self.models = served, settings, place, models
-        self.slots, self.board, self.counts = slots, board, counts
-        self.pipe, self.engines, self._leave, self.awake_s = answers, engines, leave, awake_s
-        self.interfaces = Interfaces(served, settings)
-        self.encoder, self._slow_encoder = (self._make_encoder(each) for each in (fast, None))
+    served: Served
+    settings: Settings
+    place: int
+    models: Sequence[str]
+    slots: Slots
+    board: Board
+    counts: Counts
+    pipe: Connection
+    engines: Sequence[Connection]
+    fast: FastTokenizer | None = None
+    awake_s: float = 0.0
+    leave: Callable[[], None] = lambda: os._exit(1)
+
+    def __post_init__(self) -> None:
+        self.interfaces = Interfaces(self.served, self.settings)
+        self.encoder, self._slow_encoder = (self._make_encoder(each) for each in (self.fast, None))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-        shape = slots.shape
-        firsts = [shape.first(place, number) for number in range(len(models))]
+        shape = self.slots.shape
+        firsts = [shape.first(self.place, number) for number in range(len(self.models))]
         self.free = [[*range(first, first + shape.slots)] for first in firsts]
-        self.base = firsts[0]
-        self.owners: list[Asked | None] = [None] * (len(models) * shape.slots)
-        slots.epochs[firsts[0] : firsts[0] + len(self.owners)] += (
-            1  # nothing of a front before this one counts
-        )
+        self.base = base = firsts[0]
+        self.owners: list[Asked | None] = [None] * (len(self.models) * shape.slots)
+        self.slots.epochs[base : base + len(self.owners)] += 1  # nothing of a front before this one counts
         self.arrived, self.deadlines, self.waking, self.ended = list[Asked](), deque[Asked](), False, 0.0
         self.reserved, self.given_up, self.stopping = 0, False, False
         self.loop: Any = None
@@ -445,4 +439,4 @@ class Front:
         for asked in self.deadlines:
             if asked.open:
                 self._refuse(asked, self.unavailable(reason))
-        self.loop.call_later(FAREWELL_S, self._leave)
+        self.loop.call_later(FAREWELL_S, self.leave)

@@ -68,6 +68,24 @@ TEI_RERANK = _struct(
 )
 
 
+def _sentences(asked: Any) -> Sequence[Any]:
+    if not all(asked.sentences):
+        raise Refusal(422, "a sentence without words has no answer")
+    return asked.sentences  # type: ignore[no-any-return]
+
+
+# By the kind of task: the path, how its body is decoded, and the samples in it.
+OWN_FORMS: dict[str, tuple[str, Any, Callable[[Any], Sequence[Any]]]] = {
+    "token classification": ("tokens", SENTENCES, _sentences),
+    "question answering": (
+        "qa",
+        QUESTIONS,
+        lambda asked: [(each.question, each.context) for each in asked.questions],
+    ),
+    "re-ranking": ("rank", RANKING, lambda asked: [(asked.query, each) for each in asked.passages]),
+}
+
+
 class Form(NamedTuple):
     """A path: how its body is decoded, and what it asks."""
 
@@ -88,18 +106,13 @@ class Interfaces:
         self.served, self.settings, told = served, settings, served.told
         kind, pair = told["kind"], len(told["texts"]) == 2
         self.embeds = kind.startswith("embedding")
-        own: dict[str, tuple[str, Any, Any]] = {
-            "token classification": ("tokens", SENTENCES, self._sentences),
-            "question answering": ("qa", QUESTIONS, self._questions),
-            "re-ranking": ("rank", RANKING, self._ranking),
-        }
-        name, struct, read = own.get(
-            kind, ("predict", PAIRS, self._pairs) if pair else ("predict", TEXTS, self._texts)
+        name, struct, listed = OWN_FORMS.get(
+            kind, ("predict", PAIRS, lambda asked: asked.pairs) if pair else ("predict", TEXTS, self._texts)
         )
         if self.embeds:
-            name, struct, read = "embed", PROMPTED, self._texts
+            name, struct, listed = "embed", PROMPTED, self._texts
         self.endpoint = f"/v1/{name}"
-        forms: dict[str, tuple[Any, Any]] = {self.endpoint: (struct, read)}
+        forms: dict[str, tuple[Any, Any]] = {self.endpoint: (struct, partial(self._read_own, listed))}
         if self.embeds:
             forms["/v1/embeddings"] = OPENAI, self._openai
             forms["/embed"] = forms["/"] = TEI_EMBED, self._tei_embed
@@ -147,25 +160,11 @@ class Interfaces:
             return [f"{prompt}{text}" for text in texts]
         return texts
 
-    def _texts(self, asked: Any) -> Samples:
-        texts = self._prompted(asked.texts, getattr(asked, "prompt", None))
-        return Samples(texts, partial(self._own, asked), asked.model)
+    def _texts(self, asked: Any) -> Sequence[str]:
+        return self._prompted(asked.texts, getattr(asked, "prompt", None))
 
-    def _pairs(self, asked: Any) -> Samples:
-        return Samples(asked.pairs, partial(self._own, asked), asked.model)
-
-    def _ranking(self, asked: Any) -> Samples:
-        pairs = [(asked.query, passage) for passage in asked.passages]
-        return Samples(pairs, partial(self._own, asked), asked.model)
-
-    def _sentences(self, asked: Any) -> Samples:
-        if not all(asked.sentences):
-            raise Refusal(422, "a sentence without words has no answer")
-        return Samples(asked.sentences, partial(self._own, asked), asked.model)
-
-    def _questions(self, asked: Any) -> Samples:
-        pairs = [(each.question, each.context) for each in asked.questions]
-        return Samples(pairs, partial(self._own, asked), asked.model)
+    def _read_own(self, listed: Callable[[Any], Sequence[Any]], asked: Any) -> Samples:
+        return Samples(listed(asked), partial(self._own, asked), asked.model)
 
     def _openai(self, asked: Any) -> Samples:
         texts = [asked.input] if isinstance(asked.input, str) else asked.input

@@ -28,7 +28,7 @@ import numpy as np
 
 from ..fast import FastTokenizer, open_fast
 from ..runtimes import open_runtime, read
-from .engine import AWAKE_S, Refusing, Worker, warm_up, warm_up_packed
+from .engine import AWAKE_S, Worker, warm_up
 from .front import Front, log
 from .http import BACKLOG, Site, make_metrics
 from .http import Connection as Client
@@ -114,15 +114,10 @@ def run_engine(  # noqa: PLR0913, PLR0917
     (board, metrics), told = shared.open_board(), shared.served.told
     try:
         infer = served.models[model]()
-        if getattr(infer, "launch", None):
-            rows, slowest, width = warm_up_packed(infer, told, settings.batch_tokens)
-        else:
-            rows, slowest, width = warm_up(infer, told, settings.timeout)
+        rows, slowest, width = warm_up(infer, told, settings.timeout, settings.batch_tokens)
         control.send(("ready", width, slowest))
-        slots, counts = (
-            Slots(shared.slots, Shape(*control.recv())),
-            Counts(metrics, board.metrics[shared.fronts + number]),
-        )
+        slots = Slots(shared.slots, Shape(*control.recv()))
+        counts = Counts(metrics, board.metrics[shared.fronts + number])
         counts.set("qdqbench_workers", "engine", 1)
         pipes = shared.engine_pipes[number][0], [writer for _, writer in shared.front_pipes]
         if core is not None:
@@ -134,7 +129,7 @@ def run_engine(  # noqa: PLR0913, PLR0917
         worker.work()
     except BaseException as error:
         sentence = " ".join(str(error).split())[:400]
-        code = getattr(error, "exit_code", 1 if isinstance(error, SystemExit | Refusing) else 0)
+        code = getattr(error, "exit_code", 1 if isinstance(error, SystemExit) else 0)
         if not code:
             sentence = f"an engine cannot start, {type(error).__name__}: {sentence}"
         with suppress(OSError):
@@ -327,10 +322,8 @@ class Supervisor:
                 self.hear(child, *child.control.recv())
         beat, most = self.board.beat[child.place] if not engine and child.ready else 0.0, STILL_S
         if engine:
-            beat, most = (
-                self.board.busy[child.place],
-                max(HANG * child.slowest_s, self.shared.settings.timeout),
-            )
+            beat = self.board.busy[child.place]
+            most = max(HANG * child.slowest_s, self.shared.settings.timeout)
         if beat and now - beat > most and child.process.is_alive():
             log(f"an {child.kind} process takes more than {most:.1f} s and is killed")
             child.process.kill()

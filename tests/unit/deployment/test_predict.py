@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from qdqbench.quantize.deployment.opened import Answering, ModelFile
+from qdqbench.quantize.deployment.options import PredictOptions
 from qdqbench.quantize.deployment.predict import Predictor, answer_files
-from qdqbench.quantize.deployment.predict_options import PredictOptions
 from qdqbench.quantize.deployment.rows import open_rows
 from qdqbench.quantize.deployment.write import describe_texts
 from qdqbench.quantize.standalone.model import Model

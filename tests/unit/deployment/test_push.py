@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 
-from qdqbench.quantize.deployment.push import push_folder
+from qdqbench.quantize.deployment.write import push_folder
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.files import SUMS
 

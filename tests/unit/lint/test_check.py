@@ -15,6 +15,7 @@ from qdqbench.quantize.utils.errors import UserError
 
 from ...support import broken_layers as broken
 from ...support import tiny_layer as tiny
+from ...support.foreign_layer import float_layer
 
 ORDER = "slow-weight-order"
 
@@ -32,10 +33,8 @@ def found(report):
 def test_scales_that_are_none_or_of_another_number_are_refused(scales, code):
     """TensorRT-RTX 1.7.1 builds neither; the first had no finding, the second was called slow."""
     model = tiny.healthy("fp32")
-    for name in ("scale", "zero_point"):
-        stored = next(t for t in model.graph.initializer if t.name == f"/layer/query.weight_{name}")
-        values = np.full(scales, name == "scale", helper.tensor_dtype_to_np_dtype(stored.data_type))
-        stored.CopyFrom(numpy_helper.from_array(values, stored.name))
+    for name, value in {"scale": 1, "zero_point": 0}.items():
+        tiny.store(model, f"/layer/query.weight_{name}", np.full(scales, value))
     assert code in [row.code for row in checked(model).refusals]
 
 
@@ -177,14 +176,9 @@ def test_uint8_activations_run_in_an_engine_that_multiplies_them():
     report = checked(model, unsigned=True)
     assert report.findings == []
     assert tiny.QUERY in report.quantized
+    assert tiny.QUERY in checked(model).not_quantized
     tiny.store(model, "/layer/query/input.zero_point", 128, np.uint8)
     assert {row.code for row in checked(model, unsigned=True).findings} >= {"uint8"}
-
-
-def test_uint8_is_not_counted_as_quantized():
-    model = tiny.healthy()
-    tiny.store(model, "/layer/query/input.zero_point", 0, np.uint8)
-    assert tiny.QUERY in checked(model).not_quantized
 
 
 def in_nk(model, *modules):
@@ -203,35 +197,9 @@ def in_nk(model, *modules):
 ALL = ("query", "key", "value", "output")
 
 
-def orders(model):
-    return [(row.node, row.why.partition(" stored [K, N]")[0]) for row in check_model(model).findings]
-
-
-@pytest.mark.parametrize("form", tiny.FORMS)
-def test_weights_stored_k_n_are_one_warning(form):
-    report = check_model(tiny.healthy(form))
-    assert [(row.severity, row.code, row.node) for row in report.findings] == [("warning", ORDER, tiny.QUERY)]
-    assert "all 4 INT8 weights are stored [K, N]" in report.findings[0].why
-    assert set(tiny.LINEARS) <= set(report.quantized)  # a warning, as they are in INT8
-
-
-@pytest.mark.parametrize("form", tiny.FORMS)
-def test_weights_stored_n_k_are_clean(form):
-    report = check_model(in_nk(tiny.healthy(form), *ALL))
-    assert report.findings == []
-    assert set(tiny.LINEARS) <= set(report.quantized)
-
-
-def test_the_weights_that_are_stored_k_n_are_named():
-    two, one = in_nk(tiny.healthy(), "query", "output"), in_nk(tiny.healthy(), *ALL[:3])
-    names = "/layer/key/MatMul, /layer/value/MatMul"
-    assert orders(two) == [("/layer/key/MatMul", f"2 of 4 INT8 weights ({names}) are")]
-    assert orders(one) == [("/layer/output/MatMul", "its INT8 weight is")]
-
-
 def gemm_without_trans_b(model):
     """The classifier in INT8, its weight [32, 3]."""
-    right_gemm(model)
+    broken.quantized_gemm(model, axis=0)
     tiny.store(model, "classifier.weight", np.ones((tiny.HIDDEN, 3)))
     tiny.set_axis(model, "/classifier/weight/DQ", 1)
     del tiny.node(model, "/classifier/Gemm").attribute[:]
@@ -240,23 +208,6 @@ def gemm_without_trans_b(model):
 def two_transposes(model):
     first, second = tiny.make("Transpose", "/t1", perm=[1, 0]), tiny.make("Transpose", "/t2")
     tiny.insert(model, tiny.QUERY, 1, first, second)
-
-
-@pytest.mark.parametrize(
-    ("form", "edit", "where"),
-    [
-        # a builder folds Q and DQ of FP32 into codes of the same order
-        ("fp32", broken.float_weight, tiny.QUERY),
-        ("fp32", gemm_without_trans_b, "/classifier/Gemm"),
-        ("factored", two_transposes, tiny.QUERY),
-    ],
-)
-def test_other_forms_of_a_weight_stored_k_n(form, edit, where):
-    model = tiny.healthy(form)
-    edit(model)
-    in_nk(model, *(name for name in ALL if f"/layer/{name}/MatMul" != where))
-    assert (ORDER, where) in found(check_model(model))
-    assert {row.code for row in check_model(model).findings} <= {ORDER, "float-weight"}
 
 
 def single_output(model):
@@ -280,22 +231,40 @@ def float_weight_n_k(model):
     tiny.set_axis(model, "/layer/query/weight/Q", 0)
 
 
+KEY, TWO = "/layer/key/MatMul", "2 of 4 INT8 weights (/layer/key/MatMul, /layer/value/MatMul) are"
+ONE = "its INT8 weight is"
+
+
 @pytest.mark.parametrize(
-    ("form", "edit", "others"),
+    ("form", "turned", "edit", "slow"),  # weights stored [N, K]; the one that is named, and what is said
     [
-        ("fp32", right_gemm, ALL),  # [N, K] and transB
-        ("fp32", single_output, ALL),
-        ("fp32", float_weight_n_k, ALL[1:]),
-        ("factored", reshaped, ALL[1:]),  # nothing is claimed where the axes cannot be followed
-        ("factored", tiny.unquantized("/layer/query/input"), ALL[1:]),  # not in INT8 at all
-        ("factored", tiny.stored("/layer/query/input.zero_point", 0, np.uint8), ALL[1:]),
+        *((form, (), None, (tiny.QUERY, "all 4 INT8 weights are")) for form in tiny.FORMS),
+        *((form, ALL, None, None) for form in tiny.FORMS),
+        ("factored", ("query", "output"), None, (KEY, TWO)),
+        ("factored", ALL[:3], None, ("/layer/output/MatMul", ONE)),
+        # a builder folds Q and DQ of FP32 into codes of the same order
+        ("fp32", ALL[1:], broken.float_weight, (tiny.QUERY, ONE)),
+        ("fp32", ALL, gemm_without_trans_b, ("/classifier/Gemm", ONE)),
+        ("factored", ALL[1:], two_transposes, (tiny.QUERY, ONE)),
+        ("fp32", ALL, right_gemm, None),  # [N, K] and transB
+        ("fp32", ALL, single_output, None),
+        ("fp32", ALL[1:], float_weight_n_k, None),
+        ("factored", ALL[1:], reshaped, None),  # nothing is claimed where the axes cannot be followed
+        ("factored", ALL[1:], tiny.unquantized("/layer/query/input"), None),  # not in INT8 at all
+        ("factored", ALL[1:], tiny.stored("/layer/query/input.zero_point", 0, np.uint8), None),
     ],
 )
-def test_what_is_not_a_slow_order(form, edit, others):
-    model = tiny.healthy(form)
-    in_nk(model, *others)
-    edit(model)
-    assert ORDER not in {row.code for row in check_model(model).findings}
+def test_weights_stored_k_n_are_one_warning(form, turned, edit, slow):
+    model = in_nk(tiny.healthy(form), *turned)
+    if edit:
+        edit(model)
+    report = check_model(model)
+    rows = report.codes.get(ORDER, [])
+    assert [(row.node, row.why.partition(" stored [K, N]")[0]) for row in rows] == ([slow] if slow else [])
+    assert {row.severity for row in rows} <= {"warning"}  # as they are in INT8
+    if edit is None:
+        assert report.findings == rows
+        assert set(tiny.LINEARS) <= set(report.quantized)
 
 
 @pytest.mark.parametrize("perm", [[], [0], [5, 7], [0, 0], [1, 0, 2], [-9, 3]])
@@ -329,23 +298,11 @@ def test_the_recipe_is_held_to(attention, expected, wrong):
     assert "layer.kee" not in wrong or "layer.key" in report.findings[-1].why
 
 
-def without_qdq():
-    model = tiny.healthy(int8_attention=False)
-    for name in ("query", "key", "value", "output"):
-        tiny.skip_qdq(model, f"/layer/{name}/input")
-        tiny.node(model, f"/layer/{name}/MatMul").input[1] = tiny.give(
-            model, f"{name}.float", np.ones((tiny.HIDDEN, tiny.HIDDEN)), np.float16
-        )
-    kept = [n for n in model.graph.node if "/input/" not in n.name and "/weight/" not in n.name]
-    del model.graph.node[:]
-    model.graph.node.extend(kept)
-    return model
-
-
 def test_a_twin_without_qdq():
-    assert checked(without_qdq()).findings == []
-    assert checked(without_qdq(), expected_quantized=()).findings == []
-    assert found(checked(without_qdq(), expected_quantized=MODULES)) == [("no-qdq", "tiny")]
+    twin = float_layer("fp16")
+    assert checked(twin).findings == []
+    assert checked(twin, expected_quantized=()).findings == []
+    assert found(checked(twin, expected_quantized=MODULES)) == [("no-qdq", "tiny")]
 
 
 @pytest.mark.parametrize(("size", "told"), [(1, False), (8, True), ("batch", True)])

@@ -44,13 +44,6 @@ def table(tmp_path, **form):
     return written(tmp_path, "layers.json", inspector_json(bert(**form)))
 
 
-def mended(model):
-    done = []
-    left = []
-    _, work = rewrite(model, FixOptions(), {}, done, left)
-    return work, done, left
-
-
 def codes(report):
     return [found.code for found in report.findings]
 
@@ -187,8 +180,7 @@ def test_a_useless_file_does_not_end_the_diagnosis(tmp_path):
 
 
 def test_a_file_in_the_form_of_qdqbench_has_no_errors(tmp_path):
-    model, _, _ = mended(healthy("fp16"))
-    report = diagnose([saved(tmp_path, model)])
+    report = diagnose([saved(tmp_path, rewrite(healthy("fp16"), FixOptions(), {}).work)])
     assert [found.effect for found in report.findings] == []
 
 

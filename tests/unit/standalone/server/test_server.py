@@ -11,10 +11,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -26,24 +27,21 @@ from qdqbench.quantize.standalone.server.settings import Settings
 from qdqbench.quantize.standalone.server.slots import make_memory
 
 from ....support.fake_served import fake_served
-from ....support.http_client import Client, finished
-from ....support.site import opened
+from ....support.http_client import Client
+from ....support.site import as_test, working
 
 ROOT = Path(__file__).parents[4]
 LARGE = b"x" * (4 << 20)
 
 
 @asynccontextmanager
-async def listening():
-    served = replace(
-        fake_served(), pages={"/": (b'{"live":true}', http.JSON), "/large": (LARGE, "text/plain")}
-    )
-    with opened(served) as site, socket.create_server(("127.0.0.1", 0)) as bound:
-        loop = asyncio.get_running_loop()
-        site.front.start(loop)
-        site.look()
-        async with await loop.create_server(lambda: http.Connection(site), sock=bound):
-            yield bound.getsockname()[1], site
+async def listening(period_s=http.PERIOD_S):
+    pages = {"/": (b'{"live":true}', http.JSON), "/large": (LARGE, "text/plain")}
+    with patch.object(http, "PERIOD_S", period_s), socket.create_server(("127.0.0.1", 0)) as bound:
+        async with working(replace(fake_served(), pages=pages)) as site:
+            site.port = bound.getsockname()[1]
+            async with await site.front.loop.create_server(lambda: http.Connection(site), sock=bound):
+                yield site
 
 
 async def told_until_closed(port, data):
@@ -54,107 +52,76 @@ async def told_until_closed(port, data):
     return told
 
 
-def test_a_connection_whose_request_does_not_come_is_closed(monkeypatch):
-    monkeypatch.setattr(http, "PERIOD_S", 0.2)
-
-    async def main():
-        async with listening() as (port, _):
-            head = b"GET / HTTP/1.1\r\nhost: x\r\n"
-            slow = told_until_closed(port, b""), told_until_closed(port, head)
-            assert await asyncio.gather(*slow) == [b"", b""]
-            # one request, then half of another
-            told = await told_until_closed(port, head + b"\r\n" + head)
-            assert told.count(b"HTTP/1.1 200") == 1
-            client = Client(port)  # who asks in time is kept
-            for _ in range(4):
-                assert (await client.get("/"))[0] == 200
-                await asyncio.sleep(0.1)
-            await client.close()
-
-    finished(main())
+@as_test(partial(listening, 0.2))
+async def test_a_connection_whose_request_does_not_come_is_closed(site):
+    head = b"GET / HTTP/1.1\r\nhost: x\r\n"
+    slow = told_until_closed(site.port, b""), told_until_closed(site.port, head)
+    assert await asyncio.gather(*slow) == [b"", b""]
+    # one request, then half of another
+    told = await told_until_closed(site.port, head + b"\r\n" + head)
+    assert told.count(b"HTTP/1.1 200") == 1
+    client = Client(site.port)  # who asks in time is kept
+    for _ in range(4):
+        assert (await client.get("/"))[0] == 200
+        await asyncio.sleep(0.1)
+    await client.close()
 
 
-def test_a_client_that_does_not_read_is_closed_and_one_that_reads_slowly_is_not(monkeypatch):
-    monkeypatch.setattr(http, "PERIOD_S", 0.8)
-
-    async def get(port, pause):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 16)
-        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n" * 3)  # only the first is answered
-        size = 0
-        try:
-            while part := await reader.read(1 << 20):
-                size += len(part)
-                await asyncio.sleep(pause)
-        except ConnectionResetError:
-            pass
-        writer.close()
-        return size
-
-    async def main():
-        async with listening() as (port, site):
-            never = await asyncio.open_connection("127.0.0.1", port)
-            never[1].write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n" * 30)
-            start = time.monotonic()
-            assert len(LARGE) < await get(port, 0.02) < 2 * len(LARGE)
-            await asyncio.sleep(max(0.0, start + 2.5 - time.monotonic()))
-            assert not site.connections
-            never[1].close()
-
-    finished(main())
+@as_test(partial(listening, 0.8))
+async def test_a_client_that_does_not_read_is_closed_and_one_that_reads_slowly_is_not(site):
+    never = await asyncio.open_connection("127.0.0.1", site.port)
+    never[1].write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n" * 30)
+    start, size = time.monotonic(), 0
+    reader, writer = await asyncio.open_connection("127.0.0.1", site.port, limit=1 << 16)
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+    writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n" * 3)  # only the first is answered
+    with suppress(ConnectionResetError):
+        while part := await reader.read(1 << 20):
+            size += len(part)
+            await asyncio.sleep(0.02)
+    writer.close()
+    assert len(LARGE) < size < 2 * len(LARGE)
+    await asyncio.sleep(max(0.0, start + 2.5 - time.monotonic()))
+    assert not site.connections
+    never[1].close()
 
 
-def test_another_protocol_that_is_offered_is_not_taken():
-    async def main():
-        async with listening() as (port, _):
-            head = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n\r\n"
-            assert (await told_until_closed(port, head)).startswith(b"HTTP/1.1 200 OK")
-
-    finished(main())
+@as_test(listening)
+async def test_another_protocol_that_is_offered_is_not_taken(site):
+    head = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n\r\n"
+    assert (await told_until_closed(site.port, head)).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_above_the_most_connections_an_idle_one_goes(monkeypatch):
+@as_test(listening)
+async def test_above_the_most_connections_an_idle_one_goes(site, monkeypatch):
     monkeypatch.setattr(http, "MOST_CONNECTIONS", 2)
-
-    async def main():
-        async with listening() as (port, site):
-            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
-            await asyncio.sleep(0.05)
-            client = Client(port)
-            assert (await client.get("/"))[0] == 200  # as a probe of health
-            assert len(site.connections) == 2
-            await client.close()
-            for _, writer in idle:
-                writer.close()
-
-    finished(main())
+    idle = [await asyncio.open_connection("127.0.0.1", site.port) for _ in range(5)]
+    await asyncio.sleep(0.05)
+    client = Client(site.port)
+    assert (await client.get("/"))[0] == 200  # as a probe of health
+    assert len(site.connections) == 2
+    await client.close()
+    for _, writer in idle:
+        writer.close()
 
 
-def test_what_is_no_http_is_told_in_json():
-    async def main():
-        async with listening() as (port, _):
-            for data in (b"\0\1\2\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\0\1\0\1\xfc\r\n\r\n"):
-                told = await told_until_closed(port, data)
-                assert told.startswith(b"HTTP/1.1 400")
-                assert b'{"error":"this is no HTTP request that can be read, or has over' in told
-
-    finished(main())
+@as_test(listening)
+async def test_what_is_no_http_is_told_in_json(site):
+    for data in (b"\0\1\2\r\n\r\n", b"GET\r\n\r\n", b"\x16\x03\x01\x02\0\1\0\1\xfc\r\n\r\n"):
+        told = await told_until_closed(site.port, data)
+        assert told.startswith(b"HTTP/1.1 400")
+        assert b'{"error":"this is no HTTP request that can be read, or has over' in told
 
 
 @pytest.mark.parametrize(("count", "status"), [(100, b"200"), (101, b"400")])
-def test_a_body_of_very_many_chunks_is_refused(count, status, monkeypatch):
+@as_test(listening)
+async def test_a_body_of_very_many_chunks_is_refused(site, count, status, monkeypatch):
     monkeypatch.setattr(http, "MOST_PARTS", 100)
-
-    async def main():
-        async with listening() as (port, _):
-            head = b"POST /v1/predict HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
-            head += b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
-            body = b'{"texts": ["1"]}'.rjust(count)
-            sent = b"".join(b"1\r\n%c\r\n" % sign for sign in body)
-            told = await told_until_closed(port, head + sent + b"0\r\n\r\n")
-            assert told.startswith(b"HTTP/1.1 " + status)
-
-    finished(main())
+    head = b"POST /v1/predict HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    head += b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    sent = b"".join(b"1\r\n%c\r\n" % sign for sign in b'{"texts": ["1"]}'.rjust(count))
+    told = await told_until_closed(site.port, head + sent + b"0\r\n\r\n")
+    assert told.startswith(b"HTTP/1.1 " + status)
 
 
 def test_an_address_that_cannot_be_had_is_told():
@@ -192,20 +159,12 @@ def test_clients_are_dealt_in_turn_to_the_fronts_that_work():
 
 
 def test_a_lack_of_memory_for_the_queues_is_told_at_the_start(monkeypatch):
-    def lack(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.posix_fallocate", lack)
-    child = server.Child("engine", 0, None, None, ready=True, width=2)
-    shared = SimpleNamespace(
-        fronts=2, models=["engine"], settings=Settings(), served=fake_served(), slots=make_memory("t")
-    )
-    supervisor = object.__new__(server.Supervisor)
-    supervisor.shared, supervisor.children = shared, [child]
-    with pytest.raises(
-        Failed, match=r"no memory for the rows of the queues \(No space left on device\); give a"
-    ):
-        supervisor.open_slots()
+    monkeypatch.setattr("os.posix_fallocate", Mock(side_effect=OSError(28, "No space left on device")))
+    shared = Mock(fronts=2, models=["engine"], settings=Settings(), served=fake_served())
+    shared.slots = make_memory("t")
+    told = r"no memory for the rows of the queues \(No space left on device\); give a"
+    with pytest.raises(Failed, match=told):
+        server.Supervisor.open_slots(Mock(shared=shared, children=[Mock(width=2)]))
 
 
 def end_by_signal(number: int, after_s: float) -> float:
@@ -261,30 +220,17 @@ def test_an_engine_keeps_a_core_only_where_each_process_has_one():
 
 @pytest.mark.parametrize(("waiting", "flying", "alone"), [(0, 0, True), (1, 0, False), (0, 1, False)])
 def test_a_batch_is_alone_where_none_flies_or_waits(waiting, flying, alone, monkeypatch):
-    launched = []
+    launched, tokens = [], np.zeros(3, np.int32)
     monkeypatch.setattr(engine, "launch", lambda *_, alone: launched.append(alone))
-    worker = object.__new__(Worker)
-    records = np.zeros(1, engine.RECORD)
-    worker.take, worker.sorted = lambda: records, []
-    worker.waiting, worker.flying = [0] * waiting, [0] * flying
-    tokens = np.zeros(3, np.int32)
-    worker.slots = SimpleNamespace(
-        lengths=np.array([3]),
-        places=lambda *_: slice(3),
-        flat_ids=tokens,
-        flat_types=tokens,
-        since=np.zeros(1),
-    )
-    worker.counts = Mock()
-    worker.board, worker.number, worker.packed = SimpleNamespace(busy=[0.0]), 0, False
-    worker.infer, worker.told, worker.model = None, {"max_length": 64}, "engine"
-    worker.begin()
+    slots = Mock(lengths=np.array([3]), flat_ids=tokens, flat_types=tokens, since=np.zeros(1))
+    slots.places.return_value = slice(3)
+    queued = {"waiting": [0] * waiting, "flying": [0] * flying, "sorted": []}
+    worker = Mock(slots=slots, number=0, packed=False, told={"max_length": 64}, **queued)
+    worker.take.return_value, worker.board.busy = np.zeros(1, engine.RECORD), [0.0]
+    Worker.begin(worker)
     assert launched == [alone]
 
 
-def test_an_engine_with_a_core_of_its_own_sleeps_only_after_a_while():
-    worker = object.__new__(Worker)
-    worker.ended, worker.awake_s = time.monotonic(), 60.0
-    assert worker.patience() == 0
-    worker.awake_s = 0.0
-    assert worker.patience() is None
+@pytest.mark.parametrize(("awake_s", "sleeps"), [(60.0, 0), (0.0, None)])
+def test_an_engine_with_a_core_of_its_own_sleeps_only_after_a_while(awake_s, sleeps):
+    assert Worker.patience(SimpleNamespace(ended=time.monotonic(), awake_s=awake_s)) == sleeps
