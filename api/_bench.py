@@ -1,6 +1,5 @@
 """Latency: a bench of a run directory, a model or a built-in shape, with its reports."""
 
-import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -10,10 +9,10 @@ from pathlib import Path
 from qdqbench._options import BenchOptions
 from qdqbench._progress import displayed
 from qdqbench._runs import Progress
-from qdqbench.eval.bench.gpu import GpuWork, background, start_compiles, start_export
+from qdqbench.eval.bench.gpu import start_compiles, start_export
 from qdqbench.eval.bench.report import write_bench_reports
 from qdqbench.eval.bench.results import BENCH_FILE, TENSORRT_SYSTEMS, Bench, read_earlier, write_bench
-from qdqbench.eval.bench.run import require_gpu, run_bench
+from qdqbench.eval.bench.run import open_work, require_gpu, run_bench
 from qdqbench.eval.bench.systems import TABLE, BenchPlan, Work, own_backend, reads_floats
 from qdqbench.eval.bench.target import (
     Target,
@@ -81,7 +80,7 @@ def start_bench(target: str | Path | None, options: BenchOptions) -> tuple[Bench
     choice = own_recipe.engine.backend
     if cpu := options.cpu or preferred_backend(choice) in CPU_BACKENDS:
         own_backend(choice)
-    backend = ("", "") if cpu else require_gpu(choice)
+    backend = None if cpu else require_gpu(choice)
     if options.extra_recipe and path:
         raise UserError("--extra-recipe belongs to --model: other recipes of the model measured")
     if cpu and options.build_only:
@@ -94,11 +93,10 @@ def start_bench(target: str | Path | None, options: BenchOptions) -> tuple[Bench
     with ExitStack() as stack:
         reporter().begin("exporting")
         stack.enter_context(_owned_folder(place, path, own_recipe, options))
-        work = Work() if cpu else GpuWork(stack.enter_context(background(os.cpu_count() or 1)))
+        work = open_work(backend, stack)
         if path:
             opened = run_target(path)
-            if isinstance(work, GpuWork):
-                start_compiles(work, path, plan)
+            start_compiles(work, path, plan)
         else:
             opened = _export_all(str(options.model), recipes, place, plan, pooling, work)
         if options.dataset is not None:
@@ -113,7 +111,6 @@ def start_bench(target: str | Path | None, options: BenchOptions) -> tuple[Bench
             plan,
             work,
             command=invocation(),
-            backend=backend,
             save=save,
             earlier=read_earlier(place / BENCH_FILE, opened.about.files, own_recipe.model_dump(mode="json")),
         )
@@ -201,16 +198,12 @@ def _export_all(  # noqa: PLR0913, PLR0917
         raise UserError(f"two recipes to measure are called {twice[0]!r}; give one another name")
     places = {other.name: folder / "extra" / other.name for other in others}
     waits = []
-    if isinstance(work, GpuWork) and pooling is None:
+    if work.background is not None and pooling is None:
         for other in others:
             file = places[other.name] / "recipe.yaml"
             write_text(file, dump_recipe(other))
             waits.append(start_export(work, model, str(file), places[other.name] / "work", plan))
-
-    def start(run: Path) -> None:
-        if isinstance(work, GpuWork):
-            start_compiles(work, run, plan)
-
+    start = partial(start_compiles, work, options=plan)
     seed, longest = plan.seed, max(plan.lengths)
     twins = reads_floats(plan)
     target = model_target(model, recipe, folder / "work", seed, longest, pooling, start, twins=twins)

@@ -6,7 +6,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -39,7 +39,7 @@ class CpuRuns:
     built: EngineResult | None = None
 
 
-def prepare_on_cpu(here: systems.Preparation) -> list[systems.Entry]:
+def prepare_on_cpu(here: systems.Preparation) -> list[measure.SystemRun]:
     import torch
 
     here.stack.callback(torch.set_num_threads, torch.get_num_threads())
@@ -48,9 +48,9 @@ def prepare_on_cpu(here: systems.Preparation) -> list[systems.Entry]:
     timer, split = measure.WallTimer(pool=pool), here.config.split
     sets = [here.batches] if split else [[batch] for batch in here.batches]
 
-    def prepare(system: systems.System) -> systems.Entry:
+    def prepare(system: systems.System) -> measure.SystemRun:
         if reason := systems.why_absent(system):
-            return systems.Entry(BenchRow(system=system.name, status="skipped", reason=reason))
+            return systems.not_run(system, "skipped", reason)
         runs = RUNS[system.kind](here, system)
 
         def compiled(streams: int) -> list[measure.HostLane]:
@@ -60,15 +60,13 @@ def prepare_on_cpu(here: systems.Preparation) -> list[systems.Entry]:
 
         lanes = {count: compiled(count) for count in dict.fromkeys((1, *here.options.streams))}
         more = {count: shared for count, shared in lanes.items() if count > 1 and len(shared) == count}
-        made = [lanes[1], *(compiled(1) for _ in range(0 if here.options.quick else COMPILED - 1))]
-        ready, *again = (
-            measure.ReadySystem(system.name, system.precision, each, timer, more) for each in made
-        )
-        row, built = BenchRow(system=system.name, status="done", detail=runs.detail), runs.built
-        if built:
+        again = [compiled(1) for _ in range(0 if here.options.quick else COMPILED - 1)]
+        row = BenchRow(system=system.name, status="done", detail=runs.detail)
+        run = measure.SystemRun(row, system.precision, timer, lanes[1], more, again)
+        if built := runs.built:
             row.int8_gemms, row.expected_int8_gemms = built.int8_gemms, built.expected_int8_gemms
-            row.not_int8, row.engine_bytes = built.not_int8, built.bytes
-        return systems.Entry(row, replace(ready, again=again), built.layers if built else [])
+            row.not_int8, row.engine_bytes, run.layers = built.not_int8, built.bytes, built.layers
+        return run
 
     return systems.prepare_each(here, prepare)
 

@@ -24,16 +24,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from qdqbench.eval.bench import measure, peers, systems
-from qdqbench.eval.bench.results import BenchKernels, BenchRow
+from qdqbench.eval.bench.results import BenchKernels, BenchRow, Shape
 from qdqbench.eval.bench.target import Target, model_target, recipe_for
 from qdqbench.quantize.engine.backend import gpu_backend
 from qdqbench.quantize.engine.cpu_runtimes import Compute
@@ -72,7 +71,6 @@ ATTENTION = re.compile(r"flash_fwd|flash_fprop|fmha|sdpa|triton_tem\w*attention|
 POINTWISE = re.compile(r"^triton_(poi|per|red|for)_")
 GEMM = re.compile(r"gemm|nvjet|gemv", re.I)
 HALF = re.compile(r"f16|h16|fp16|half|hgemm|hsh|hhh|tst|s16816|s161616|e4m3|int8", re.I)
-Pair = tuple[int, int]  # batch, length
 ANY = Profile((1, 1), (1, 1), (1, 1))  # of kernels that take any shape
 
 
@@ -162,7 +160,7 @@ class EngineSpec(Strict):
     attention: int
     compute: Compute
     target: str | tuple[str, ...] | None = None  # GPUs that kernels of backend cuda are for
-    shapes: list[Pair]  # that it will run
+    shapes: list[Shape]  # that it will run
 
     @property
     def cache(self) -> Path:
@@ -184,20 +182,14 @@ def build_engine(spec: EngineSpec) -> EngineResult:
     return result
 
 
-def marker(folder: Path, mode: str, pair: Pair) -> Path:
-    return folder / f"{mode}.{pair[0]}x{pair[1]}.compiled"
+def marker(folder: Path, mode: str, shape: Shape) -> Path:
+    return folder / f"{mode}.{shape[0]}x{shape[1]}.compiled"
 
 
-@dataclass
-class GpuWork(systems.Work):
-    background: Background
-    unpadded: dict[str, peers.UnpaddedEncoder] = field(default_factory=dict)  # by precision
-    compiles: dict[tuple[str, Pair], str] = field(default_factory=dict)  # task by mode and (batch, length)
-
-
-def start_compiles(work: GpuWork, run: Path, options: systems.BenchPlan) -> None:
+def start_compiles(work: systems.Work, run: Path, options: systems.BenchPlan) -> None:
     """Start to compile for all shapes, the slowest mode first; of a split several in a process."""
-    modes = {system.mode for system in systems.systems_of(None, options).values() if system.mode}
+    known = systems.systems_of(None, options).values() if work.background else ()
+    modes = {system.mode for system in known if system.mode}
     for mode, config in product(sorted(modes, key=len, reverse=True), systems.configs_of(options)):
         size = SHAPES_AT_ONCE if config.split else 1
         left = [pair for pair in config.shapes if not marker(run / "bench", mode, pair).is_file()]
@@ -209,7 +201,7 @@ def start_compiles(work: GpuWork, run: Path, options: systems.BenchPlan) -> None
 
 
 def start_export(
-    work: GpuWork, model: str, recipe: str, folder: Path, options: systems.BenchPlan
+    work: systems.Work, model: str, recipe: str, folder: Path, options: systems.BenchPlan
 ) -> Callable[[], None]:
     """Start to export a model by another recipe into a folder; returns a function that waits for it."""
     arguments = ["export", str(folder), model, recipe, str(options.seed), str(max(options.lengths))]
@@ -217,26 +209,24 @@ def start_export(
     return partial(work.background.wait_for, f"export {folder}")
 
 
-def prebuild(work: GpuWork, target: Target, options: systems.BenchPlan, backend: str) -> None:
+def prebuild(work: systems.Work, target: Target, options: systems.BenchPlan) -> None:
     """Build and compile in processes; waits for all of it. TensorRT times kernels: it builds alone, later."""
     target.stack.callback(work.models.clear)
     if options.splits:
         start_compiles(work, target.session.folder, options.model_copy(update={"lengths": []}))
-    specs = _all_engines(target, options)
+    specs: dict[Path, EngineSpec] = {}
+    engines = (system for system in systems.systems_of(target, options).values() if system.is_engine)
+    for system, config in product(engines, systems.configs_of(options)):
+        with suppress(QdqError):  # no profile takes it, or its backend is not here: the config says so
+            for spec in specs_of(target, system, config).values():
+                known = specs.setdefault(spec.engine, spec)
+                known.shapes += [shape for shape in spec.shapes if shape not in known.shapes]
     if not options.keep_engines:
-        target.stack.callback(_forget_markers, target.session.folder / "bench")
-        for spec in specs:
-            for path in (
-                spec.proof,
-                spec.cache,
-                tiles_path(spec.engine),
-                sidecar_path(spec.engine),
-                spec.engine,
-            ):
-                target.stack.callback(path.unlink, missing_ok=True)  # the layer table stays
-    for spec in specs:
+        target.stack.callback(_remove_files, target.session.folder / "bench", [*specs.values()])
+    for spec in specs.values():
         cuda = spec.backend == "cuda"  # which compiles nothing when it first runs
-        if (cuda or backend != "tensorrt") and not (spec.proof.is_file() and (cuda or spec.cache.is_file())):
+        done = spec.proof.is_file() and (cuda or spec.cache.is_file())
+        if (cuda or work.backend[0] != "tensorrt") and not done:
             spec.engine.parent.mkdir(parents=True, exist_ok=True)
             work.background.add(str(spec.engine), ["engine", spec.model_dump_json()], BUILD_S)
     while left := work.background.left:
@@ -244,20 +234,12 @@ def prebuild(work: GpuWork, target: Target, options: systems.BenchPlan, backend:
         time.sleep(WAIT_S)
 
 
-def _forget_markers(folder: Path) -> None:
-    for path in folder.glob("*.compiled"):
+def _remove_files(folder: Path, specs: Sequence[EngineSpec]) -> None:
+    """Remove what a bench built and compiled; the layer tables stay."""
+    made = ((each.engine, each.proof, each.cache, tiles_path(each.engine)) for each in specs)
+    sidecars = (sidecar_path(each.engine) for each in specs)
+    for path in (*sidecars, *chain.from_iterable(made), *folder.glob("*.compiled")):
         path.unlink(missing_ok=True)
-
-
-def _all_engines(target: Target, options: systems.BenchPlan) -> list[EngineSpec]:
-    specs: dict[Path, EngineSpec] = {}
-    for system in systems.systems_of(target, options).values():
-        for config in systems.configs_of(options) if system.is_engine else ():
-            with suppress(QdqError):  # no profile takes it, or its backend is not here: the config says so
-                for spec in specs_of(target, system, config).values():
-                    known = specs.setdefault(spec.engine, spec)
-                    known.shapes += [pair for pair in spec.shapes if pair not in known.shapes]
-    return list(specs.values())
 
 
 def require_kernels() -> None:
@@ -273,12 +255,12 @@ def _backend_of(owner: Target, system: systems.System) -> BackendName:
     if system.library == "cuda":
         require_kernels()
         return "cuda"
-    return gpu_backend() if systems.runs_kernels(owner) else owner.session.target.backend
+    return gpu_backend() if owner.runs_kernels else owner.session.target.backend
 
 
-def specs_of(target: Target, system: systems.System, config: systems.Config) -> dict[Pair, EngineSpec]:
+def specs_of(target: Target, system: systems.System, config: systems.Config) -> dict[Shape, EngineSpec]:
     owner, int8 = target.extra.get(system.recipe, target), system.kind == "int8"
-    session, specs, backend = owner.session, dict[Pair, EngineSpec](), _backend_of(owner, system)
+    session, specs, backend = owner.session, dict[Shape, EngineSpec](), _backend_of(owner, system)
     graph = owner.int8_graph(backend) if int8 else owner.graphs[system.precision]
     cuda = backend == "cuda"  # one engine for all shapes
     profiles = [ANY] if cuda else systems.profiles_of(owner, system.shapes, config, backend)
@@ -299,39 +281,37 @@ def specs_of(target: Target, system: systems.System, config: systems.Config) -> 
     return specs
 
 
-def prepare_on_gpu(here: systems.Preparation) -> list[systems.Entry]:
+def prepare_on_gpu(here: systems.Preparation) -> list[measure.SystemRun]:
     import torch
 
     timer = measure.CudaTimer()
     here.stack.callback(torch.cuda.empty_cache)  # engines allocate outside of what torch keeps for later
     here.stack.enter_context(peers.tf32_allowed())
 
-    def prepare(system: systems.System) -> systems.Entry:
+    def prepare(system: systems.System) -> measure.SystemRun:
+        run = measure.SystemRun(BenchRow(system=system.name, status="done"), system.precision, timer)
         if system.is_engine:
-            return _prepare_engine(here, system, timer)
-        if system.kind == "unpadded":
-            lanes, detail = _packed_lanes(here, _unpadded_encoder(here, system), timer)
+            _open_engine(here, system, run)
+        elif system.kind == "unpadded":
+            run.lanes, run.row.detail = _packed_lanes(here, _unpadded_encoder(here, system), timer)
         else:
-            lanes, detail = _padded_lanes(here, system)
-        row = BenchRow(system=system.name, status="done", detail=detail)
-        ready = measure.ReadySystem(system.name, system.precision, lanes, timer)
-        return systems.Entry(row, ready, kernels=partial(kernels_of, lanes[0]))
+            run.lanes, run.row.detail = _padded_lanes(here, system)
+        if not system.is_engine or system.library == "cuda":  # others have layer tables
+            run.kernels = partial(kernels_of, run.lanes[0])
+        return run
 
     return systems.prepare_each(here, prepare)
 
 
-def _prepare_engine(
-    here: systems.Preparation, system: systems.System, timer: measure.CudaTimer
-) -> systems.Entry:
-    specs = specs_of(here.target, system, here.config)
+def _open_engine(here: systems.Preparation, system: systems.System, run: measure.SystemRun) -> None:
+    specs, row = specs_of(here.target, system, here.config), run.row
     single = {spec.engine: spec for spec in specs.values()}
     proofs = [build_engine(spec) for spec in single.values()]
-    int8, row = system.kind == "int8", BenchRow(system=system.name, status="done")
     if system.library == "cuda":
         (path,), engines = single, here.work.models
         if (key := str(path)) not in engines:
             engines[key], _ = load_kernels(path)
-        lanes, row.detail = _packed_lanes(here, PackedKernels(engines[key]), timer)
+        run.lanes, row.detail = _packed_lanes(here, PackedKernels(engines[key]), run.timer)
         row.engine_bytes = path.stat().st_size
     else:
         loaded = {
@@ -343,17 +323,15 @@ def _prepare_engine(
             engine = loaded[specs[batch, length].engine]
             return engine.bind(batch, length, stream=stream, graph=True)
 
-        lanes, detail = _bind_lanes(here, bind)
+        run.lanes, detail = _bind_lanes(here, bind)
         row.detail, (first, *more) = f"{detail}, {system.shapes} profile", loaded.values()
         if not more:
             row.engine_bytes, row.activation_bytes = first.memory.engine_bytes, first.memory.activation_bytes
-    if int8:
+    if system.kind == "int8":
         row.int8_gemms = min(proof.int8_gemms for proof in proofs)
         row.expected_int8_gemms = proofs[0].expected_int8_gemms
     row.not_int8 = sorted({node for proof in proofs for node in proof.not_int8})
-    ready = measure.ReadySystem(system.name, system.precision, lanes, timer)
-    kernels = partial(kernels_of, lanes[0]) if system.library == "cuda" else None
-    return systems.Entry(row, ready, proofs[0].layers, kernels)
+    run.layers = proofs[0].layers
 
 
 def _bind_lanes(
@@ -372,7 +350,9 @@ def _bind_lanes(
             lanes.append(measure.DeviceLane(bound, [measure.to_device(batch) for batch in here.batches]))
             continue
         steps = [
-            measure.Step(bounds[batch["input_ids"].shape], measure.to_pinned(batch), np.arange(rows))
+            measure.Step(
+                bounds[batch["input_ids"].shape], measure.to_device(batch, pinned=True), np.arange(rows)
+            )
             for batch, rows in zip(here.batches, split.rows, strict=True)
         ]
         lanes.append(measure.SplitLane(steps))
@@ -406,14 +386,14 @@ def _unpadded_encoder(here: systems.Preparation, system: systems.System) -> peer
     found = gpu.compute_capability if (gpu := find_gpu()) else "0.0"
     if system.precision == "fp8" and tuple(map(int, found.split("."))) < peers.FIRST_FP8:
         raise UserError(f"GPUs of compute capability 8.9 and newer multiply FP8, and this one has {found}")
-    made: dict[str, peers.UnpaddedEncoder] = here.work.unpadded
-    if system.precision not in made:
+    models = here.work.models
+    if system.name not in models:
         encoder = peers.UnpaddedEncoder(peers.sdpa_model(session.new_model(), "fp16", "cuda"))
         if system.precision == "fp8":
             rows = [row for batch in here.batches for row in peers.unpadded_rows(batch)]
             encoder.use_fp8(peers.pack_rows(rows[: peers.FP8_ROWS], 1, encoder.positions_of))
-        made[system.precision] = encoder
-    return made[system.precision]
+        models[system.name] = encoder
+    return cast("peers.UnpaddedEncoder", models[system.name])
 
 
 class PackedKernels:
@@ -434,7 +414,7 @@ class PackedKernels:
             fill(fed[-1], _tokens_of(launch, packing.tokens), packing.tokens, packing.sequences)
         return fed
 
-    def bind(self, packing: peers.Packing, shape: Pair | None) -> Any:
+    def bind(self, packing: peers.Packing, shape: Shape | None) -> Any:
         if packing.tokens > self.most:
             raise UserError(f"an engine takes {self.most} tokens at once, and a launch has {packing.tokens}")
         graphs = [choose_graph(_tokens_of(launch, packing.tokens)) for launch in packing.launches]
@@ -455,7 +435,7 @@ def _tokens_of(launch: Int32, tokens: int) -> Tokens:
 def _packed_lanes(
     here: systems.Preparation,
     encoder: peers.UnpaddedEncoder | PackedKernels,
-    timer: measure.CudaTimer,
+    timer: measure.Timer,
 ) -> tuple[list[measure.Lane], str]:
     """Bind what packs tokens to a config, a split in launches of the size that takes the least time."""
     config, split = here.config, here.config.split
@@ -476,7 +456,7 @@ def _packed_lanes(
         run, steps = encoder.bind(packing, None), list[measure.Step]()
         for number, (fed, used) in enumerate(zip(encoder.feed(packing), packing.counts, strict=True)):
             answers = packing.first_tokens(number) if encoder.of_tokens else np.arange(used)
-            steps.append(measure.Step(run, measure.to_pinned({PACKED: fed}), answers))
+            steps.append(measure.Step(run, measure.to_device({PACKED: fed}, pinned=True), answers))
         lane = measure.SplitLane(steps)
         ms = statistics.median(timer.latencies(lane, TRIED)[1:])
         if best is None or ms < best[0]:
@@ -525,7 +505,7 @@ def kernels_of(lane: measure.Lane) -> BenchKernels:
     return kernels_in(names)
 
 
-def compile_shapes(run: Path, mode: str, pairs: Sequence[Pair]) -> None:
+def compile_shapes(run: Path, mode: str, pairs: Sequence[Shape]) -> None:
     import torch
 
     session = Session(read_config(run), run)

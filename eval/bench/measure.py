@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from filelock import FileLock, Timeout
 
-from qdqbench.eval.bench.results import Shape, compare_rounds
+from qdqbench.eval.bench.results import BenchKernels, BenchRow, Shape, speedup_between
 from qdqbench.eval.metrics.results import Speedup
-from qdqbench.quantize.engine.build import build, require_int8
+from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.cpu_runtimes import Compute
 from qdqbench.quantize.engine.profiles import Profile, choose_profile
-from qdqbench.quantize.engine.results import EngineResult
+from qdqbench.quantize.engine.results import EngineResult, LayerRow
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.runtime.runners import EngineRunner, open_runner
 from qdqbench.quantize.engine.sidecar import sidecar_path
@@ -81,19 +81,26 @@ class Timer(Protocol):
         """Return seconds until `count` launches of every lane, all lanes at once, are done."""
 
 
-@dataclass(frozen=True)
-class ReadySystem:
-    """Something to measure: one lane per stream, all alike."""
+@dataclass
+class SystemRun:
+    """Outcome of a system in a config; one that does not run, or not any more, has no lanes."""
 
-    name: str
+    row: BenchRow
     precision: str  # int8, fp8, fp16, bf16 or fp32
-    lanes: Sequence[Lane]
     timer: Timer
+    lanes: Sequence[Lane] = ()  # one per stream, all alike
     shared: Mapping[int, Sequence[Lane]] = field(default_factory=dict)  # CPU lanes, by how many share it
-    again: Sequence["ReadySystem"] = ()  # other compilations of it, which take turns with it by round
+    again: Sequence[Sequence[Lane]] = ()  # of other compilations, which take turns with it by round
+    layers: list[LayerRow] = field(default_factory=list)
+    kernels: Callable[[], BenchKernels] | None = None  # of one inference; reads them, so only once measured
 
-    def at(self, streams: int) -> Sequence[Lane]:
-        return self.shared.get(streams, self.lanes[:streams])
+    @property
+    def name(self) -> str:
+        return self.row.system
+
+    def fail(self, reason: str) -> None:
+        self.row = BenchRow(system=self.name, status="error", reason=reason, detail=self.row.detail)
+        self.lanes, self.shared, self.again, self.kernels = (), {}, (), None
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,7 @@ def rotation(count: int, rounds: int) -> list[list[int]]:
     return [rows[number % len(rows)] for number in range(rounds)]
 
 
-def measure_rounds(systems: Sequence[ReadySystem], effort: Effort) -> dict[str, list[Burst]]:
+def measure_rounds(systems: Sequence[SystemRun], effort: Effort) -> dict[str, list[Burst]]:
     """Time all systems in interleaved rounds; CheckFailed names one that fails while it runs."""
     if not systems:
         return {}
@@ -152,16 +159,15 @@ def measure_rounds(systems: Sequence[ReadySystem], effort: Effort) -> dict[str, 
         for system in (systems[position] for position in order):
             report_phase("rounds", number, effort.rounds)
             with measuring(), _naming(system):
-                turn = (system, *system.again)[number % (1 + len(system.again))]
-                bursts[system.name].append(_burst(turn, pace[system.name], effort))
+                lanes = (system.lanes, *system.again)[number % (1 + len(system.again))]
+                bursts[system.name].append(_burst(system, lanes, pace[system.name], effort))
     return bursts
 
 
-def read_outputs(system: ReadySystem) -> tuple[list[Float32], str | None]:
+def read_outputs(system: SystemRun) -> tuple[list[Float32], str | None]:
     """Return the logits of each lane, of the same inputs, and what is wrong with them by themselves."""
     per_lane = []
-    again = [each.lanes for each in system.again]
-    for lane in [*system.lanes, *itertools.chain(*system.shared.values(), *again)]:
+    for lane in itertools.chain(system.lanes, *system.shared.values(), *system.again):
         parts: list[Float32] = []
         for number in range(lane.input_sets):
             if number >= 2 and sum(map(len, parts)) >= LEAST_ROWS:
@@ -179,7 +185,7 @@ def read_outputs(system: ReadySystem) -> tuple[list[Float32], str | None]:
 
 
 def check_outputs(
-    systems: Sequence[ReadySystem], references: Sequence[str]
+    systems: Sequence[SystemRun], references: Sequence[str]
 ) -> tuple[dict[str, str], dict[str, float], str | None]:
     """Return errors, relative errors of the sound ones, and the first sound one of the references."""
     outputs = {}
@@ -207,7 +213,7 @@ def check_outputs(
     return errors, differences, reference
 
 
-def _pace(system: ReadySystem, effort: Effort) -> tuple[int, int]:
+def _pace(system: SystemRun, effort: Effort) -> tuple[int, int]:
     """Return launches of every burst, warm ones and timed ones, from the time that a warm launch takes."""
     lane, timer = system.lanes[0], system.timer
     each = timer.latencies(lane, 1)[0]
@@ -224,17 +230,17 @@ def _pace(system: ReadySystem, effort: Effort) -> tuple[int, int]:
     return min(warm, wanted), max(min(least, effort.least), min(wanted, MOST_LAUNCHES))
 
 
-def _burst(system: ReadySystem, pace: tuple[int, int], effort: Effort) -> Burst:
-    lanes, timer, (warm, count) = system.lanes, system.timer, pace
+def _burst(system: SystemRun, own: Sequence[Lane], pace: tuple[int, int], effort: Effort) -> Burst:
+    timer, (warm, count) = system.timer, pace
     time.sleep(effort.rest_s)
     if warm:
-        timer.latencies(lanes[0], warm)
+        timer.latencies(own[0], warm)
     start, spent = time.monotonic(), time.process_time()
-    latencies = timer.latencies(lanes[0], count)
+    latencies = timer.latencies(own[0], count)
     spent = time.process_time() - spent
     rates = {}
     for streams in effort.streams:
-        if len(lanes := system.at(streams)) < streams:
+        if len(lanes := system.shared.get(streams, own[:streams])) < streams:
             continue
         each = max(min(count, effort.least), math.ceil(count / streams))
         if warm:
@@ -244,7 +250,7 @@ def _burst(system: ReadySystem, pace: tuple[int, int], effort: Effort) -> Burst:
 
 
 @contextlib.contextmanager
-def _naming(system: ReadySystem) -> Iterator[None]:
+def _naming(system: SystemRun) -> Iterator[None]:
     """Name the system in an error: on a device it poisons the process, so it ends the bench."""
     try:
         yield
@@ -436,17 +442,12 @@ class CudaTimer:
         return time.perf_counter() - start
 
 
-def to_device(batch: Mapping[str, Array]) -> "dict[str, torch.Tensor]":
+def to_device(batch: Mapping[str, Array], *, pinned: bool = False) -> "dict[str, torch.Tensor]":
+    """Return arrays on the GPU, or in pinned memory of the host, from which copies to the GPU do not wait."""
     import torch
 
-    return {name: torch.from_numpy(array).cuda() for name, array in batch.items()}
-
-
-def to_pinned(batch: Mapping[str, Array]) -> "dict[str, torch.Tensor]":
-    """Return the same arrays in pinned memory of the host, from which copies to the GPU do not wait."""
-    import torch
-
-    return {name: torch.from_numpy(array).pin_memory() for name, array in batch.items()}
+    tensors = ((name, torch.from_numpy(array)) for name, array in batch.items())
+    return {name: tensor.pin_memory() if pinned else tensor.cuda() for name, tensor in tensors}
 
 
 class WallTimer:
@@ -516,17 +517,18 @@ def measure_speedup(engine: OpenEngine, baseline: OpenEngine, shape: Shape) -> S
     # an engine without profiles packs its tokens on the host, which belongs to its time
     timer = CudaTimer() if has_profiles(target.backend) else WallTimer()
     effort = ON_CPU if target.on_cpu else ON_GPU
-    compute = target.baseline
-    ours = ReadySystem("int8", "int8", [engine.lane(shape)], timer)
-    theirs = ReadySystem(compute, compute, [baseline.lane(shape)], timer)
+    ours, theirs = (
+        SystemRun(BenchRow(system=name, status="done"), name, timer, [each.lane(shape)])
+        for name, each in (("int8", engine), (target.baseline, baseline))
+    )
     config = f"{shape[0]} x {shape[1]}"
-    for system, what in ((theirs, f"the {compute.upper()} engine"), (ours, "the engine")):
+    for system, what in ((theirs, f"the {theirs.name.upper()} engine"), (ours, "the engine")):
         if error := read_outputs(system)[1]:
             raise CheckFailed(f"{what} gives {error} at {config}")
     bursts = measure_rounds([ours, theirs], effort)
-    own, base = ([burst.median_ms for burst in bursts[system.name]] for system in (ours, theirs))
-    ratio = compare_rounds(own, base, session.config.seed)
-    return Speedup(**ratio.model_dump(), system=ours.name, baseline=theirs.name, config=config)
+    for system in (ours, theirs):
+        system.row.round_ms = [burst.median_ms for burst in bursts[system.name]]
+    return speedup_between(ours.row, theirs.row, config, session.config.seed)
 
 
 @contextlib.contextmanager
@@ -563,12 +565,6 @@ def write_engine_graph(
     return ReadyGraph.of(path, plan)
 
 
-def build_and_prove(session: Session, graph: ReadyGraph, path: Path) -> Path:
-    backend, compute = session.recipe.engine.backend, session.target.compute
-    require_int8(build_ready(graph, path, backend, engine_profiles(session), compute))
-    return path
-
-
 def build_ready(  # noqa: PLR0913
     graph: ReadyGraph,
     path: Path,
@@ -601,15 +597,13 @@ def alone(*, on_cpu: bool) -> Iterator[None]:
         fix = "give each worker a GPU of its own with CUDA_VISIBLE_DEVICES"
     # one for each user: the kernel refuses the files of others in the temporary folder
     lock = FileLock(Path(tempfile.gettempdir()) / f"qdqbench-{name}-{os.getuid()}.lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise UserError(
-            f"another process times engines on this {kind}, and both would measure each other; {fix}"
-        ) from error
-    except OSError as error:
-        raise UserError(f"cannot lock {lock.lock_file} ({error.strerror}); remove it") from error
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(lock)
+        except Timeout as error:
+            raise UserError(
+                f"another process times engines on this {kind}, and both would measure each other; {fix}"
+            ) from error
+        except OSError as error:
+            raise UserError(f"cannot lock {lock.lock_file} ({error.strerror}); remove it") from error
         yield
-    finally:
-        lock.release()

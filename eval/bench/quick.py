@@ -1,17 +1,15 @@
 """The quick bench that ends a run: its engine against its twin without INT8 at shapes that users have."""
 
 import copy
-import os
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from qdqbench.eval.bench.gpu import GpuWork, background
 from qdqbench.eval.bench.report import stale_files
 from qdqbench.eval.bench.results import BENCH_FILE, read_bench, row_of, write_bench
-from qdqbench.eval.bench.run import require_gpu, run_bench
-from qdqbench.eval.bench.systems import BenchPlan, Work, systems_of
+from qdqbench.eval.bench.run import open_work, require_gpu, run_bench
+from qdqbench.eval.bench.systems import BenchPlan, systems_of
 from qdqbench.eval.bench.target import model_target, session_target
 from qdqbench.quantize.engine.backend import gpu_backend
 from qdqbench.quantize.pipeline.outcomes import Skipped, read_built, read_engine_run
@@ -53,11 +51,8 @@ def bench_quickly(session: Session) -> str:
         others = {*systems_of(target, plan)} - {twin, "int8"}
         plan = plan.model_copy(update={"exclude": tuple(others)})
         with reporting_to(Within()), ExitStack() as stack:
-            if own.on_cpu:
-                bench = run_bench(target, plan, Work(), command=command)
-            else:
-                work = GpuWork(stack.enter_context(background(os.cpu_count() or 1)))
-                bench = run_bench(target, plan, work, command=command, backend=require_gpu(own.backend))
+            work = open_work(None if own.on_cpu else require_gpu(own.backend), stack)
+            bench = run_bench(target, plan, work, command=command)
     except (QdqError, RuntimeError) as error:  # of CUDA too: no report is lost for it
         return f"no quick bench: {' '.join(str(error).split())[:300]}"
     failed = bench.errors[0] if bench.errors else ""
@@ -109,9 +104,9 @@ def time_backends(recipe: Recipe, config: Any) -> tuple[bool, str]:
             target = model_target(str(folder / "model"), recipe.ptq, folder / "run", 0, 128, twins=False)
             others = {*systems_of(target, plan)} - {"int8", "int8-cuda"}
             plan = plan.model_copy(update={"exclude": tuple(others)})
-            with background(os.cpu_count() or 1) as work:
-                backend = require_gpu(gpu_backend())
-                bench = run_bench(target, plan, GpuWork(work), command="auto", backend=backend)
+            with ExitStack() as stack:
+                work = open_work(require_gpu(gpu_backend()), stack)
+                bench = run_bench(target, plan, work, command="auto")
         rows = [[row_of(cell, system) for system in ("int8-cuda", "int8")] for cell in bench.configs]
         times = [(ours.median_ms or 0.0, theirs.median_ms or 0.0) for ours, theirs in rows if ours and theirs]
         if len(times) < len(GPU_SHAPES):

@@ -347,7 +347,7 @@ def compute_speedups(
 
 
 def speedup_between(
-    own: BenchRow, base: BenchRow, config: str, seed: int, other_cores: float | None
+    own: BenchRow, base: BenchRow, config: str, seed: int, other_cores: float | None = None
 ) -> Speedup:
     wall = compare_rounds(own.round_ms, base.round_ms, seed)
     times = own.round_cpu_ms, base.round_cpu_ms

@@ -14,8 +14,16 @@ import numpy as np
 import pynvml
 
 from qdqbench.eval.bench.cpu import prepare_on_cpu
-from qdqbench.eval.bench.gpu import GpuWork, prebuild, prepare_on_gpu, require_kernels
-from qdqbench.eval.bench.measure import LEAST_FOR_P99, Burst, Effort, check_outputs, gpu_uuid, measure_rounds
+from qdqbench.eval.bench.gpu import background, prebuild, prepare_on_gpu, require_kernels
+from qdqbench.eval.bench.measure import (
+    LEAST_FOR_P99,
+    Burst,
+    Effort,
+    SystemRun,
+    check_outputs,
+    gpu_uuid,
+    measure_rounds,
+)
 from qdqbench.eval.bench.results import (
     Bench,
     BenchConfig,
@@ -28,14 +36,7 @@ from qdqbench.eval.bench.results import (
     headline_of,
     speedup_of,
 )
-from qdqbench.eval.bench.systems import (
-    BenchPlan,
-    Entry,
-    Preparation,
-    Work,
-    configs_of,
-    describe_systems,
-)
+from qdqbench.eval.bench.systems import BenchPlan, Preparation, Work, configs_of, describe_systems
 from qdqbench.eval.bench.target import Target, softmax_notes
 from qdqbench.quantize.engine.backend import choose_backend, gpu_backend
 from qdqbench.quantize.engine.hazards import find_hazards
@@ -172,19 +173,25 @@ def require_gpu(backend: Any) -> tuple[str, str]:
     return name, version
 
 
+def open_work(backend: tuple[str, str] | None, stack: ExitStack) -> Work:
+    """Return the GPU with this TensorRT, until the stack closes; None: the CPU."""
+    if backend is None:
+        return Work(prepare_on_cpu)
+    processes = stack.enter_context(background(os.cpu_count() or 1))
+    return Work(prepare_on_gpu, backend, find_gpu(), GpuMonitor(gpu_uuid()), processes)
+
+
 def run_bench(  # noqa: PLR0913
     target: Target,
     options: BenchPlan,
     work: Work,
     *,
     command: str,
-    backend: tuple[str, str] = ("", ""),
     save: Callable[[Bench], None] = lambda bench: None,
     earlier: Sequence[Bench] = (),
 ) -> Bench:
     """Measure every config; `save` gets what is known after each."""
-    on_cpu, clock = options.device == "cpu", time.monotonic()
-    capability = gpu.compute_capability if not on_cpu and (gpu := find_gpu()) else None
+    on_cpu, clock, monitor = options.device == "cpu", time.monotonic(), work.monitor
     settings = BenchSettings(**options.model_dump(include={*BenchSettings.model_fields}))
     if options.batches and not options.build_only:
         split = target.session.recipe.calibration.split
@@ -194,37 +201,41 @@ def run_bench(  # noqa: PLR0913
         command=command,
         complete=False,
         device=options.device,
-        compute_capability=capability,
+        compute_capability=work.gpu.compute_capability if work.gpu else None,
         cpu=cpu_now() if on_cpu else None,
         target=target.about,
         recipe=target.session.recipe.model_dump(mode="json"),
         settings=settings,
-        systems=describe_systems(target, options, " ".join(backend)),
+        systems=describe_systems(target, options, " ".join(work.backend)),
         configs=[],
-        notes=_notes(target, options, backend, capability),
+        notes=_notes(target, options, work),
         warnings=[],
         errors=[],
         environment=describe_environment(),
         earlier=[*earlier],
     )
-    monitor = None if on_cpu else GpuMonitor(gpu_uuid())
     if not options.keep_engines:
         target.stack.callback(target.drop_forms)
     with monitor or nullcontext(), target.stack:
-        if isinstance(work, GpuWork):
-            prebuild(work, target, options, backend[0])
+        if work.background is not None:
+            prebuild(work, target, options)
         result.prepare_s = round(time.monotonic() - clock, 1)
         configs = () if options.build_only else configs_of(options)
         for number, config in enumerate(configs, start=1):
             here = Preparation(target, options, config, work, ExitStack())
             label = f"{config.batch} x {'data set' if config.split else config.length}"
             reporter().begin(label, number - 1, len(configs))
-            _measure_config(result, here, monitor, label)
+            with here.stack as stack:
+                stack.callback(gc.collect)
+                row = _measure_config(result, here, label)
+                gc.collect()  # lanes go before the engines that the stack closes
+            result.configs.append(row)
+            _record_problems(result, row)
             if result.cpu:
                 result.cpu.load_after = load_average()
             result.complete = number == len(configs)  # what follows frees the engines, for seconds
             save(result)
-    if monitor is not None and monitor.reason:
+    if monitor and monitor.reason:
         result.warnings.append(f"clock, power and temperature were not read: {monitor.reason}")
     result.created = now()
     if result.complete:
@@ -232,63 +243,52 @@ def run_bench(  # noqa: PLR0913
     return result
 
 
-def _measure_config(result: Bench, here: Preparation, monitor: GpuMonitor | None, label: str) -> None:
-    """Prepare, verify, measure, verify again; adds the config and what is wrong with it to the result."""
-    options, config, split = here.options, here.config, here.config.split
+def _measure_config(result: Bench, here: Preparation, label: str) -> BenchConfig:
+    """Prepare, verify, measure, verify again."""
+    options, config, split, monitor = here.options, here.config, here.config.split, here.work.monitor
     on_cpu, clock = options.device == "cpu", time.monotonic()
     streams = () if split and not on_cpu else tuple(options.streams)
     least, rest_s = (1 if split else CPU_LEAST, CPU_REST_S) if on_cpu else (Effort.least, 0.0)
     effort = Effort(options.rounds, options.duration_s, options.iterations, streams, least, rest_s)
     if options.quick and on_cpu:
         effort = replace(effort, least=1, warm=1)
-    with here.stack as stack:
-        stack.callback(gc.collect)
-        entries = prepare_on_cpu(here) if on_cpu else prepare_on_gpu(here)
-        report_phase("verifying outputs")
-        reference = _check(entries)
-        ready = [entry.system for entry in entries if entry.system is not None]
-        before = CpuUse.read()
-        measured = measure_rounds(ready, effort)
-        others = CpuUse.read().others_since(before) if on_cpu else None
-        _check(entries)  # several streams or a graph may have spoilt what was right before
-        _read_kernels(result, entries, label)
-        for entry in entries:
-            if entry.row.status == "done":
-                bursts = measured[entry.row.system]
-                fill_row(entry.row, bursts, config.sequences, effort.streams)
-                if on_cpu:
-                    entry.row.round_cpu_ms = [burst.cpu_ms for burst in bursts]
-                    entry.row.cpu_ms = float(np.median(entry.row.round_cpu_ms))
-                windows = [(burst.start, burst.end) for burst in bursts]
-                for name, value in (monitor.during(windows) if monitor else {}).items():
-                    setattr(entry.row, name, value)
-        tokens = config.batch * (config.length or 0)
-        row = BenchConfig(
-            kind="dataset" if split else "fixed",
-            batch=config.batch,
-            length=config.length,
-            sequences=config.sequences,
-            shapes=len(config.shapes),
-            padded_to=sorted({length for _, length in config.shapes}) if split else [],
-            real_tokens=split.real_tokens if split else tokens,
-            padded_tokens=split.padded_tokens if split else tokens,
-            reference=reference,
-            rows=[entry.row for entry in entries],
-            speedups=[],
-            elapsed_s=round(time.monotonic() - clock, 1),
-            other_cores=others,
-        )
-        where = config_label(row, result.settings.dataset)
-        row.speedups = compute_speedups(row.rows, where, options.seed, others)
-        row.headline = headline_of(result.systems, row)
-        row.slow_reasons = _slow_reasons(row, entries)
-        for entry in entries:
-            entry.system = entry.kernels = None  # lanes go before the engines that the stack closes
-        ready.clear()
-        measured.clear()
-        gc.collect()
-    result.configs.append(row)
-    _record_problems(result, row)
+    runs = here.work.prepare(here)
+    report_phase("verifying outputs")
+    reference = _check(runs)
+    before = CpuUse.read()
+    measured = measure_rounds([run for run in runs if run.lanes], effort)
+    others = CpuUse.read().others_since(before) if on_cpu else None
+    _check(runs)  # several streams or a graph may have spoilt what was right before
+    _read_kernels(result, runs, label)
+    for row, bursts in ((run.row, measured[run.name]) for run in runs if run.lanes):
+        fill_row(row, bursts, config.sequences, effort.streams)
+        if on_cpu:
+            row.round_cpu_ms = [burst.cpu_ms for burst in bursts]
+            row.cpu_ms = float(np.median(row.round_cpu_ms))
+        windows = [(burst.start, burst.end) for burst in bursts]
+        for name, value in (monitor.during(windows) if monitor else {}).items():
+            setattr(row, name, value)
+    tokens = config.batch * (config.length or 0)
+    found = BenchConfig(
+        kind="dataset" if split else "fixed",
+        batch=config.batch,
+        length=config.length,
+        sequences=config.sequences,
+        shapes=len(config.shapes),
+        padded_to=sorted({length for _, length in config.shapes}) if split else [],
+        real_tokens=split.real_tokens if split else tokens,
+        padded_tokens=split.padded_tokens if split else tokens,
+        reference=reference,
+        rows=[run.row for run in runs],
+        speedups=[],
+        elapsed_s=round(time.monotonic() - clock, 1),
+        other_cores=others,
+    )
+    where = config_label(found, result.settings.dataset)
+    found.speedups = compute_speedups(found.rows, where, options.seed, others)
+    found.headline = headline_of(result.systems, found)
+    found.slow_reasons = _slow_reasons(found, runs)
+    return found
 
 
 def fill_row(row: BenchRow, bursts: Sequence[Burst], sequences: int, streams: Sequence[int]) -> None:
@@ -305,34 +305,28 @@ def fill_row(row: BenchRow, bursts: Sequence[Burst], sequences: int, streams: Se
             row.throughput.append(BenchThroughput(streams=count, sequences_per_s=median, low=low, high=high))
 
 
-def _check(entries: Sequence[Entry]) -> str | None:
-    ready = [entry.system for entry in entries if entry.system is not None]
-    errors, differences, reference = check_outputs(ready, REFERENCES)
-    for entry in entries:
-        name = entry.row.system
-        if name in differences:
-            entry.row.rel_error = differences[name]
-        if name in errors:
-            entry.row = BenchRow(system=name, status="error", reason=errors[name], detail=entry.row.detail)
-            entry.system = None
+def _check(runs: Sequence[SystemRun]) -> str | None:
+    errors, differences, reference = check_outputs([run for run in runs if run.lanes], REFERENCES)
+    for run in runs:
+        run.row.rel_error = differences.get(run.name, run.row.rel_error)
+        if run.name in errors:
+            run.fail(errors[run.name])
     return reference
 
 
-def _read_kernels(result: Bench, entries: Sequence[Entry], where: str) -> None:
+def _read_kernels(result: Bench, runs: Sequence[SystemRun], where: str) -> None:
     """Read the kernels of every baseline, once all are measured: a profiler disturbs."""
-    for entry in entries:
-        if entry.kernels is None or entry.row.status != "done":
-            continue
+    for run in runs:
         try:
-            entry.row.kernels = entry.kernels()
+            run.row.kernels = run.kernels() if run.kernels else None
         except (CheckFailed, RuntimeError) as error:
             why = " ".join(f"{error}".split())[:300]
-            result.warnings.append(f"{where}: kernels of {entry.row.system} were not read: {why}")
+            result.warnings.append(f"{where}: kernels of {run.name} were not read: {why}")
 
 
-def _slow_reasons(config: BenchConfig, entries: Sequence[Entry]) -> list[str]:
+def _slow_reasons(config: BenchConfig, runs: Sequence[SystemRun]) -> list[str]:
     ratio = speedup_of(config, "int8", "fp16")
-    layers = {entry.row.system: entry.layers for entry in entries}
+    layers = {run.name: run.layers for run in runs}
     int8, fp16 = layers.get("int8"), layers.get("fp16")
     slower = ratio is not None and ratio.leading.verdict == "slower"
     return list(explain_slowdown(int8, fp16)) if slower and int8 and fp16 else []
@@ -357,15 +351,16 @@ def _record_problems(result: Bench, config: BenchConfig) -> None:
             result.warnings.append(f"{where}: {uncovered(len(row.not_int8))}: {', '.join(row.not_int8)}")
 
 
-def _notes(target: Target, options: BenchPlan, backend: tuple[str, str], capability: str | None) -> list[str]:
+def _notes(target: Target, options: BenchPlan, work: Work) -> list[str]:
     notes = [*target.notes, *softmax_notes(target, options.lengths)]
     if target.about.random_weights:
         notes.append("random weights: latency is that of the shape, accuracy means nothing")
     if options.device == "gpu":
-        gpu, cpu = find_gpu(), find_cpu()
+        gpu, cpu = work.gpu, find_cpu()
         row = find_machine(gpu, cpu)
         notes += [describe_gain(gpu, cpu)] if row and row.peaks else []
-        return notes + (find_hazards(*backend, capability) if backend[1] else [])
+        capability = gpu.compute_capability if gpu else None
+        return notes + (find_hazards(*work.backend, capability) if work.backend[1] else [])
     on_cpu = "measured on a CPU: says nothing about a GPU"
     busy = [] if options.quick else busy_notes()  # after the stages of a run any CPU was busy
     return [*notes, *cpu_hazards(find_cpu()), on_cpu, *busy]

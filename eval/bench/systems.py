@@ -7,19 +7,17 @@ import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, cast
 
 from pydantic import ConfigDict
 
 from qdqbench.eval.bench import peers
-from qdqbench.eval.bench.measure import ReadySystem, random_sets, text_sets
-from qdqbench.eval.bench.results import BenchKernels, BenchRow, BenchSettings, BenchSystem, Device, Precision
+from qdqbench.eval.bench.measure import SystemRun, WallTimer, random_sets, text_sets
+from qdqbench.eval.bench.results import BenchRow, BenchSettings, BenchSystem, Device, Precision, Shape
 from qdqbench.eval.bench.target import BatchedSplit, Target
 from qdqbench.quantize.engine.backend import choose_backend, find_best, gpu_backend
 from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.profiles import Profile
-from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.pipeline.data_profiles import engine_profiles
 from qdqbench.quantize.report.formats import label
 from qdqbench.quantize.utils.arrays import Batch
@@ -28,6 +26,7 @@ from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendChoice, BackendN
 from qdqbench.quantize.utils.names import install_command
 from qdqbench.quantize.utils.progress import report_phase
 from qdqbench.quantize.utils.system.cpu import find_cpu
+from qdqbench.quantize.utils.system.gpu import Gpu
 
 
 class BenchPlan(BenchSettings):
@@ -145,7 +144,7 @@ def systems_of(target: Target | None, options: BenchPlan) -> dict[str, System]:
             for name in target.extra
         ]
     elif target is not None:
-        if runs_kernels(target):
+        if target.runs_kernels:
             other = gpu_backend()
             names = {"int8-cuda": "int8", "int8": f"int8-{other}", "int8-exact": f"int8-{other}-exact"}
             said = "INT8 engine", f"INT8 {label(other)}"
@@ -159,7 +158,7 @@ def systems_of(target: Target | None, options: BenchPlan) -> dict[str, System]:
                 "gpu", f"int8-{name}", f"INT8 engine, {name}", "int8", "int8", "cuda", recipe=name
             )
             tensorrt = replace(system, library="", shapes="recipe")
-            systems.append(system if runs_kernels(extra) else tensorrt)
+            systems.append(system if extra.runs_kernels else tensorrt)
     if options.engine_shapes == "exact":
         systems = [
             replace(system, shapes="exact", label=system.label + EXACT) if system.shapes else system
@@ -173,17 +172,6 @@ def reads_floats(options: BenchPlan) -> bool:
     readers = (each for each in TABLE if each.device == options.device and each.kind in READERS)
     left = {each.name for each in readers if each.shapes != "exact" or options.engine_shapes == "both"}
     return bool(left - {*options.exclude} - ({"fp32"} if not options.fp32 else set()))
-
-
-def runs_kernels(target: Target) -> bool:
-    """Return whether the recipe's own backend is cuda, and not TensorRT."""
-    return target.session.recipe.engine.backend == "cuda"
-
-
-def is_of_other_backend(target: Target, system: System) -> bool:
-    """Return whether an engine on a GPU is of another backend than the recipe's."""
-    cuda = system.library == "cuda"
-    return system.device == "gpu" and system.is_engine and cuda != runs_kernels(target)
 
 
 def describe_systems(target: Target, options: BenchPlan, backend: str) -> list[BenchSystem]:
@@ -229,7 +217,15 @@ def _version(library: str) -> str:
 
 @dataclass
 class Work:
-    models: dict[str, Any] = field(default_factory=dict, kw_only=True)  # by precision, or by who quantized
+    """A device, and what all configs of a bench share there."""
+
+    prepare: "Callable[[Preparation], list[SystemRun]]"
+    backend: tuple[str, str] = ("", "")  # TensorRT and its version, on a GPU
+    gpu: Gpu | None = None
+    monitor: Any = None  # a `GpuMonitor`
+    background: Any = None  # a `Background`, on a GPU
+    models: dict[str, Any] = field(default_factory=dict)  # by precision, or by who quantized
+    compiles: dict[tuple[str, Shape], str] = field(default_factory=dict)  # tasks by mode and shape
 
 
 @dataclass(frozen=True)
@@ -237,13 +233,9 @@ class Preparation:
     target: Target
     options: BenchPlan
     config: Config
-    work: Any  # what all configs of a bench share: `Work`, on a GPU `GpuWork`
+    work: Work
     stack: ExitStack  # frees what the config holds
     compiled: dict[str, Any] = field(default_factory=dict)  # functions of PyTorch by precision and mode
-
-    @property
-    def folder(self) -> Path:
-        return self.target.session.folder / "bench"
 
     @functools.cached_property
     def batches(self) -> list[Batch]:
@@ -270,17 +262,9 @@ class Preparation:
         return cast("Callable[..., Any]", self.compiled[key])
 
 
-@dataclass
-class Entry:
-    row: BenchRow
-    system: ReadySystem | None = None
-    layers: list[LayerRow] = field(default_factory=list)
-    kernels: Callable[[], BenchKernels] | None = None  # of one inference; reads them, so only once measured
-
-
-def prepare_each(here: Preparation, prepare: Callable[[System], Entry]) -> list[Entry]:
+def prepare_each(here: Preparation, prepare: Callable[[System], SystemRun]) -> list[SystemRun]:
     """Prepare every system; an engine of the bench that fails is an error, all else is skipped."""
-    entries, systems = [], systems_of(here.target, here.options)
+    runs, systems = [], systems_of(here.target, here.options)
     if any(system.mode for system in systems.values()):
         import torch
 
@@ -288,9 +272,10 @@ def prepare_each(here: Preparation, prepare: Callable[[System], Entry]) -> list[
         here.stack.callback(torch.compiler.reset)
     for name, system in systems.items():
         report_phase(f"preparing {name}")
-        may_skip = not system.is_engine or bool(system.recipe) or is_of_other_backend(here.target, system)
+        other_backend = system.device == "gpu" and (system.library == "cuda") != here.target.runs_kernels
+        may_skip = not system.is_engine or bool(system.recipe) or other_backend
         try:
-            entries.append(prepare(system))
+            runs.append(prepare(system))
         except Exception as error:
             # compilers fail in a hundred ways, and a missing baseline is a gap in the table; a missing engine
             # of ours is an error, whatever else is measured
@@ -299,8 +284,14 @@ def prepare_each(here: Preparation, prepare: Callable[[System], Entry]) -> list[
                 raise
             reason = " ".join(f"{error}".split())[:300] or type(error).__name__
             status: Literal["error", "skipped"] = "skipped" if may_skip else "error"
-            entries.append(Entry(BenchRow(system=name, status=status, reason=reason)))
-    return entries
+            runs.append(not_run(system, status, reason))
+    return runs
+
+
+def not_run(system: System, status: Literal["error", "skipped"], reason: str) -> SystemRun:
+    return SystemRun(
+        BenchRow(system=system.name, status=status, reason=reason), system.precision, WallTimer()
+    )
 
 
 def profiles_of(

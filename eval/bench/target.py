@@ -109,6 +109,11 @@ class Target:
     def family(self) -> Family:
         return family_named(self.session.recipe.model.family)
 
+    @property
+    def runs_kernels(self) -> bool:
+        """Return whether the recipe's own backend is cuda, and not TensorRT."""
+        return self.session.recipe.engine.backend == "cuda"
+
 
 def recipe_for(model: str, recipe: str | None) -> Recipe:
     name, shape = recipe or DEFAULT_RECIPE, MODEL_SHAPES.get(model)

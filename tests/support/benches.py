@@ -85,3 +85,27 @@ def many_shapes() -> Bench:
     lengths = [(cell, cell.length // part) for part in (1, 2, 4, 8) for cell in bench.configs]
     cells = [cell.model_copy(update={"length": length}) for cell, length in lengths]
     return bench.model_copy(update={"configs": cells})
+
+
+def odd_bench() -> Bench:
+    """A bench with an error, a skip, FP8, another recipe, kernels in other forms, a price, and no clocks."""
+    bench = sample_bench(errors=["8 x 128: INT8 engine: NaN or infinite logits for 2 of 2 inputs"])
+    bench.settings.cost_per_hour = 3.6
+    one, eight, last = bench.configs
+    for name, label, precision, ms in (
+        ("int8-mine", "INT8 engine, mine", "int8", 0.6),
+        ("unpadded-fp8", "unpadded FP8", "fp8", 0.7),
+    ):
+        system = {"name": name, "label": label, "precision": precision, "backend": "torch 2.11.0"}
+        bench.systems.append(results.BenchSystem.model_validate(system))
+        one.rows.append(bench_row(name, ms, 1))
+    for row, (fused, wide) in zip(one.rows[3:6], ((12, 0), (0, 24), (12, 1)), strict=True):
+        row.kernels = results.BenchKernels(names={"sgemm": 24}, fused_attention=fused, fp32_gemms=wide)
+    eight.rows[0] = results.BenchRow(system="int8", status="error", reason="NaN or infinite logits")
+    last.rows[5] = results.BenchRow(system="compile-fp16", status="skipped", reason="no C compiler")
+    for cell in bench.configs:
+        for row in cell.rows:
+            row.clock_mhz = row.power_w = row.temperature_c = None
+        cell.speedups = results.compute_speedups(cell.rows, results.config_label(cell, None), 0)
+        cell.headline = results.headline_of(bench.systems, cell)
+    return bench

@@ -18,7 +18,7 @@ from qdqbench.eval.selection.sensitivity.report import sensitivity_report
 from qdqbench.quantize.calibration.techniques.softmax_scale import SoftmaxRow
 from qdqbench.quantize.pipeline.pipeline import Timing
 
-from .benches import bench_that_is, many_shapes, sample_bench
+from .benches import bench_that_is, many_shapes, odd_bench, sample_bench
 from .choices import NOTHING, sample_auto, sample_calibrations, sample_search, sample_sensitivity
 from .compared import sample_comparison
 from .records import comparison, speedup
@@ -147,6 +147,7 @@ REPORTS = {
     "run-unscored": lambda: run_report(unscored()),
     "stages": stages,
     "bench": lambda: bench_report(sample_bench()),
+    "bench-odd": lambda: bench_report(odd_bench()),
     "bench-inconclusive": lambda: bench_report(bench_that_is("unclear")),
     "bench-many-shapes": lambda: bench_report(many_shapes()),
     "bench-measured": lambda: bench_report(

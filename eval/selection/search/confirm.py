@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
-from qdqbench.eval.bench.measure import build_and_prove, write_engine_graph
+from qdqbench.eval.bench.measure import build_ready, write_engine_graph
 from qdqbench.eval.metrics.gate import drop_issue, judge, slow_issues, sqnr_issues
 from qdqbench.eval.metrics.results import GateIssue, Speedup
 from qdqbench.eval.metrics.runners import predict
@@ -22,8 +22,10 @@ from qdqbench.eval.selection.search.worker import Worker
 from qdqbench.eval.selection.search.workspace import Workspace, engine_key
 from qdqbench.eval.selection.trials.results import DRAW, Origin, Trial, failure_of, write_result
 from qdqbench.eval.selection.trials.store import RECIPE_FILE, describe_session, named_by, write_recipe
+from qdqbench.quantize.engine.build import require_int8
 from qdqbench.quantize.engine.runtime.runners import open_runner
 from qdqbench.quantize.engine.target import choose_target
+from qdqbench.quantize.pipeline.data_profiles import engine_profiles
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe, shipped_recipes
 from qdqbench.quantize.recipe.sections import GateSettings
@@ -206,9 +208,10 @@ def _answer_with_engine(work: Workspace, recipe: Recipe, plan: Plan) -> dict[str
     """Return the answers [answers, width] of a recipe's engine by split."""
     session = work.session
     folder, outputs = session.folder / "confirmed", session.config.task.kind.outputs
-    model = work.model(recipe, plan, in_full=True)
+    model, path = work.model(recipe, plan, in_full=True), folder / "model.int8.engine"
     graph = write_engine_graph(session, model, recipe, plan, folder / "model.int8.onnx")
-    path = build_and_prove(session, graph, folder / "model.int8.engine")
+    profiles, compute = engine_profiles(session), session.target.compute
+    require_int8(build_ready(graph, path, session.recipe.engine.backend, profiles, compute))
     cache = folder / "runtime.cache"
     with open_runner(path, graph.path, pad_id=session.pad_id, runtime_cache=cache, outputs=outputs) as runner:
         size = min(session.config.batch_size, runner.max_batch)

@@ -13,7 +13,7 @@ from torch import nn
 
 from qdqbench.eval.bench import gpu, peers
 from qdqbench.eval.bench import target as bench_target
-from qdqbench.eval.bench.gpu import EngineSpec, GpuWork, marker, prebuild, prepare_on_gpu, start_compiles
+from qdqbench.eval.bench.gpu import EngineSpec, marker, prebuild, prepare_on_gpu, start_compiles
 from qdqbench.eval.bench.results import TENSORRT_SYSTEMS
 from qdqbench.eval.bench.systems import Config, Preparation, describe_systems
 from qdqbench.quantize.engine import backend
@@ -24,19 +24,20 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.system.gpu import Gpu
 
+from ...support import fake_cuda
+from ...support.fake_bench import PLAN, fake_device, fake_target, split_of
 from ...support.interpreted import H200
 from ...support.tiny_bert import LINEARS
-from ...unit.cli.test_bench import some_target, split_of
-from .test_run import OPTIONS as STATIC
 
-OPTIONS = STATIC.model_copy(update={"engine_shapes": "both"})
+OPTIONS = PLAN.model_copy(update={"engine_shapes": "both"})
 
 
 class FakeBound:
-    captured = True
+    captured, outputs = True, {}
 
     def __init__(self, batch, length, stream):
         self.shape, self.stream = (batch, length), stream or object()
+        self.inputs = peers.example(["input_ids", "attention_mask"], batch, length, "cuda")
 
 
 class FakeEngine:
@@ -63,14 +64,6 @@ class FakeEngine:
         return self.bounds[-1]
 
 
-class Peer:
-    """Stands in for peers.TorchRun."""
-
-    def __init__(self, forward, inputs, how, *, graph=True, stream=None):
-        self.forward, self.inputs, self.stream = forward, inputs, stream or object()
-        self.detail = f"{how}, {'CUDA graph' if graph else 'no CUDA graph'}"
-
-
 class FakeEncoder(peers.UnpaddedEncoder):
     """Computes nothing: a launch of many tokens takes longer than its share."""
 
@@ -86,8 +79,8 @@ class FakeEncoder(peers.UnpaddedEncoder):
     def use_fp8(self, packing):
         self.rounded.append(packing.tokens)
 
-    def bind(self, packing, shape):
-        return SimpleNamespace(detail="CUDA graph")
+    def forward(self, packed, *, tokens, longest):
+        return packed
 
 
 class Timer:
@@ -110,7 +103,8 @@ class FakeBackground:
 def device(monkeypatch):
     """Everything of a GPU that a cell asks for; what was built, loaded and compiled."""
 
-    asked = SimpleNamespace(specs=[], models=[], compiled=[], work=GpuWork(FakeBackground()))
+    work = fake_device(prepare_on_gpu, background=FakeBackground())
+    asked = SimpleNamespace(specs=[], models=[], compiled=[], work=work)
 
     def make(spec):
         asked.specs.append(spec)
@@ -123,37 +117,29 @@ def device(monkeypatch):
 
     def compiled(model, mode, *, dynamic):
         asked.compiled.append((model, mode, dynamic))
-        return mode
+        return asked.forwards.setdefault(mode, lambda **inputs: inputs["input_ids"])
 
-    FakeEngine.opened = []
+    def fp_model(model, precision, _):
+        asked.models.append(precision)
+        return precision
+
+    FakeEngine.opened, asked.forwards = [], {}
+    fake_cuda.install(monkeypatch)
     monkeypatch.setattr(backend, "WITHOUT_GPU", ("tensorrt_rtx",))
-    monkeypatch.setattr(gpu, "build_engine", make)
-    monkeypatch.setattr(gpu, "Engine", FakeEngine)
-    monkeypatch.setattr(gpu, "find_gpu", lambda: None)  # none that kernels run on
     monkeypatch.setattr(graphs, "list_expected_gemms", lambda graph, plan: ["/a/MatMul"])
     monkeypatch.setattr(gpu.measure, "CudaTimer", lambda: Timer)
-    monkeypatch.setattr(gpu.measure, "to_device", dict)
-    monkeypatch.setattr(
-        gpu.measure, "DeviceLane", lambda bound, sets: SimpleNamespace(bound=bound, sets=sets)
-    )
-    monkeypatch.setattr(gpu.measure, "SplitLane", lambda steps: SimpleNamespace(steps=steps))
-    monkeypatch.setattr(gpu.measure, "to_pinned", dict)
-    monkeypatch.setattr(gpu.peers, "example", lambda inputs, batch, length, device: (batch, length))
-    monkeypatch.setattr(gpu.peers, "UnpaddedEncoder", FakeEncoder)
-    monkeypatch.setattr(
-        gpu.peers, "sdpa_model", lambda model, precision, _: asked.models.append(precision) or precision
-    )
-    monkeypatch.setattr(gpu.peers, "eager_forward", lambda model: f"eager {model}")
-    monkeypatch.setattr(gpu.peers, "compiled_forward", compiled)
-    monkeypatch.setattr(gpu.peers, "TorchRun", Peer)
+    fakes = {"UnpaddedEncoder": FakeEncoder, "sdpa_model": fp_model, "compiled_forward": compiled}
+    fakes["eager_forward"] = lambda model: lambda **inputs: inputs["input_ids"]
+    for module, names in ((gpu, {"build_engine": make, "Engine": FakeEngine, "find_gpu": lambda: None}),
+                          (gpu.peers, fakes)):  # fmt: skip
+        for name, fake in names.items():
+            monkeypatch.setattr(module, name, fake)
     return asked
 
 
 def a_target(tmp_path, recipe="bert-int8-linears", model_type="bert"):
-    target = some_target(tmp_path, recipe)
-    target.session.new_model = object
-    target.session.fp32_model = SimpleNamespace(config=SimpleNamespace(model_type=model_type))
-    return target
+    config = SimpleNamespace(model_type=model_type)
+    return fake_target(recipe, tmp_path, new_model=object, fp32_model=SimpleNamespace(config=config))
 
 
 def systems_of(target, **changes):
@@ -194,15 +180,13 @@ def test_who_takes_part(tmp_path):
 
 def test_engines_of_a_config(device, tmp_path):
     target, options = a_target(tmp_path), OPTIONS.model_copy(update={"batches": [8]})
-    prebuild(device.work, target, options, "tensorrt_rtx")
+    prebuild(device.work, target, options)
     with ExitStack() as stack:
         made = prepare_on_gpu(Preparation(target, options, Config(8, 128, None), device.work, stack))
         entries = {entry.row.system: entry for entry in made}
         int8 = entries["int8"]
-        assert len(int8.system.lanes) == 2  # one per stream
-        streams = [lane.bound.stream for lane in int8.system.lanes]
-        assert streams[0] is not streams[1]
-        assert all(lane.bound.shape == (8, 128) for lane in int8.system.lanes)
+        assert len({id(lane.bound.stream) for lane in int8.lanes}) == 2  # one per stream
+        assert all(lane.bound.shape == (8, 128) for lane in int8.lanes)
         row = int8.row
         assert (row.int8_gemms, row.expected_int8_gemms, row.not_int8) == (11, 12, [LINEARS[0]])
         assert (row.engine_bytes, row.activation_bytes) == (11, 22)
@@ -233,7 +217,7 @@ def test_what_can_be_done_before_is_done_in_processes_and_once(device, tmp_path)
     assert [arguments[2] for arguments, _ in tasks.values()] == modes
     assert {arguments[3] for arguments, _ in tasks.values()} == {"[[1, 128]]", "[[8, 128]]", "[[32, 128]]"}
     assert {seconds for _, seconds in tasks.values()} == {options.compile_seconds}
-    prebuild(device.work, target, options, "tensorrt_rtx")
+    prebuild(device.work, target, options)
     specs = [EngineSpec.model_validate_json(args[1]) for args, _ in tasks.values() if args[0] == "engine"]
     assert len(specs) == 2 * (2 + 3)  # batches 8 and 32 take the same profile of the recipe
     assert sorted(len(spec.shapes) for spec in specs) == [1] * 8 + [2] * 2
@@ -249,7 +233,7 @@ def test_what_can_be_done_before_is_done_in_processes_and_once(device, tmp_path)
     marker(tmp_path / "bench", "default", (1, 128)).touch()
     tasks.clear()
     start_compiles(device.work, tmp_path, options)
-    prebuild(device.work, target, options, "tensorrt_rtx")
+    prebuild(device.work, target, options)
     assert len(tasks) == 5  # nothing that is there
 
 
@@ -260,7 +244,7 @@ def test_another_recipe_of_the_model_is_an_engine_more(device, tmp_path):
     assert (listed[-1].name, listed[-1].label) == ("int8-mine", "INT8 engine, mine")
     assert listed[-1].recipe == load_recipe("bert-int8-attention").model_dump(mode="json")
     assert {about.recipe is None for about in listed[:-1]} == {True}
-    prebuild(device.work, target, options, "tensorrt_rtx")
+    prebuild(device.work, target, options)
     assert prepare(device, target, options, Config(8, 128, None))["int8-mine"].row.status == "done"
     folders = [spec.onnx.parent for spec in device.specs if "int8" in spec.onnx.name]
     assert folders == [tmp_path, tmp_path, tmp_path / "mine"]
@@ -308,7 +292,8 @@ def test_a_form_that_a_bench_left_is_written_again_only_after_its_graph(device, 
 def test_our_kernels_run_beside_an_engine_of_tensorrt(device, hopper, tmp_path):
     target = forms_of(a_target(tmp_path))
     options = OPTIONS.model_copy(update={"batches": [8], "baselines": False, "engine_shapes": "exact"})
-    prebuild(device.work, target, options, "tensorrt")
+    device.work.backend = ("tensorrt", "10.9")
+    prebuild(device.work, target, options)
     assert [args[0] for args, _ in device.work.background.tasks.values()] == [
         "engine"
     ]  # TensorRT builds alone
@@ -316,7 +301,7 @@ def test_our_kernels_run_beside_an_engine_of_tensorrt(device, hopper, tmp_path):
     row = entry.row
     assert (row.status, row.int8_gemms, row.expected_int8_gemms, row.engine_bytes) == ("done", 11, 12, 6)
     assert row.detail == "packed tokens, varlen attention, torch.compile, 1024 tokens a launch, CUDA graph"
-    assert (len(entry.system.lanes), entry.kernels is None) == (2, False)
+    assert (len(entry.lanes), entry.kernels is None) == (2, False)
     assert hopper == [("channel", False, "model.int8.cuda.onnx")]
     (spec,) = (spec for spec in device.specs if spec.backend == "cuda")
     assert (spec.onnx.name, spec.engine.name, spec.gemms) == (
@@ -338,7 +323,7 @@ def test_engines_of_tensorrt_run_beside_our_kernels(device, hopper, tmp_path, mo
     assert labels == ["INT8 CUDA kernels", "INT8 TensorRT-RTX", "INT8 TensorRT-RTX, exact shape"]
     assert {*names[1:3]} <= {*TENSORRT_SYSTEMS}
     options = OPTIONS.model_copy(update={"batches": [8], "baselines": False})
-    prebuild(device.work, target, options, "tensorrt_rtx")
+    prebuild(device.work, target, options)
     entries = prepare(device, target, options, Config(8, 128, None))
     assert [entries[name].row.status for name in names] == ["done"] * 5 + ["skipped"]
     assert hopper == [("factored", True, "model.int8.tensorrt_rtx.onnx")]
@@ -374,16 +359,17 @@ def test_kernels_that_cannot_run_here_are_skipped_by_reason(device, hopper, tmp_
 def test_baselines_run_as_their_names_say(device, tmp_path):
     entries = prepare(device, a_target(tmp_path), OPTIONS, Config(1, 16, None))
     found = {name: entry for name, entry in entries.items() if entry.kernels}
+    single = "no CUDA graph (launched one by one)"
     assert {name: entry.row.detail for name, entry in found.items()} == {
         "torch-fp32": "eager, SDPA, TF32 allowed, with the mask, CUDA graph",
-        "torch-fp16-eager": "eager, SDPA, with the mask, no CUDA graph",
+        "torch-fp16-eager": f"eager, SDPA, with the mask, {single}",
         "torch-fp16": "eager, SDPA, with the mask, CUDA graph",
-        "compile-fp16-eager": "torch.compile mode default, with the mask, no CUDA graph",
+        "compile-fp16-eager": f"torch.compile mode default, with the mask, {single}",
         "compile-fp16": "torch.compile mode default, with the mask, CUDA graph",
         "autotune-fp16": "torch.compile mode max-autotune-no-cudagraphs, with the mask, CUDA graph",
         "unpadded-fp16": "packed tokens, varlen attention, torch.compile, 64 tokens a launch, CUDA graph",
     }
-    lanes = {name: entry.system.lanes[0] for name, entry in found.items()}
+    lanes = {name: entry.lanes[0] for name, entry in found.items()}
     assert lanes["compile-fp16-eager"].bound.forward is lanes["compile-fp16"].bound.forward  # compiled once
     assert [len(each["packed"]) for each in lanes["unpadded-fp16"].sets] == [3 * 64 + 2] * 8
 
@@ -394,9 +380,9 @@ def test_a_split_is_packed_across_batches_into_launches_of_the_fastest_size(devi
         batch["attention_mask"][:, 32:] = 0  # 32 tokens a row
     options = OPTIONS.model_copy(update={"splits": (split,)})
     entry = prepare(device, target, options, Config(32, None, split))["unpadded-fp16"]
-    (lane,) = entry.system.lanes
+    (lane,) = entry.lanes
     assert [len(step.rows) for step in lane.steps] == [36, 36]  # 72 rows, without the copy
-    assert {step.inputs["packed"][-1] for step in lane.steps} == {36 * 32}
+    assert {int(step.inputs["packed"][-1]) for step in lane.steps} == {36 * 32}
     assert "2 launches of 1152 tokens" in entry.row.detail
     assert entry.row.detail.endswith("the fastest size")
 
@@ -428,7 +414,7 @@ def test_an_engine_that_is_not_built_is_an_error_and_a_baseline_that_does_not_ru
     monkeypatch.setattr(gpu.peers, "compiled_forward", no_compiler)
     target, options = a_target(tmp_path), OPTIONS.model_copy(update={"batches": [1], "lengths": [16]})
     start_compiles(device.work, tmp_path, options)
-    prebuild(device.work, target, options, "tensorrt_rtx")
+    prebuild(device.work, target, options)
     device.work.background.failed["max-autotune-no-cudagraphs [(1, 16)]"] = "it took over 90 s"
     entries = prepare(device, target, options, Config(1, 16, None))
     found = {name: (entry.row.status, entry.row.reason) for name, entry in entries.items()}
@@ -441,10 +427,10 @@ def test_an_engine_that_is_not_built_is_an_error_and_a_baseline_that_does_not_ru
 def test_all_shapes_of_a_split_share_a_stream_and_each_is_compiled(device, tmp_path):
     target, split = a_target(tmp_path), split_of((32, 64), (32, 40), (8, 40))
     options = OPTIONS.model_copy(update={"splits": (split,)})
-    prebuild(device.work, target, options, "tensorrt_rtx")
+    prebuild(device.work, target, options)
     compiled = [args for args, _ in device.work.background.tasks.values() if args[0] == "compile"]
     assert [json.loads(args[3]) for args in compiled] == [[[32, 64], [32, 40], [8, 40]]] * 2
-    (lane,) = prepare(device, target, options, Config(32, None, split))["int8"].system.lanes
+    (lane,) = prepare(device, target, options, Config(32, None, split))["int8"].lanes
     assert [step.bound.shape for step in lane.steps] == [(32, 64), (32, 40), (8, 40)]
     assert len({id(step.bound.stream) for step in lane.steps}) == 1
     assert {dynamic for _, _, dynamic in device.compiled} == {False}

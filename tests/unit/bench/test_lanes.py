@@ -2,7 +2,6 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +12,8 @@ from hypothesis import strategies as st
 
 from qdqbench.eval.bench import measure
 from qdqbench.quantize.models.families.known import BERT
+
+from ...support import fake_cuda
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.integers(2, 500), st.integers(1, 5), st.integers(0, 3))
@@ -60,34 +61,11 @@ def test_two_sets_of_texts_differ_even_where_all_texts_begin_alike(seed, length)
     assert not np.array_equal(one["input_ids"], other["input_ids"])
 
 
-class FakeStream:
-    def __init__(self, log):
-        self.log = log
-
-    def synchronize(self):
-        self.log.append("synchronize")
-
-
-class FakeEvent:
-    """Time is the number of things that were done before it."""
-
-    def __init__(self, log, enable_timing):
-        assert enable_timing
-        self.log = log
-
-    def record(self, stream):
-        self.time = len(self.log)
-        self.log.append("event")
-
-    def elapsed_time(self, other):
-        return float(other.time - self.time)
-
-
 class FakeBound:
     """Logits are the first token of each sequence."""
 
     def __init__(self, log, shape):
-        self.log, self.stream = log, FakeStream(log)
+        self.log, self.stream = log, fake_cuda.Stream()
         self.inputs = {name: torch.zeros(shape, dtype=torch.long) for name in ("input_ids", "attention_mask")}
         self.outputs = {"logits": torch.zeros(shape[0], 1)}
 
@@ -98,19 +76,7 @@ class FakeBound:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    log = []
-
-    @contextmanager
-    def in_stream(stream):
-        assert isinstance(stream, FakeStream)
-        log.append("in stream")
-        yield
-        log.append("out of stream")
-
-    monkeypatch.setattr(torch.cuda, "stream", in_stream)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: log.append("device synchronize"))
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent(log, enable_timing))
-    return log
+    return fake_cuda.install(monkeypatch)
 
 
 def tensors(first, shape=(2, 4)):
@@ -145,11 +111,10 @@ def test_throughput_launches_all_lanes_between_two_synchronizations(cuda):
     assert cuda == ["device synchronize", 1, 2, 1, 2, "device synchronize"]
 
 
-def test_a_split_runs_every_batch_in_the_buffers_of_its_shape(cuda, monkeypatch):
+def test_a_split_runs_every_batch_in_the_buffers_of_its_shape(cuda):
     large, small = FakeBound(cuda, (2, 4)), FakeBound(cuda, (1, 2))
     rows = np.arange(2)
     steps = [(large, tensors(5), rows), (large, tensors(6), rows[:1]), (small, tensors(7, (1, 2)), rows[:1])]
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     lane = measure.SplitLane([measure.Step(*step) for step in steps])
     cuda.clear()
     lane.feed(0)

@@ -8,8 +8,8 @@ import onnx
 import pytest
 
 from qdqbench.eval.bench import gpu, measure
-from qdqbench.eval.bench.gpu import GpuWork, PackedKernels
-from qdqbench.eval.bench.systems import Config, Preparation
+from qdqbench.eval.bench.gpu import PackedKernels
+from qdqbench.eval.bench.systems import Config, Preparation, Work
 from qdqbench.eval.bench.target import BatchedSplit
 from qdqbench.quantize.engine.cuda.interpret import interpret
 from qdqbench.quantize.engine.cuda.match import match_graph
@@ -19,8 +19,8 @@ from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support.cuda_graphs import HEADS, batch_for, write_case, write_head
+from ...support.fake_bench import PLAN
 from ...support.interpreted import Interpreted, use_host
-from .test_run import OPTIONS
 
 
 @pytest.fixture(params=["bert", "roberta", "questions", "mean"])
@@ -47,7 +47,7 @@ class Timer:
 
 def lanes_of(engine, batches, config, monkeypatch, timer=None):
     use_host(monkeypatch)
-    here = Preparation(SimpleNamespace(), OPTIONS, config, GpuWork(None), ExitStack())
+    here = Preparation(SimpleNamespace(), PLAN, config, Work(list), ExitStack())
     here.__dict__["batches"] = batches
     return gpu._packed_lanes(here, PackedKernels(engine), timer)
 

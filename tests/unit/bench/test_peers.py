@@ -1,6 +1,5 @@
 """Baselines of PyTorch compute what transformers computes, padded or not; in a CUDA graph if it captures."""
 
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 
@@ -24,8 +23,8 @@ from qdqbench.quantize.models.identity import FIELD
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.utils.errors import UserError
 
+from ...support import fake_cuda
 from ...support.families import SIZES, new_model
-from ...support.interpreted import use_host
 from ...support.tiny_bert import padded_batch
 
 
@@ -76,40 +75,9 @@ def test_tf32_is_given_back():
     assert torch.get_float32_matmul_precision() == before
 
 
-class Stream:
-    def synchronize(self):
-        return None
-
-
-@contextmanager
-def refuse(*_, **__):
-    yield
-    raise RuntimeError("operation not permitted when stream is capturing")
-
-
-class Graph:
-    """Replays what was called while it captured."""
-
-    replays = 0
-
-    def replay(self):
-        Graph.replays += 1
-
-
 @pytest.fixture
 def cuda(monkeypatch):
-    """torch.cuda on a CPU: streams and graphs do nothing."""
-    for name in ("zeros", "ones"):
-        real = getattr(torch, name)
-        monkeypatch.setattr(
-            torch, name, lambda *size, device, dtype, real=real: real(*size, dtype=dtype, device="cpu")
-        )
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
-    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    Graph.replays = 0
+    return fake_cuda.install(monkeypatch)
 
 
 def total(**inputs):
@@ -123,7 +91,7 @@ def test_a_peer_is_captured_and_replayed(cuda):
     assert float(run.outputs["answers"]) == 16  # the mask is all ones
     run.launch()
     run.launch()
-    assert Graph.replays == 2
+    assert cuda.count("replay") == 2
 
 
 @pytest.mark.parametrize(
@@ -139,7 +107,7 @@ def test_every_peer_takes_the_mask_in_warm_up_capture_and_launch(cuda, monkeypat
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     if not captures:
-        monkeypatch.setattr(torch.cuda, "graph", refuse)
+        monkeypatch.setattr(torch.cuda, "graph", fake_cuda.refuse)
     run = peers.TorchRun(make(model), peers.example(BERT.inputs, 2, 8, "cuda"), "x")
     run.launch()
     assert len(masks) == peers.WARM_CALLS + (1 if captures else 3)
@@ -151,8 +119,8 @@ def test_every_peer_takes_the_mask_in_warm_up_capture_and_launch(cuda, monkeypat
     [(False, "launched one by one"), (True, "operation not permitted when stream is capturing")],
 )
 def test_a_peer_without_a_graph_is_launched_each_time(cuda, monkeypatch, graph, why):
-    monkeypatch.setattr(torch.cuda, "graph", refuse)
-    stream, calls = Stream(), []
+    monkeypatch.setattr(torch.cuda, "graph", fake_cuda.refuse)
+    stream, calls = fake_cuda.Stream(), []
     inputs = peers.example(BERT.inputs, 2, 8, "cuda")
     run = peers.TorchRun(
         lambda **batch: calls.append(1) or total(**batch), inputs, "eager", graph=graph, stream=stream
@@ -162,7 +130,7 @@ def test_a_peer_without_a_graph_is_launched_each_time(cuda, monkeypatch, graph, 
     before = len(calls)
     assert before == peers.WARM_CALLS + 2 * graph  # tried once, and called again for its outputs
     run.launch()
-    assert (len(calls), Graph.replays) == (before + 1, 0)
+    assert (len(calls), cuda.count("replay")) == (before + 1, 0)
 
 
 LENGTHS = (9, 3, 17, 5, 1)
@@ -265,11 +233,7 @@ def test_heads_over_tokens_answer_every_token(auto):
 
 
 @pytest.mark.parametrize("auto", [AutoModelForTokenClassification, AutoModelForSequenceClassification])
-def test_a_bound_encoder_answers_rows_of_one_shape(auto, monkeypatch):
-    use_host(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: nullcontext())
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+def test_a_bound_encoder_answers_rows_of_one_shape(auto, cuda):
     torch.manual_seed(0)
     config = AutoConfig.for_model("bert", vocab_size=99, num_labels=2, **SIZES["bert"])
     model = auto.from_config(config).eval()

@@ -13,6 +13,8 @@ from qdqbench.quantize.pipeline.outcomes import Skipped
 from qdqbench.quantize.recipe.schema import adapt_recipe, load_recipe
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
 
+from ...support.fake_bench import fake_target
+
 RAN = {"read_built": object(), "read_engine_run": object()}
 
 
@@ -22,46 +24,50 @@ def session(tmp_path):
     return SimpleNamespace(folder=tmp_path, recipe=load_recipe("bert-int8-linears"), config=config)
 
 
+def fake_devices(monkeypatch, run_bench):
+    """Let a GPU be its backend, and a CPU None."""
+    monkeypatch.setattr(quick, "require_gpu", lambda choice: (choice, "1.0"))
+    monkeypatch.setattr(quick, "open_work", lambda backend, stack: backend)
+    monkeypatch.setattr(quick, "run_bench", run_bench)
+
+
 def measured(session, monkeypatch, backend, *, outcome=None, **found):
     """What `bench_quickly` returns, the systems that it measured, its plan and its written benches."""
     session.recipe = adapt_recipe(session.recipe, backend=backend)
     session.target = choose_target(session.recipe)
-    target, plans, written = SimpleNamespace(session=session, extra={}), [], []
+    target, plans, written = fake_target(session.recipe), [], []
 
-    def run_bench(target, plan, work, *, command, backend=("", "")):
-        plans.append((plan, type(work).__name__, backend))
+    def run_bench(target, plan, work, *, command):
+        plans.append(([*systems_of(target, plan)], plan, work))
         if isinstance(outcome, Exception):
             raise outcome
         return SimpleNamespace(errors=outcome or [], configs=[SimpleNamespace(headline=not outcome)])
 
-    for name, value in (RAN | found).items():
-        monkeypatch.setattr(quick, name, lambda folder, value=value: value)
-    monkeypatch.setattr(quick, "session_target", lambda session: target)
-    monkeypatch.setattr(quick, "require_gpu", lambda choice: (choice, "1.0"))
-    monkeypatch.setattr(quick, "run_bench", run_bench)
+    for name, value in (RAN | found | {"session_target": target}).items():
+        monkeypatch.setattr(quick, name, lambda _, value=value: value)
+    fake_devices(monkeypatch, run_bench)
     monkeypatch.setattr(quick, "write_bench", lambda path, bench: written.append(path.name))
-    said = quick.bench_quickly(session)
-    return said, [([*systems_of(target, plan)], plan, *more) for plan, *more in plans], written
+    return quick.bench_quickly(session), plans, written
 
 
 @pytest.mark.parametrize(
-    ("backend", "systems", "work", "shown"),
+    ("backend", "systems"),
     [
-        ("openvino", ["int8", "fp32-openvino"], "Work", ("", "")),
-        ("onnxruntime", ["int8", "fp32-onnxruntime"], "Work", ("", "")),
-        ("tensorrt_rtx", ["int8", "fp16"], "GpuWork", ("tensorrt_rtx", "1.0")),
-        ("cuda", ["int8", "torch-fp16"], "GpuWork", ("cuda", "1.0")),
+        ("openvino", ["int8", "fp32-openvino"]),
+        ("onnxruntime", ["int8", "fp32-onnxruntime"]),
+        ("tensorrt_rtx", ["int8", "fp16"]),
+        ("cuda", ["int8", "torch-fp16"]),
     ],
 )
-def test_an_engine_is_timed_next_to_its_twin(session, monkeypatch, backend, systems, work, shown):  # noqa: PLR0917
+def test_an_engine_is_timed_next_to_its_twin(session, monkeypatch, backend, systems):
     monkeypatch.setattr("qdqbench.quantize.engine.target.choose_compute", lambda *_: "fp32")
-    said, [(names, plan, *more)], written = measured(session, monkeypatch, backend)
-    assert (said, written) == ("", ["bench.json"])
-    assert (names, more) == (systems, [work, shown])
-    assert plan.quick
-    last = (32, 32) if work == "Work" else (32, 128)
+    said, [(names, plan, work)], written = measured(session, monkeypatch, backend)
+    assert (said, written, names, plan.quick) == ("", ["bench.json"], systems, True)
+    on_cpu = session.target.on_cpu
+    assert work == (None if on_cpu else (backend, "1.0"))
+    assert plan.device == ("cpu" if on_cpu else "gpu")
+    last = (32, 32) if on_cpu else (32, 128)
     assert [config.shapes for config in configs_of(plan)] == [[(1, 128)], [(8, 128)], [last]]
-    assert plan.device == ("cpu" if work == "Work" else "gpu")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +99,7 @@ def test_auto_takes_the_backend_that_was_as_fast_at_every_shape(  # noqa: PLR091
 ):
     plans = []
 
-    def run_bench(target, plan, work, *, command, backend):
+    def run_bench(target, plan, work, *, command):
         assert target.session.fp32_model.config.num_hidden_layers == quick.TIMED_LAYERS
         plans.append([*systems_of(target, plan)])
         cells = []
@@ -103,9 +109,8 @@ def test_auto_takes_the_backend_that_was_as_fast_at_every_shape(  # noqa: PLR091
             cells.append(SimpleNamespace(rows=rows))
         return SimpleNamespace(configs=cells, errors=["no memory"], warnings=[])
 
-    monkeypatch.setattr(quick, "run_bench", run_bench)
+    fake_devices(monkeypatch, run_bench)
     monkeypatch.setattr(quick, "gpu_backend", lambda: "tensorrt_rtx")
-    monkeypatch.setattr(quick, "require_gpu", lambda choice: (choice, "1.0"))
     monkeypatch.setattr(_runs, "explain_kernels", lambda *_: None)
     monkeypatch.setattr(_runs, "find_gpu", object)
     shown = []

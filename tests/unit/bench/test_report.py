@@ -1,17 +1,13 @@
 """A bench is shown as it was measured: labelled, flagged where INT8 does not pay, on every kind of page."""
 
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
 
 from qdqbench.eval.bench import report
 from qdqbench.eval.bench.results import (
     OURS,
-    BenchKernels,
-    BenchRow,
     BenchSystem,
-    BenchThroughput,
     compute_speedups,
     headline_of,
     read_earlier,
@@ -20,23 +16,11 @@ from qdqbench.eval.bench.results import (
 from qdqbench.eval.runs.report.report import refresh_reports, write_reports
 from qdqbench.quantize.pipeline.session import CONFIG, RunConfig
 from qdqbench.quantize.recipe.schema import adapt_recipe, load_recipe
-from qdqbench.quantize.report.document import Cell
 from qdqbench.quantize.tasks.task import EMBEDDED
 from qdqbench.quantize.utils.files import sha256
 
 from ...support.benches import bench_row, sample_bench
-from ...support.pages import on_terminal
 from ...support.runs import sample as sample_run
-
-
-def pages(bench, folder: Path) -> dict[str, str]:
-    return {path.name: path.read_text(encoding="utf-8") for path in report.write_bench_reports(bench, folder)}
-
-
-def column(bench, shape):
-    """Cells of one shape by the name of the row."""
-    place = [report.config_text(bench, config) for config in bench.configs].index(shape)
-    return {name: cells[place] for name, cells in [*report.latency_rows(bench), *report.ratio_rows(bench)]}
 
 
 def bench_with(name, label):
@@ -68,51 +52,12 @@ def test_the_fastest_backend_leads_a_bench_and_does_not_judge_a_run():
     assert lines["Fastest"] == "INT8 CUDA kernels at 1 of 3 shapes, not this recipe's backend"
 
 
-def test_fp8_is_among_the_fastest_without_int8():
-    bench = sample_bench()
-    cell = bench.configs[0]
-    bench.systems.append(BenchSystem(name="unpadded-fp8", label="unpadded FP8", precision="fp8", backend=""))
-    assert report.headline_title(bench) == "INT8 over the fastest FP16"
-    cell.rows.append(bench_row("unpadded-fp8", 0.1, 1))
-    cell.speedups = compute_speedups(cell.rows, "1 x 128", 0)
-    assert headline_of(bench.systems, cell).baseline == "unpadded-fp8"
-    assert report.headline_title(bench) == "INT8 over the fastest FP16 or FP8"
-
-
 def test_another_recipe_is_compared_where_the_unpadded_encoder_is_the_only_fp16():
     rows = [
         bench_row(name, ms, 1) for name, ms in (("int8", 0.5), ("int8-mine", 0.6), ("unpadded-fp16", 0.9))
     ]
     found = {(each.system, each.baseline) for each in compute_speedups(rows, "1 x 128", 0)}
     assert ("int8-mine", "unpadded-fp16") in found
-
-
-def test_another_recipe_is_over_the_fastest_fp16_too():
-    bench, cell = bench_with("int8-mine", "INT8 engine, mine")
-    assert headline_of(bench.systems, cell).system == "int8"  # what the bench is about
-    assert column(bench, "1 x 128")["INT8 engine, mine over the fastest FP16"].text.startswith("1.20x")
-    assert column(bench, "8 x 128")["INT8 engine, mine over the fastest FP16"].text == ""
-
-
-@pytest.mark.parametrize(
-    ("kernels", "sign"),
-    [
-        (BenchKernels(names={"sgemm": 24}, fused_attention=0, fp32_gemms=24), " unfused"),
-        (BenchKernels(names={"sgemm": 1}, fused_attention=12, fp32_gemms=1), " FP32"),
-        (BenchKernels(names={"flash_fwd": 12}, fused_attention=12, fp32_gemms=0), ""),
-    ],
-)  # fmt: skip
-def test_a_baseline_whose_attention_was_not_fused_is_marked(tmp_path, kernels, sign):
-    bench = sample_bench()
-    row = bench.configs[0].rows[4]
-    row.kernels = kernels
-    assert column(bench, "1 x 128")["PyTorch FP16 SDPA"] == Cell(f"5.2{sign}", "bad" if sign else "")
-    proof = f"{kernels.fused_attention} fused attention kernels, {kernels.fp32_gemms} GEMMs in FP32"
-    made = pages(bench, tmp_path)
-    assert all(
-        f"5.2{sign}" in text for text in (on_terminal(report.bench_report(bench), 120), *made.values())
-    )
-    assert all(proof in text for text in made.values())
 
 
 def test_a_slow_down_within_the_spread_is_inconclusive():
@@ -123,31 +68,6 @@ def test_a_slow_down_within_the_spread_is_inconclusive():
     tile = report.bench_report(bench).tiles[0]
     assert (tile.value, tile.remark[:12], tile.state) == ("0.90x", "[0.90, 1.02]", "unclear")
     assert report.bench_report(bench).verdict.state == "unclear"
-
-
-def test_clocks_that_were_not_read_are_said_to_be_so(tmp_path):
-    bench = sample_bench()
-    for cell in bench.configs:
-        for row in cell.rows:
-            row.clock_mhz = row.power_w = row.temperature_c = None
-    assert report.clocks(bench) == "clock and power while measured: not read"
-    for text in pages(bench, tmp_path).values():
-        assert "not read" in text
-
-
-def test_an_error_is_a_line_and_never_a_number(tmp_path):
-    bench = sample_bench(errors=["1 x 128: INT8 engine: NaN or infinite logits for 2 of 2 inputs"])
-    bench.configs[0].rows[0] = BenchRow(system="int8", status="error", reason="NaN or infinite logits")
-    bench.configs[0].speedups = []
-    bench.configs[0].headline = None
-    bench.configs[1].rows[5] = BenchRow(system="compile-fp16", status="skipped", reason="no C compiler")
-    first, second = column(bench, "1 x 128"), column(bench, "8 x 128")
-    assert first["INT8 engine"] == Cell("error", "bad")
-    assert first["INT8 engine over FP16 engine"] == Cell()
-    assert second["torch.compile FP16"] == Cell("not measured")
-    for text in (on_terminal(report.bench_report(bench), 300), *pages(bench, tmp_path).values()):
-        assert "NaN or infinite logits" in text
-    assert "skipped: no C compiler" in (tmp_path / "bench.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("chart", [report.latency_svg, report.speedup_svg, report.throughput_svg])
@@ -222,16 +142,3 @@ def test_results_of_another_version_do_not_lose_the_bench(tmp_path, text):
     written, why = refresh_reports(tmp_path)
     assert written == []
     assert why.startswith("results.json is not of this version")
-
-
-def test_a_price_gives_the_cost_of_a_million_texts():
-    bench = sample_bench()
-    assert "million" not in on_terminal(report.bench_report(bench))
-    bench.settings.cost_per_hour = 3.6
-    for row in bench.configs[0].rows[:2]:
-        row.sequences_per_s, row.throughput = 500.0, []
-    bench.configs[0].rows[1].throughput = [BenchThroughput(streams=2, sequences_per_s=1000, low=1, high=1)]
-    shown = on_terminal(report.bench_report(bench), 120)
-    costs = shown.partition("Cost of a million texts, at 3.6 an hour")[2].splitlines()
-    assert costs[2].split()[:3] == ["INT8", "engine", "2"]  # 0.001 a second, 500 texts a second
-    assert costs[3].split()[:3] == ["FP16", "engine", "1"]  # by the higher of its rates

@@ -1,11 +1,8 @@
 """The measuring loop and its statistics, with contestants and timers whose times are known."""
 
 import math
-import time
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,44 +13,9 @@ from qdqbench.eval.bench import measure as loop
 from qdqbench.eval.bench.results import BenchRow, compare_rounds
 from qdqbench.eval.bench.run import fill_row
 from qdqbench.quantize.utils.errors import CheckFailed
+from qdqbench.quantize.utils.progress import Reporter, reporting_to
 
-
-class FakeLane:
-    """Gives the logits of the input set that it was fed."""
-
-    input_sets = 2
-
-    def __init__(self, logits=None):
-        rng = np.random.default_rng(0)
-        self.logits = [rng.normal(size=(2, 3)) for _ in range(2)] if logits is None else logits
-        self.fed, self.launches = [], 0
-
-    def feed(self, number):
-        self.fed.append(number)
-
-    def launch(self):
-        self.launches += 1
-
-    def fetch(self):
-        return np.asarray(self.logits[self.fed[-1] % len(self.logits)], dtype=np.float32)
-
-
-class FakeTimer:
-    """Each launch takes `ms`; writes down who ran."""
-
-    def __init__(self, ms, log=None, name=""):
-        self.ms, self.log, self.name = ms, [] if log is None else log, name
-
-    def latencies(self, lane, count):
-        self.log.append((self.name, count))
-        return [self.ms] * count
-
-    def wall(self, lanes, count):
-        return count * self.ms / 1000  # lanes run at the same time
-
-
-def contestant(name, ms=1.0, lane=None, log=None, precision="fp16"):
-    return loop.ReadySystem(name, precision, [lane or FakeLane()] * 2, FakeTimer(ms, log, name))
+from ...support.fake_bench import FakeClock, FakeLane, fake_system
 
 
 @given(count=st.integers(1, 9), cycles=st.integers(1, 3))
@@ -135,110 +97,94 @@ def test_one_disturbed_round_moves_nothing():
     assert row_of(rounds).median_ms == 1.0
 
 
+def rounds_of(*systems, rounds=2, duration_s=1.0, **more):
+    return loop.measure_rounds(systems, loop.Effort(rounds, duration_s, **more))
+
+
 def test_rounds_interleave_all_contestants_in_the_balanced_order():
-    log = []
-    names = ["a", "b", "c", "d"]
-    found = loop.measure_rounds(
-        [contestant(name, log=log) for name in names],
-        loop.Effort(rounds=4, duration_s=1, iterations=7, streams=(1, 2)),
-    )
+    log, names = [], ["a", "b", "c", "d"]
+    systems = [fake_system(name, log=log) for name in names]
+    found = rounds_of(*systems, rounds=4, iterations=7, streams=(1, 2))
     timed = [name for name, count in log if count == 7]
     assert timed == [names[who] for row in loop.rotation(4, 4) for who in row]
     assert {name: len(bursts) for name, bursts in found.items()} == dict.fromkeys(names, 4)
-    assert all(found["a"][0].latencies_ms == [1.0] * 7 for _ in range(4))
-
-
-def test_every_burst_is_preceded_by_warm_launches_that_are_not_counted():
-    log = []
-    loop.measure_rounds([contestant("a", log=log)], loop.Effort(rounds=2, duration_s=1, iterations=9))
-    assert [count for _, count in log] == [1, 3, 3, 9, 3, 9]
-
-
-def test_a_contestant_rests_before_each_burst(monkeypatch):
-    rests = []
-    monkeypatch.setattr("time.sleep", rests.append)
-    loop.measure_rounds(
-        [contestant("a"), contestant("b")], loop.Effort(rounds=2, duration_s=1, iterations=1, rest_s=0.02)
-    )
-    assert rests == [0.02] * 4
-
-
-def test_slow_launches_are_not_wasted_on_warming_up():
-    log = []
-    loop.measure_rounds([contestant("a", 1000.0, log=log)], loop.Effort(rounds=2, duration_s=1, least=1))
-    assert [count for _, count in log] == [1, 1, 1]
+    assert found["a"][0].latencies_ms == [1.0] * 7
 
 
 @pytest.mark.parametrize(
-    ("ms", "seconds", "rounds", "expected"),
+    ("ms", "effort", "launches"),
     [
-        (1.0, 1.0, 10, 100),
-        (0.001, 1.0, 10, loop.MOST_LAUNCHES),
-        (30.0, 1.0, 10, 5),
-        (500.0, 1.0, 10, 2),
-        (3.0, 0.3, 10, 10),
+        (1.0, {"iterations": 9}, [1, 3, 3, 9, 3, 9]),  # warm ones before every burst are not counted
+        (1000.0, {"least": 1}, [1, 1, 1]),  # slow ones are not wasted on warming up
     ],
 )
-def test_launches_follow_from_the_time_asked_for(ms, seconds, rounds, expected):
-    found = loop.measure_rounds([contestant("a", ms)], loop.Effort(rounds=rounds, duration_s=seconds))
-    assert [len(burst.latencies_ms) for burst in found["a"]] == [expected] * rounds
+def test_launches_of_every_burst(ms, effort, launches):
+    log = []
+    rounds_of(fake_system("a", ms, log=log), **effort)
+    assert [count for _, count in log] == launches
+
+
+@pytest.mark.parametrize(
+    ("ms", "seconds", "expected"),
+    [
+        (1.0, 1.0, 100),
+        (0.001, 1.0, loop.MOST_LAUNCHES),
+        (30.0, 1.0, 5),
+        (500.0, 1.0, 2),
+        (3.0, 0.3, 10),
+    ],
+)
+def test_launches_follow_from_the_time_asked_for(ms, seconds, expected):
+    found = rounds_of(fake_system("a", ms), rounds=10, duration_s=seconds)
+    assert [len(burst.latencies_ms) for burst in found["a"]] == [expected] * 10
 
 
 def test_throughput_counts_every_stream():
-    found = loop.measure_rounds([contestant("a", 2.0)], loop.Effort(rounds=1, duration_s=0.1, streams=(1, 2)))
-    assert found["a"][0].launches_per_s == {1: pytest.approx(500), 2: pytest.approx(1000)}
+    (burst,) = rounds_of(fake_system("a", 2.0), rounds=1, duration_s=0.1, streams=(1, 2))["a"]
+    assert burst.launches_per_s == {1: pytest.approx(500), 2: pytest.approx(1000)}
 
 
 def test_lanes_that_share_threads_are_those_of_their_number():
-    alone, shared = FakeLane(), {2: [FakeLane(), FakeLane()]}
-    one = loop.ReadySystem("a", "fp32", [alone], FakeTimer(2.0), shared)
-    assert (one.at(1), one.at(2)) == ([alone], shared[2])
-    found = loop.measure_rounds([one], loop.Effort(rounds=2, duration_s=0.1, streams=(1, 2, 3)))["a"]
-    assert [burst.launches_per_s[2] for burst in found] == [pytest.approx(1000)] * 2
-    assert all(3 not in burst.launches_per_s and burst.cpu_ms >= 0 for burst in found)  # it has no three
+    shared = {2: [FakeLane(ms=4.0), FakeLane(ms=4.0)]}
+    one = fake_system("a", lanes=[FakeLane(ms=2.0)], shared=shared)
+    for burst in rounds_of(one, duration_s=0.1, streams=(1, 2, 3))["a"]:  # it has no three
+        assert burst.launches_per_s == {1: pytest.approx(500), 2: pytest.approx(500)}
+        assert burst.cpu_ms >= 0
     shared[2][1].logits = NAN
-    errors, _, _ = loop.check_outputs([one], [])
-    assert "NaN" in errors["a"]
+    assert "NaN" in loop.check_outputs([one], [])[0]["a"]
 
 
 def test_compilations_take_turns_by_round():
-    lane = FakeLane()
-    one = replace(contestant("a", 1.0), again=[contestant("a", 3.0), contestant("a", 5.0, lane)])
-    found = loop.measure_rounds([one], loop.Effort(rounds=4, duration_s=0.1))["a"]
+    lane = FakeLane(ms=5.0)
+    one = fake_system("a", 1.0, again=[[FakeLane(ms=3.0)], [lane]])
+    found = rounds_of(one, rounds=4, duration_s=0.1)["a"]
     assert [burst.median_ms for burst in found] == [1.0, 3.0, 5.0, 1.0]
     lane.logits = NAN
     assert "NaN" in loop.check_outputs([one], [])[0]["a"]
 
 
-def test_progress_and_windows(monkeypatch):
-    seen, clock = [], iter(range(100))
+def test_a_round_is_told_rests_and_is_timed(monkeypatch):
+    seen = []
 
-    def now() -> float:
-        seen.append("timed")
-        return float(next(clock))
+    class Told(Reporter):
+        def advance(self, done=0, total=0, phase="", row=None):
+            seen.append((phase, done, total))
 
-    clocks = SimpleNamespace(monotonic=now, sleep=time.sleep, process_time=time.process_time)
-    monkeypatch.setattr(loop, "time", clocks)
-    effort = loop.Effort(rounds=3, duration_s=1, iterations=1)
-    monkeypatch.setattr(loop, "report_phase", lambda *begun: seen.append(begun))
-    found = loop.measure_rounds([contestant("a")], effort)
-    timed = ["timed"] * 2  # a round is told before it is timed
-    assert seen == [step for number in range(3) for step in (("rounds", number, 3), *timed)]
+    monkeypatch.setattr(loop, "time", FakeClock(seen))
+    with reporting_to(Told()):
+        found = rounds_of(fake_system("a"), rounds=3, iterations=1, rest_s=0.02)
+    assert seen == [step for at in range(3) for step in (("rounds", at, 3), 0.02, "timed", "timed")]
     assert [(burst.start, burst.end) for burst in found["a"]] == [(0, 1), (2, 3), (4, 5)]
 
 
 def test_nobody_to_measure():
-    assert loop.measure_rounds([], loop.Effort(rounds=3, duration_s=1)) == {}
+    assert rounds_of() == {}
 
 
 def test_a_failing_contestant_is_named():
-    class Broken(FakeTimer):
-        def latencies(self, lane, count):
-            raise RuntimeError("CUDA error: an illegal memory access")
-
-    broken = loop.ReadySystem("int8", "int8", [FakeLane()], Broken(1.0))
+    broken = fake_system("int8", error=RuntimeError("CUDA error: an illegal memory access"))
     with pytest.raises(CheckFailed, match="int8 failed while it was measured: CUDA error"):
-        loop.measure_rounds([contestant("fp16"), broken], loop.Effort(rounds=1, duration_s=1))
+        rounds_of(fake_system("fp16"), broken)
 
 
 def noisy(error, seed=1):
@@ -265,7 +211,7 @@ INF = [np.full((2, 3), 1.0), np.array([[1.0, 2.0, 3.0], [0.0, math.inf, 0.0]])]
 )
 def test_wrong_outputs_are_errors(precision, lane, message):
     errors, differences, reference = loop.check_outputs(
-        [contestant("fp32", precision="fp32"), contestant("x", lane=lane, precision=precision)], ["fp32"]
+        [fake_system("fp32", precision="fp32"), fake_system("x", lane=lane, precision=precision)], ["fp32"]
     )
     assert message in errors["x"]
     assert list(errors) == ["x"]
@@ -276,13 +222,13 @@ def test_wrong_outputs_are_errors(precision, lane, message):
 def test_two_rows_with_the_same_logits_are_no_error_where_others_differ():
     lane = FakeLane([np.array([[1.0, 2.0]])] * 2 + [np.array([[3.0, 4.0]])] * 2)
     lane.input_sets = 4
-    assert loop.check_outputs([contestant("x", lane=lane)], ["x"])[0] == {}
+    assert loop.check_outputs([fake_system("x", lane=lane)], ["x"])[0] == {}
 
 
 @pytest.mark.parametrize(("precision", "error"), [("int8", 0.035), ("int8", 0.3), ("fp16", 0.004)])
 def test_sound_outputs_have_their_distance_recorded(precision, error):
     errors, differences, _ = loop.check_outputs(
-        [contestant("fp32"), contestant("x", lane=noisy(error), precision=precision)], ["fp32"]
+        [fake_system("fp32"), fake_system("x", lane=noisy(error), precision=precision)], ["fp32"]
     )
     assert errors == {}
     assert differences == {"x": pytest.approx(error, rel=1e-3)}
@@ -291,17 +237,17 @@ def test_sound_outputs_have_their_distance_recorded(precision, error):
 @pytest.mark.parametrize("name", ["int8", "fp32"])
 @pytest.mark.parametrize(("lane", "message"), [(FakeLane(NAN), "NaN"), (noisy(0.8), "its logits are 0.8")])
 def test_what_is_wrong_on_the_second_stream_only_is_found(lane, message, name):
-    two = loop.ReadySystem(name, name, [FakeLane(), lane], FakeTimer(1.0))
+    two = fake_system(name, lanes=[FakeLane(), lane])
     errors, _, _ = loop.check_outputs(
-        [two, contestant("torch-fp32", precision="fp32")], ["fp32", "torch-fp32"]
+        [two, fake_system("torch-fp32", precision="fp32")], ["fp32", "torch-fp32"]
     )
     assert [*errors] == [name]
     assert message in errors[name]
 
 
 def test_a_reference_that_is_broken_is_passed_over():
-    broken = contestant("torch-fp32", lane=FakeLane(NAN), precision="fp32")
-    errors, _, reference = loop.check_outputs([broken, contestant("fp32")], ["torch-fp32", "fp32"])
+    broken = fake_system("torch-fp32", lane=FakeLane(NAN), precision="fp32")
+    errors, _, reference = loop.check_outputs([broken, fake_system("fp32")], ["torch-fp32", "fp32"])
     assert reference == "fp32"
     assert set(errors) == {"torch-fp32"}
     assert loop.check_outputs([broken], ["torch-fp32"])[2] is None

@@ -1,7 +1,6 @@
 """Who takes part on a CPU: what was asked for, what is installed, and why the rest cannot."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 
@@ -13,26 +12,21 @@ from qdqbench.quantize.utils.errors import MissingDevice
 from qdqbench.quantize.utils.names import install_command
 from qdqbench.quantize.utils.system.cpu import Cpu
 
+from ...support.fake_bench import PLAN, fake_target
 from ...support.tiny_bert import recipe_with
-from .test_run import OPTIONS as ON_GPU
 
 ALL = {system.name: system for system in TABLE if system.device == "cpu"}
-OPTIONS = ON_GPU.model_copy(update={"device": "cpu"})
-
-
-def target_of(recipe):
-    return SimpleNamespace(session=SimpleNamespace(recipe=recipe), extra={})
+OPTIONS = PLAN.model_copy(update={"device": "cpu"})
 
 
 def names(recipe, **changes):
-    return [
-        about.name for about in describe_systems(target_of(recipe), OPTIONS.model_copy(update=changes), "")
-    ]
+    listed = describe_systems(fake_target(recipe), OPTIONS.model_copy(update=changes), "")
+    return [about.name for about in listed]
 
 
 def test_who_takes_part():
     ours = recipe_with(engine={"backend": "onnxruntime"})
-    first, *others = describe_systems(target_of(ours), OPTIONS, "")
+    first, *others = describe_systems(fake_target(ours), OPTIONS, "")
     assert (first.name, first.label, others[0].name) == ("int8", "INT8 ONNX Runtime", "int8-openvino")
     assert {about.name for about in others} == set(ALL) - {"int8-onnxruntime"}
     engines = ["int8", "int8-openvino", "bf16-openvino", "fp32-openvino", "fp32-onnxruntime"]
@@ -52,7 +46,7 @@ def test_who_takes_part():
     ],
 )
 def test_graphs_without_int8_are_read_by_who_takes_part(device, changes, reads):
-    assert table.reads_floats(ON_GPU.model_copy(update={"device": device, **changes})) is reads
+    assert table.reads_floats(PLAN.model_copy(update={"device": device, **changes})) is reads
 
 
 def test_a_backend_that_is_not_installed_is_a_missing_device_with_the_command(monkeypatch):

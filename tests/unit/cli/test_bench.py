@@ -2,9 +2,7 @@
 
 import json
 from functools import partial
-from types import SimpleNamespace
 
-import numpy as np
 import onnx
 import pytest
 import yaml
@@ -14,7 +12,7 @@ from qdqbench import _bench as api_bench
 from qdqbench.cli.app import app
 from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench import target as bench_target
-from qdqbench.eval.bench.results import BenchTarget, headline_of, read_bench, row_of, speedup_of
+from qdqbench.eval.bench.results import headline_of, read_bench, row_of, speedup_of
 from qdqbench.eval.bench.systems import Config, profiles_of
 from qdqbench.quantize.calibration.record import read_record, write_record
 from qdqbench.quantize.engine import backend
@@ -26,6 +24,7 @@ from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.system.cpu import find_cpu
 
+from ...support.fake_bench import fake_target, split_of
 from ...support.tiny_bert import INT8, recipe_with
 
 QUICK = ["--cpu", "--no-baselines", "--length", "16", "--batch", "3", "--rounds", "3", "--iterations", "2"]
@@ -155,7 +154,7 @@ def test_errors_of_contestants_are_exit_status_2(measured, monkeypatch, tmp_path
     folder, _ = measured
     found = read_bench(folder / "bench.json").model_copy(update={"errors": ["1 x 16: INT8: NaN"]})
     monkeypatch.setattr(api_bench, "run_bench", lambda *_, **__: found)
-    monkeypatch.setattr(api_bench, "model_target", lambda *_, **__: some_target(tmp_path))
+    monkeypatch.setattr(api_bench, "model_target", lambda *_, **__: fake_target(folder=tmp_path))
     outcome = invoke("bench", "--model", tiny_bert, "--out", tmp_path, "--cpu")
     assert isinstance(outcome.exception, CheckFailed)
     assert str(outcome.exception) == "1 measurements failed: 1 x 16: INT8: NaN"
@@ -205,32 +204,12 @@ def test_an_int8_softmax_gets_a_scale_for_the_lengths_that_are_measured(tmp_path
     ]
 
 
-def some_target(tmp_path, recipe="bert-int8-linears", kind="shape"):
-    about = BenchTarget(
-        kind=kind,
-        name="bert-base",
-        random_weights=True,
-        calibration="",
-        shape={"vocabulary": 500, "positions": 512},
-        files={},
-    )
-    recipe = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    session = SimpleNamespace(
-        recipe=recipe, target=choose_target(recipe), folder=tmp_path, plan=SimpleNamespace(attention=())
-    )
-    tmp_path.mkdir(exist_ok=True)
-    for path in (tmp_path / name for name in bench_target.GRAPHS.values()):
-        if not path.exists():  # a form of a graph is as old as its graph
-            path.touch()
-    return bench_target.Target(session, about)
-
-
 def test_lengths_that_do_not_fit_are_refused(tmp_path):
-    target = some_target(tmp_path)
+    target = fake_target(folder=tmp_path)
     bench_target.check_lengths(target, [128, 512])
     with pytest.raises(UserError, match="--length 513, 1024 is too long: bert-base has 512 positions"):
         bench_target.check_lengths(target, [128, 513, 1024])
-    target = some_target(tmp_path, recipe_with("bert-int8-attention"))
+    target = fake_target(recipe_with("bert-int8-attention"), tmp_path)
     target.about.shape["positions"] = 2048
     with pytest.raises(UserError, match="fused up to 512"):
         bench_target.check_lengths(target, [1024])
@@ -243,14 +222,14 @@ def test_attention_that_a_rule_puts_into_int8_has_the_same_limit(tmp_path):
     ]
     recipe = recipe_with(rules=rules, precision={"never_quantize": ["layernorm"]})
     assert recipe.attention == "fp16"
-    target = some_target(tmp_path, recipe)
+    target = fake_target(recipe, tmp_path)
     target.about.shape["positions"] = 2048
     with pytest.raises(UserError, match="fused up to 512"):
         bench_target.check_lengths(target, [1024])
 
 
 def test_dataset_need_data_and_a_tokenizer(tmp_path):
-    target = some_target(tmp_path)
+    target = fake_target(folder=tmp_path)
     with pytest.raises(UserError, match="needs --data"):
         bench_target.batched_splits(target, "sst2", batches=[8], data=None, tokenizer=None, buckets=True)
     with pytest.raises(UserError, match="needs --tokenizer"):
@@ -260,7 +239,7 @@ def test_dataset_need_data_and_a_tokenizer(tmp_path):
 @pytest.fixture
 def words(tmp_path, tiny_bert):
     """A target, and its split of 40 sentences of 1 to 100 words as batches."""
-    target, data = some_target(tmp_path), str(write_texts(tmp_path / "data"))
+    target, data = fake_target(folder=tmp_path), str(write_texts(tmp_path / "data"))
     make = partial(bench_target.batched_splits, target, "sst2", data=data, tokenizer=str(tiny_bert))
     return target, make
 
@@ -320,21 +299,9 @@ def test_a_run_that_exported_nothing_is_refused(tiny_bert, tmp_path):
         bench_target.run_target(tmp_path / "run")
 
 
-def split_of(*shapes, rows=None):
-    """Batches of zeros without padding; all their rows count, or so many of each."""
-    batches = [
-        {"input_ids": np.zeros(shape, dtype=np.int64), "attention_mask": np.ones(shape, dtype=np.int64)}
-        for shape in shapes
-    ]
-    counts = list(rows or [shape[0] for shape in shapes])
-    return bench_target.BatchedSplit(
-        "sst2", 32, batches, counts, sum(counts), sum(rows * n for rows, n in shapes)
-    )
-
-
 def test_profiles_are_exactly_the_shape_or_the_recipes(tmp_path, monkeypatch):
     monkeypatch.setattr(backend, "WITHOUT_GPU", ("tensorrt_rtx",))
-    target, only = some_target(tmp_path), (8, 128)
+    target, only = fake_target(folder=tmp_path), (8, 128)
     (made,) = profiles_of(target, "exact", Config(8, 128, None))
     assert (made.min, made.opt, made.max) == (only, only, only)
     real = Config(32, None, split_of((32, 64), (32, 40), (32, 24), (8, 16)))
