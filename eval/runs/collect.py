@@ -15,15 +15,8 @@ from qdqbench.eval.runs.report.verdict import last_measured
 from qdqbench.eval.runs.results import FileRow, ModelChange, Results
 from qdqbench.eval.stages.stages import FP16_STAGE, RECONSTRUCTED
 from qdqbench.eval.verification.results import read_verified
-from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
-from qdqbench.quantize.calibration.techniques import (
-    bias_correction,
-    centering,
-    channel_splitting,
-    qkv_bias_folding,
-    smoothing,
-    softmax_scale,
-)
+from qdqbench.quantize.calibration.record import CalibrationRecord, list_changes, read_record
+from qdqbench.quantize.calibration.techniques.softmax_scale import LONG
 from qdqbench.quantize.models.identity import describe_model
 from qdqbench.quantize.pipeline import data_profiles, graphs, outcomes
 from qdqbench.quantize.pipeline.pipeline import Timing, read_finished
@@ -58,22 +51,13 @@ def model_changes(  # noqa: PLR0913
     """
     tanh_gelus = rewrites.get("tanh GELU", 0) if to_tanh else 0
     joined, turned, short = (rewrites.get(name, 0) for name in ("joined heads", "tokens first", "short GELU"))
+    correction, *techniques = list_changes(record, plan)
     changes: list[tuple[str, int, str, str]] = [
         ("reconstruction", reconstructed, "layer", "The weights of {} were trained to give FP32's output."),
         ("training", trained, "step", "The weights are those after {} of quantization-aware training."),
-        *bias_correction.describe_changes(plan, record.biases),
+        correction,
         ("tanh GELU", tanh_gelus, "feed-forward", "GELU has its tanh form in {}, off by 5e-4 at most."),
-        (
-            "given ranges",
-            len(record.replaced),
-            "activation",
-            "The amax of {} is the recipe's and not calibration's.",
-        ),
-        *smoothing.describe_changes(record.smoothing),
-        *channel_splitting.describe_changes(record.splits),
-        *centering.describe_changes(record.centering, record.shifts),
-        *qkv_bias_folding.describe_changes(plan, record.centers, record.shifts),
-        *softmax_scale.describe_changes(record.softmax),
+        *techniques,
         ("INT8 attention", len(plan.attention), "attention", "q, k, v and the softmax of {} are in INT8."),
         (
             "INT8 residuals",
@@ -309,7 +293,7 @@ def softmax_warnings(session: Session, record: CalibrationRecord) -> Iterator[st
             f"rounds to zero; {cure}keep them out with rules of type Attention and precision fp16"
         )
     lengths = np.concatenate([encoded.lengths for _, encoded in session.eval_splits.values()])
-    seen = max(int(record.data["lengths"]["max"]), softmax_scale.LONG)
+    seen = max(int(record.data["lengths"]["max"]), LONG)
     if longer := int((lengths > seen).sum()):
         yield (
             f"{longer} of {len(lengths)} evaluation samples have more than the {seen} tokens up to which "

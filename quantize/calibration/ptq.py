@@ -2,9 +2,9 @@
 
 import difflib
 import math
+import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSp
 from qdqbench.quantize.calibration.techniques.smoothing import Smoothing
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.recipe.plan import (
+    QKV_ROLES,
     Plan,
     folds_kv_bias,
     folds_q_bias,
@@ -54,7 +55,11 @@ def _resolve_overrides(
     Names may lack `prefix`, such as `bert`. UserError lists those that no quantizer has, or whose tensor is
     changed before.
     """
-    folded = _list_folded(plan)
+    attentions = folds_kv_bias(plan)
+    folded = {f"{name}.{x}_bmm_quantizer" for name in attentions for x in "qkv"}
+    for names_of, roles in ((folds_q_bias(plan), QKV_ROLES), (attentions, ("output",))):
+        linears = [linear for name in names_of for linear in get_linears(plan, name, *roles)]
+        folded.update(f"{linear}.input_quantizer" for linear in linears)
     known = {name for name in names if fake.get_quantizer_kind(name) not in ("weight", "softmax")}
     amax_by_name: dict[str, float] = {}
     wrong = []
@@ -77,41 +82,27 @@ def _resolve_overrides(
     return amax_by_name
 
 
-def _list_folded(plan: Plan) -> set[str]:
-    attentions = folds_kv_bias(plan)
-    linears = [n for name in folds_q_bias(plan) for n in get_linears(plan, name, "query", "key", "value")]
-    linears += [linear for name in attentions for linear in get_linears(plan, name, "output")]
-    return {f"{linear}.input_quantizer" for linear in linears} | {
-        f"{name}.{x}_bmm_quantizer" for name in attentions for x in "qkv"
-    }
-
-
 def _apply_overrides(
     quantizers: Mapping[str, Any], overrides: Mapping[str, float]
 ) -> tuple[dict[str, float], list[str], list[str]]:
     """Set the given amax; return what calibration found instead, a note, and a warning of those far off."""
-    import torch
-
     calibrated = {name: float(quantizers[name].amax) for name in overrides}
     for name, amax in overrides.items():
-        device = quantizers[name].amax.device
-        quantizers[name].amax = torch.tensor(amax, dtype=torch.float32, device=device)
+        quantizers[name].amax = quantizers[name].amax.new_tensor(amax)
     usable = {name: amax for name, amax in calibrated.items() if amax > 0 and math.isfinite(amax)}
     ratios = {name: overrides[name] / amax for name, amax in usable.items()}
     if not ratios:
         return calibrated, [], []
-    ordered = sorted(ratios.values())
+    found = ratios.values()
     note = (
-        f"{len(overrides)} amax are given by the recipe: {ordered[0]:.2f} to {ordered[-1]:.2f} times what "
-        f"calibration found (median {ordered[len(ordered) // 2]:.2f})"
+        f"{len(overrides)} amax are given by the recipe: {min(found):.2f} to {max(found):.2f} times what "
+        f"calibration found (median {statistics.median_high(found):.2f})"
     )
     far = [name for name, ratio in ratios.items() if not 1 / FAR < ratio < FAR]
-    if not far:
-        return calibrated, [note], []
     far.sort(key=lambda name: -abs(math.log(ratios[name])))
     listed = name_list([f"{name} ({overrides[name]:.3g} for {calibrated[name]:.3g})" for name in far])
     off = f"{len(far)} of {len(overrides)} amax that the recipe gives are off by more than a factor {FAR:g}"
-    return calibrated, [note], [f"{off}: {listed}"]
+    return calibrated, [note], [f"{off}: {listed}"] if far else []
 
 
 def _make_modelopt_config(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -197,7 +188,7 @@ def calibrate(
     softmax.apply_forms(model, chosen.forms)
     histograms.install_calibrators(quantizers, plan)
     report_phase("calibrating")
-    with fake._silent(), _watch_inputs(quantizers, lengths, fixed, plan) as seen:
+    with fake._silent(), _watch_inputs(model, lengths, fixed, plan) as seen:
         mtq.calibrate(model, "max", forward_loop=forward_loop)
     notes = [*_note_shared(model, plan), *note_kept_biases(plan), *chosen.notes]
     if settings.centering is True and not (shifts or centered.inputs):
@@ -289,8 +280,6 @@ def restore(model: "PreTrainedModel", plan: Plan, record: records.CalibrationRec
 
     Copies of outlier channels are part of it, so `model` may come out wider than it was.
     """
-    import torch
-
     quantizers = insert_quantizers(model, plan)
     if {n: q.axis for n, q in quantizers.items()} != {n: s.axis for n, s in record.quantizers.items()}:
         raise UserError("calibration.json is of another recipe or model; run `qdqbench quantize` again")
@@ -303,10 +292,10 @@ def restore(model: "PreTrainedModel", plan: Plan, record: records.CalibrationRec
     apply_biases(model, record.centers)
     apply_biases(model, record.biases)
     softmax.apply_forms(model, {row.module: "row-max" for row in record.softmax if row.row_max})
-    device = next(model.parameters()).device
+    like = next(model.parameters())  # FP32
     for name, quantizer in quantizers.items():
         state = record.quantizers[name]
-        amax = torch.tensor(state.amax, dtype=torch.float32, device=device)
+        amax = like.new_tensor(state.amax)
         quantizer.amax = amax.reshape(-1, 1) if state.axis is not None else amax
 
 
@@ -321,9 +310,7 @@ def take_out(model: "PreTrainedModel", record: records.CalibrationRecord) -> "di
 
 
 def _require_finite_weights(model: "PreTrainedModel") -> None:
-    import torch
-
-    bad = [name for name, value in model.named_parameters() if not torch.isfinite(value).all()]
+    bad = [name for name, value in model.named_parameters() if not value.isfinite().all()]
     if bad:
         raise CheckFailed(
             f"the model's weights hold NaN or infinity in {name_list(bad)}; train or save it again"
@@ -332,7 +319,7 @@ def _require_finite_weights(model: "PreTrainedModel") -> None:
 
 @contextmanager
 def _watch_inputs(
-    quantizers: dict[str, Any], before: Sequence[int], given: Collection[str], plan: Plan
+    model: "PreTrainedModel", before: Sequence[int], given: Collection[str], plan: Plan
 ) -> Iterator[dict[str, tuple[float, float | None]]]:
     """Record the root mean square of all that each activation quantizer sees, and the spread of its amax.
 
@@ -362,10 +349,8 @@ def _watch_inputs(
         for row, top in enumerate(tops, len(before)):
             parts[row % PARTS] = max(parts[row % PARTS], top)
 
-    with ExitStack() as hooks:
-        for name, quantizer in quantizers.items():
-            if fake.get_quantizer_kind(name) != "weight":
-                hooks.enter_context(quantizer.register_forward_pre_hook(partial(watch, name)))
+    activations = [n for n in fake.list_quantizers(model) if fake.get_quantizer_kind(n) != "weight"]
+    with fake.hooked(model, activations, watch, before=True):
         yield seen
     for group in qkv_bias_folding.group_shared_scales(plan):
         if all(name in largest for name in group):  # no group of weights
@@ -378,53 +363,41 @@ def _watch_inputs(
 
 def _warn_of_spread(states: Mapping[str, records.QuantizerState], plan: Plan) -> list[str]:
     """Name quantizers whose largest values differ much; methods that clip do not follow those."""
-    wide = {
-        name: spread
-        for name, state in states.items()
-        if (spread := state.spread or 0.0) > WIDE and plan.scaling_of(name.rpartition(".")[0]).method == "max"
-    }
-    if not wide:
-        return []
-    ordered = sorted(wide.items(), key=itemgetter(1), reverse=True)
-    listed = name_list([f"{name} ({spread:.0%})" for name, spread in ordered])
-    return [
-        f"the amax spread between parts of the calibration rows is above {WIDE:.0%} at {listed}; calibrate "
+    whole = [name for name in states if plan.scaling_of(name.rpartition(".")[0]).method == "max"]
+    ordered = sorted(((n, states[n].spread or 0.0) for n in whole), key=itemgetter(1), reverse=True)
+    wide = name_list([f"{name} ({spread:.0%})" for name, spread in ordered if spread > WIDE])
+    warning = (
+        f"the amax spread between parts of the calibration rows is above {WIDE:.0%} at {wide}; calibrate "
         "on more rows, or choose a method with `qdqbench compare-calibration`"
-    ]
+    )
+    return [warning] if wide else []
 
 
 def _note_shared(model: "PreTrainedModel", plan: Plan) -> list[str]:
     layers, runs = len(plan.family.layer_names(model)), len(plan.family.runs(model))
-    if runs == layers:
-        return []
-    return [
+    note = (
         f"{runs} layers share the weights of {layers}: every amax, smoothing factor, split channel and bias "
         "correction in them is one for all of its runs"
-    ]
+    )
+    return [note] if runs != layers else []
 
 
 def _revive_dead_channels(model: "PreTrainedModel", quantizers: dict[str, Any]) -> list[str]:
     """Give all-zero weight channels (pruned heads) their layer's scale: their codes are 0 anyway."""
-    import torch
-
     notes = []
     for name, quantizer in quantizers.items():
         amax = quantizer.amax
-        if fake.get_quantizer_kind(name) != "weight" or amax is None or not torch.isfinite(amax).all():
+        if fake.get_quantizer_kind(name) != "weight" or amax is None or not amax.isfinite().all():
             continue
         dead = amax == 0
         if dead.any() and not dead.all():
-            quantizer.amax = torch.where(dead, amax.max(), amax)
+            quantizer.amax = amax.where(~dead, amax.max())
             notes.append(f"{name}: {int(dead.sum())} output channels are all zero")
     return notes
 
 
 def _summarize_lengths(lengths: Int64) -> dict[str, Any]:
     quantiles = {f"p{q}": int(np.percentile(lengths, q, method="lower")) for q in (50, 90, 99)}
-    spread = {
-        "min": int(lengths.min()),
-        **quantiles,
-        "max": int(lengths.max()),
-        "mean": float(lengths.mean()),
-    }
+    spread: dict[str, float] = {"min": int(lengths.min()), **quantiles, "max": int(lengths.max())}
+    spread["mean"] = float(lengths.mean())
     return {"samples": len(lengths), "tokens": int(lengths.sum()), "lengths": spread}

@@ -222,40 +222,24 @@ def find_best(backends: Backends, candidates: Iterable[Figure]) -> str | None:
     )[-1]
 
 
-def format_worst(figure: Figure, *, briefly: bool = False) -> str:
-    worst = figure.worst
-    if worst is None:
-        return NOT_MEASURED
-    error = "" if worst.stderr is None or briefly else f" ± {worst.stderr:.2f}"
-    graph = "" if worst.stage == "engine" else " (graph)"
-    return f"{round(worst.points, 2) + 0.0:+.2f}{error} {worst.task}{graph}"
-
-
-def format_mean(mean: Mean | None) -> str:
-    return NOT_MEASURED if mean is None else f"{round(mean.points, 2) + 0.0:+.2f} ± {mean.stderr:.2f}"
-
-
-def format_beyond(mean: Mean | None) -> str:
-    return NOT_MEASURED if mean is None else f"{mean.beyond}/{mean.measurements}"
+def _format_points(points: float, stderr: float | None) -> str:
+    return f"{round(points, 2) + 0.0:+.2f}" + ("" if stderr is None else f" ± {stderr:.2f}")
 
 
 def format_figure(figure: Figure, *, briefly: bool = False) -> tuple[str, ...]:
     """Return the cells under `TITLES`; briefly, the worst task is without its error."""
-    return (
-        format_mean(figure.mean),
-        format_mean(figure.held_out),
-        format_worst(figure, briefly=briefly),
-        format_beyond(figure.mean),
-        NOT_MEASURED if figure.sqnr_db is None else f"{figure.sqnr_db:.1f}",
-        format_speed(figure),
+    means = [each and _format_points(each.points, each.stderr) for each in (figure.mean, figure.held_out)]
+    mean, worst, speed = figure.mean, figure.worst, figure.shown_speed
+    cells = (
+        *means,
+        worst
+        and f"{_format_points(worst.points, None if briefly else worst.stderr)} {worst.task}"
+        f"{'' if worst.stage == 'engine' else ' (graph)'}",
+        mean and f"{mean.beyond}/{mean.measurements}",
+        None if figure.sqnr_db is None else f"{figure.sqnr_db:.1f}",
+        speed and f"{speed.value:.2f}x{f' {MARK}' if speed.padded else ''}",
     )
-
-
-def format_speed(figure: Figure) -> str:
-    speed = figure.shown_speed
-    if speed is None:
-        return NOT_MEASURED
-    return f"{speed.value:.2f}x{f' {MARK}' if speed.padded else ''}"
+    return tuple(str(cell or NOT_MEASURED) for cell in cells)
 
 
 def describe_conditions(shown: Iterable[Figure], *, briefly: bool = False) -> list[str]:

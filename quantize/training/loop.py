@@ -15,9 +15,10 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from itertools import chain, count, cycle, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from safetensors.torch import load_model
 from torch import nn
 from transformers import get_scheduler
 
-from qdqbench.quantize.models.inputs import select_inputs
+from qdqbench.quantize.models.inputs import select_inputs, to_device
 from qdqbench.quantize.recipe.sections import Training
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
@@ -46,141 +47,18 @@ from qdqbench.quantize.utils.trackers import LogRow
 CHECKPOINT_FILE = "checkpoint.json"
 WEIGHTS = "model.safetensors"
 KEPT = 2  # the last, and the one before it in case the last is damaged; their best are kept as well
-
-
-class _CheckpointManifest(Strict):
-    schema_version: Literal[1] = 1
-    identity: dict[str, Any]  # what the run is of, as JSON values
-    best_step: int  # whose checkpoint is kept as well
-    state: dict[str, Any]  # of the training loop
-    files: dict[str, str]  # name -> sha256
-
-
-def save_checkpoint(folder: Path, step: int, accelerator: Accelerator, manifest: dict[str, Any]) -> None:
-    """Write a checkpoint from all processes; the others go, but for the one before and the best of both.
-
-    `manifest` has its fields but for the files. What cannot be written is a `UserError`.
-    """
-    final = get_checkpoint_folder(folder, step)
-    temporary = folder / f".{final.name}.training.tmp"  # the same in all processes
-
-    def prepare() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-
-    def finish() -> None:
-        hashes = {path.name: files.sha256(path) for path in sorted(temporary.iterdir())}
-        written = _CheckpointManifest(**manifest, files=hashes)
-        files.write_json(temporary / CHECKPOINT_FILE, written.model_dump(mode="json"))
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.rename(final)
-        last = [path for path in _list(folder) if path.name <= final.name][:KEPT]  # later ones are damaged
-        manifests = filter(None, map(_read_manifest, last))
-        best = {get_checkpoint_folder(folder, manifest.best_step) for manifest in manifests}
-        for other in {*_list(folder)} - {*last} - best:
-            shutil.rmtree(other)
-
-    main = accelerator.is_main_process
-    try:
-        _run_together(accelerator, folder, prepare if main else None)
-        _run_together(accelerator, folder, lambda: accelerator.save_state(str(temporary)))
-        _run_together(accelerator, folder, finish if main else None)
-    finally:
-        if main:
-            shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _run_together(accelerator: Accelerator, folder: Path, work: Callable[[], Any] | None) -> None:
-    """Do the work of this process and wait for the others; all stop when one cannot write."""
-    problem = ""
-    try:
-        if work is not None:
-            work()
-    except Exception as error:  # OSError, and what torch and safetensors make of it
-        problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    for text in filter(None, gather_object([problem])):
-        raise Unwritable(
-            f"checkpoints cannot be written into {folder} ({text}); make room or choose another --out"
-        )
-
-
-def get_checkpoint_folder(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:08d}"
-
-
-def find_checkpoint(
-    folder: Path, identity: dict[str, Any], notes: list[str]
-) -> tuple[Path, dict[str, Any]] | None:
-    """Find the last whole checkpoint of a run, if any: its folder and the state of the training loop.
-
-    One of another `identity` is a `UserError`; each damaged one that is passed over is a line of `notes`.
-    """
-    for path in _list(folder):
-        manifest = _read_manifest(path)
-        if manifest is not None:
-            _require_same(path, manifest.identity, identity)
-        damaged = _list_damaged(path)
-        if manifest is not None and not damaged:
-            best = get_checkpoint_folder(folder, manifest.best_step)
-            damaged = [f"{best.name}/{name}" for name in _list_damaged(best)]  # whose weights the run returns
-            if not damaged:
-                return path, manifest.state
-        notes.append(f"checkpoint {path.name} is damaged ({', '.join(damaged)}); it is passed over")
-    if _list(folder):
-        notes.append("no whole checkpoint was left; the training began again")
-    return None
-
-
-def load_weights(checkpoint: Path, model: Any) -> None:
-    if damaged := _list_damaged(checkpoint):
-        raise UserError(
-            f"{checkpoint} is damaged ({', '.join(damaged)}); run the same command again, which resumes from "
-            "an older checkpoint"
-        )
-    load_model(model, checkpoint / WEIGHTS)
-
-
-def _require_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    def short(value: Any) -> str:
-        text = str(value)
-        return text if len(text) <= 24 else f"{text[:12]}..."
-
-    differing = [
-        f"{key} (there {short(there.get(key))}, here {short(here.get(key))})"
-        for key in {**there, **here}
-        if there.get(key) != here.get(key)
-    ]
-    if differing:
-        raise UserError(
-            f"{folder} is a checkpoint of another run: it differs in {', '.join(differing)}; resume with "
-            "what it was started with, or give another --out, or remove it to begin again"
-        )
-
-
-def _list(folder: Path) -> list[Path]:
-    """Return the checkpoints, the last first."""
-    return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
-
-
-def _read_manifest(folder: Path) -> _CheckpointManifest | None:
-    try:
-        return read(folder / CHECKPOINT_FILE, _CheckpointManifest, "checkpoint", "go on from another")
-    except UserError:
-        return None
-
-
-def _list_damaged(folder: Path) -> list[str]:
-    manifest = _read_manifest(folder)
-    if manifest is None:
-        return [CHECKPOINT_FILE]
-    return [
-        name
-        for name, digest in manifest.files.items()
-        if Path(name).name != name or not (folder / name).is_file() or files.sha256(folder / name) != digest
-    ]
-
-
+MOST_HELD_OUT = 1000
+POOL = 32  # batches whose samples are sorted by length together
+BATCH = 64  # rows, where no gradient is taken
+MOST_DIVERGED = 2  # evaluations in a row
+FURTHER_DB = 10.0  # from FP32 than before training
+RATES = (3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4)  # that `auto` tries, in this order
+TRIED_STEPS = 30  # of each
+MOST_WORSE = 2  # rates in a row that win less than the best
+LEAST_GAIN = 0.1  # dB of a short training, for which a whole one is worth its time
+LOG_STEPS = 10  # between looks at the loss: each look waits for the device
 AMPERE = (8, 0)  # the first with TF32
+Tensors = dict[str, torch.Tensor]
 
 
 def resolve_precision(precision: str) -> str:
@@ -252,33 +130,17 @@ def join_group() -> Iterator[None]:
     """
     try:
         yield
-    except QdqError:
-        leave_group()
-        raise
     except BaseException as error:
-        if count_processes() > 1:
+        if count_processes() > 1 and not isinstance(error, QdqError):
             traceback.print_exc()
             rank, what = os.environ.get("RANK", "0"), " ".join(f"{type(error).__name__}: {error}".split())
             sys.stderr.write(f"qdqbench: process {rank} failed and stops the training, {what[:400]}\n")
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(1)
-        leave_group()
         raise
-    leave_group()
-
-
-MOST_HELD_OUT = 1000
-POOL = 32  # batches whose samples are sorted by length together
-BATCH = 64  # rows, where no gradient is taken
-MOST_DIVERGED = 2  # evaluations in a row
-FURTHER_DB = 10.0  # from FP32 than before training
-RATES = (3e-7, 1e-6, 3e-6, 1e-5, 3e-5, 1e-4)  # that `auto` tries, in this order
-TRIED_STEPS = 30  # of each
-MOST_WORSE = 2  # rates in a row that win less than the best
-LEAST_GAIN = 0.1  # dB of a short training, for which a whole one is worth its time
-LOG_STEPS = 10  # between looks at the loss: each look waits for the device
-Tensors = dict[str, torch.Tensor]
+    finally:
+        leave_group()
 
 
 @dataclass(frozen=True)
@@ -341,18 +203,6 @@ def evaluation_steps(steps: int, evaluations: int) -> set[int]:
     return {round(steps * (number + 1) / count) for number in range(count)}
 
 
-def share_batches(
-    accelerator: Accelerator, model: nn.Module, encoded: Encoded, pad_id: int
-) -> Iterator[tuple[Int64, Tensors]]:
-    """Yield this process's share of the rows, and the model's inputs of them; the longest first."""
-    order = np.argsort(-encoded.lengths, kind="stable")
-    mine = order[accelerator.process_index :: accelerator.num_processes]
-    for start in track("answering", range(0, len(mine), BATCH)):
-        rows = mine[start : start + BATCH]
-        inputs = select_inputs(model, encoded.batch(rows.tolist(), pad_id)[1])
-        yield rows, {n: torch.from_numpy(array).to(accelerator.device) for n, array in inputs.items()}
-
-
 def predict_rows(  # noqa: PLR0913
     accelerator: Accelerator,
     model: nn.Module,
@@ -368,7 +218,11 @@ def predict_rows(  # noqa: PLR0913
     """
     states = {"output_hidden_states": True} if look else {}
     mine: list[tuple[Int64, Float32]] = []
-    for rows, inputs in share_batches(accelerator, model, encoded, pad_id):
+    order = np.argsort(-encoded.lengths, kind="stable")  # the longest first
+    share = order[accelerator.process_index :: accelerator.num_processes]
+    for start in track("answering", range(0, len(share), BATCH)):
+        rows = share[start : start + BATCH]
+        inputs = to_device(select_inputs(model, encoded.batch(rows.tolist(), pad_id)[1]), accelerator.device)
         with torch.inference_mode():
             output = model(**inputs, **states)
             answers: Any = encoded.kept(rows, join_outputs(output, kind.outputs))
@@ -393,8 +247,7 @@ def is_collapsed(task: Task, logits: Float32, labels: Array) -> bool:
     return not np.isfinite(logits).all() or task.kind.constant(logits, labels)
 
 
-@dataclass
-class State:
+class State(Strict):
     """State of a checkpoint besides model, optimizer and scheduler."""
 
     step: int = 0
@@ -403,12 +256,12 @@ class State:
     samples: int = 0
     threads: int = 0  # of a CPU, that compute
     learning_rate: float = 0.0  # 0: none won anything
-    tried: list[dict[str, float]] = field(default_factory=list)
-    log: list[dict[str, Any]] = field(default_factory=list)
+    tried: list[Tried] = []
+    log: list[LogRow] = []
 
     @property
     def scores(self) -> dict[int, float]:
-        return {row["step"]: row["score"] for row in self.log if row["score"] is not None}
+        return {row.step: row.score for row in self.log if row.score is not None}
 
     @property
     def best_step(self) -> int:
@@ -453,8 +306,138 @@ class Job:
     run: TrainingRun = field(init=False)  # record of the training
 
     def log(self, state: State, row: LogRow) -> None:
-        state.log.append(row.model_dump())
+        state.log.append(row)
         reporter().advance(row.step, self.run.planned_steps, row=row)
+
+
+class _CheckpointManifest(Strict):
+    schema_version: Literal[1] = 1
+    identity: dict[str, Any]  # what the run is of, as JSON values
+    best_step: int  # whose checkpoint is kept as well
+    state: State
+    files: dict[str, str]  # name -> sha256
+
+
+def save_checkpoint(job: Job, accelerator: Accelerator, state: State) -> None:
+    """Write a checkpoint from all processes; the others go, but for the one before and the best of both.
+
+    What cannot be written is a `UserError`.
+    """
+    folder, final = job.folder, get_checkpoint_folder(job.folder, state.step)
+    temporary = folder / f".{final.name}.training.tmp"  # the same in all processes
+
+    def prepare() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+
+    def finish() -> None:
+        hashes = {path.name: files.sha256(path) for path in sorted(temporary.iterdir())}
+        written = _CheckpointManifest(
+            identity=job.identity, best_step=state.best_step, state=state, files=hashes
+        )
+        files.write_json(temporary / CHECKPOINT_FILE, written.model_dump(mode="json"))
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        last = [path for path in _list(folder) if path.name <= final.name][:KEPT]  # later ones are damaged
+        manifests = filter(None, map(_read_manifest, last))
+        best = {get_checkpoint_folder(folder, manifest.best_step) for manifest in manifests}
+        for other in {*_list(folder)} - {*last} - best:
+            shutil.rmtree(other)
+
+    main = accelerator.is_main_process
+    try:
+        _run_together(accelerator, folder, prepare if main else None)
+        _run_together(accelerator, folder, lambda: accelerator.save_state(str(temporary)))
+        _run_together(accelerator, folder, finish if main else None)
+    finally:
+        if main:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _run_together(accelerator: Accelerator, folder: Path, work: Callable[[], Any] | None) -> None:
+    """Do the work of this process and wait for the others; all stop when one cannot write."""
+    problem = ""
+    try:
+        if work is not None:
+            work()
+    except Exception as error:  # OSError, and what torch and safetensors make of it
+        problem = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    for text in filter(None, gather_object([problem])):
+        raise Unwritable(
+            f"checkpoints cannot be written into {folder} ({text}); make room or choose another --out"
+        )
+
+
+def get_checkpoint_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def find_checkpoint(job: Job) -> tuple[Path, State] | None:
+    """Find the last whole checkpoint of a run, if any: its folder, and the state of the training.
+
+    One of another `identity` is a `UserError`; each damaged one that is passed over is a line of `notes`.
+    """
+    for path in _list(job.folder):
+        damaged = _list_damaged(path)
+        if manifest := _read_manifest(path):
+            _require_same(path, manifest.identity, job.identity)
+            best = get_checkpoint_folder(job.folder, manifest.best_step)  # whose weights the run returns
+            damaged = damaged or [f"{best.name}/{name}" for name in _list_damaged(best)]
+            if not damaged:
+                return path, manifest.state
+        job.notes.append(f"checkpoint {path.name} is damaged ({', '.join(damaged)}); it is passed over")
+    if _list(job.folder):
+        job.notes.append("no whole checkpoint was left; the training began again")
+    return None
+
+
+def load_weights(checkpoint: Path, model: Any) -> None:
+    if damaged := _list_damaged(checkpoint):
+        raise UserError(
+            f"{checkpoint} is damaged ({', '.join(damaged)}); run the same command again, which resumes from "
+            "an older checkpoint"
+        )
+    load_model(model, checkpoint / WEIGHTS)
+
+
+def _require_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
+    def short(value: Any) -> str:
+        text = str(value)
+        return text if len(text) <= 24 else f"{text[:12]}..."
+
+    differing = [
+        f"{key} (there {short(there.get(key))}, here {short(here.get(key))})"
+        for key in {**there, **here}
+        if there.get(key) != here.get(key)
+    ]
+    if differing:
+        raise UserError(
+            f"{folder} is a checkpoint of another run: it differs in {', '.join(differing)}; resume with "
+            "what it was started with, or give another --out, or remove it to begin again"
+        )
+
+
+def _list(folder: Path) -> list[Path]:
+    """Return the checkpoints, the last first."""
+    return sorted(folder.glob("step-*"), reverse=True) if folder.is_dir() else []
+
+
+def _read_manifest(folder: Path) -> _CheckpointManifest | None:
+    try:
+        return read(folder / CHECKPOINT_FILE, _CheckpointManifest, "checkpoint", "go on from another")
+    except UserError:
+        return None
+
+
+def _list_damaged(folder: Path) -> list[str]:
+    manifest = _read_manifest(folder)
+    if manifest is None:
+        return [CHECKPOINT_FILE]
+    return [
+        name
+        for name, digest in manifest.files.items()
+        if Path(name).name != name or not (folder / name).is_file() or files.sha256(folder / name) != digest
+    ]
 
 
 def group_decayed(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -505,9 +488,9 @@ def _train(job: Job, accelerator: Accelerator) -> None:
     settings, run = job.settings, job.run
     due = evaluation_steps(run.planned_steps, settings.num_evals)
     model: Any = accelerator.prepare(job.model.to(accelerator.device))
-    found = find_checkpoint(job.folder, job.identity, job.notes)
-    state = State(**found[1]) if found else _begin(job, accelerator, model)
-    run.tried, run.learning_rate = [Tried(**row) for row in state.tried], state.learning_rate
+    found = find_checkpoint(job)
+    state = found[1] if found else _begin(job, accelerator, model)
+    run.tried, run.learning_rate = state.tried, state.learning_rate
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch renames an option that Accelerate passes on
         optimizing = accelerator.prepare(*_new_optimizer(job, state.learning_rate, run.planned_steps))
@@ -520,20 +503,20 @@ def _train(job: Job, accelerator: Accelerator) -> None:
             job.notes.append(f"{state.threads} threads before, {threads} now: sums are rounded differently")
         state.threads = threads
         for row in state.log:
-            reporter().advance(row["step"], run.planned_steps, row=LogRow(**row))
+            reporter().advance(row.step, run.planned_steps, row=row)
     elif job.judge_first:
-        _save(job, accelerator, state)
+        save_checkpoint(job, accelerator, state)
     run.stopped = state.ends(settings, job.far) if state.log else None
     while state.step < run.planned_steps and run.stopped is None:
         _advance(job, accelerator, prepared, state, until=min(step for step in due if step > state.step))
         _judge(job, state)
-        _save(job, accelerator, state)
+        save_checkpoint(job, accelerator, state)
         run.stopped = state.ends(settings, job.far)
     load_weights(get_checkpoint_folder(job.folder, state.best_step), job.model)
     accelerator.unwrap_model(prepared[0], keep_fp32_wrapper=False)  # its forward is no longer under autocast
     run.steps, run.best_step, run.seconds = state.step, state.best_step, state.seconds
     run.samples_per_s = state.samples / state.seconds if state.seconds else None
-    run.log = [LogRow(**row) for row in state.log]
+    run.log = state.log
 
 
 def _begin(job: Job, accelerator: Accelerator, model: Any) -> State:
@@ -562,9 +545,9 @@ def _try_rates(job: Job, accelerator: Accelerator, model: Any, state: State) -> 
     for number, rate in enumerate(RATES):
         optimizer, scheduler = _new_optimizer(job, rate, steps)
         job.model.train()
-        for step in range(steps):
+        for step, rows in zip(range(steps), cycle(batches), strict=False):
             report_phase("trying learning rates", number * steps + step, len(RATES) * steps)
-            _gradient(job, accelerator, model, batches[step % len(batches)])
+            _gradient(job, accelerator, model, rows)
             _step(job, accelerator, (model, optimizer, scheduler))
         job.model.eval()
         judged = job.judge(job.model)
@@ -574,7 +557,7 @@ def _try_rates(job: Job, accelerator: Accelerator, model: Any, state: State) -> 
             job.notes.append(f"at learning rate {rate:g} answers became NaN, so no higher rate was tried")
             break
         gain, sqnr = judged.score - state.scores[0], judged.values["sqnr_db"]
-        state.tried.append({"learning_rate": rate, "gain_db": gain, "sqnr_db": sqnr})
+        state.tried.append(Tried(learning_rate=rate, gain_db=gain, sqnr_db=sqnr))
         worse = 0 if gain > best else worse + 1
         if gain > best:
             best, state.learning_rate = gain, rate
@@ -582,7 +565,7 @@ def _try_rates(job: Job, accelerator: Accelerator, model: Any, state: State) -> 
             break
     if best < LEAST_GAIN:
         state.learning_rate = 0.0
-    reporter().log(describe_tries([Tried(**row) for row in state.tried], state.learning_rate))
+    reporter().log(describe_tries(state.tried, state.learning_rate))
 
 
 def _new_optimizer(job: Job, rate: float, steps: int) -> tuple[Any, Any]:
@@ -605,13 +588,10 @@ def _advance(
     model.train()
     losses: list[Any] = []
     norms: list[Any] = []
-    start, epoch, batches = time.perf_counter(), -1, []
-    while state.step < until:
+    start, (epoch, first) = time.perf_counter(), divmod(state.step, per_epoch)
+    ahead = (epoch_batches(data, settings.batch_size, settings.seed, number) for number in count(epoch))
+    for rows in islice(chain.from_iterable(ahead), first, first + until - state.step):
         report_phase("training", state.step, job.run.planned_steps)
-        if state.step // per_epoch != epoch:
-            epoch = state.step // per_epoch
-            batches = epoch_batches(data, settings.batch_size, settings.seed, epoch)
-        rows = batches[state.step % per_epoch]
         losses.append(_gradient(job, accelerator, model, rows))
         norms.append(_step(job, accelerator, prepared))
         state.step += 1
@@ -648,8 +628,7 @@ def _gradient(job: Job, accelerator: Accelerator, model: Any, rows: Int64) -> An
     total: Any = 0.0
     for number, part in enumerate(parts):
         last = number + 1 == len(parts)
-        batch = job.data.batch(part)[1].items()
-        tensors = {name: torch.from_numpy(array).to(accelerator.device) for name, array in batch}
+        tensors = to_device(job.data.batch(part)[1], accelerator.device)
         with contextlib.nullcontext() if last else accelerator.no_sync(model):  # no all-reduce yet
             loss = job.loss(model, part, tensors) * weight
             accelerator.backward(loss * world)  # DDP takes the mean over the processes
@@ -683,8 +662,3 @@ def _judge(job: Job, state: State) -> None:
     state.collapsed = state.collapsed + 1 if judged.collapsed and may_collapse else 0
     epoch = state.step / math.ceil(len(job.data.rows) / job.settings.batch_size)
     job.log(state, LogRow(step=state.step, epoch=epoch, score=judged.score, values=judged.values))
-
-
-def _save(job: Job, accelerator: Accelerator, state: State) -> None:
-    manifest = {"identity": job.identity, "best_step": state.best_step, "state": asdict(state)}
-    save_checkpoint(job.folder, state.step, accelerator, manifest)

@@ -63,13 +63,9 @@ def compute_hidden_distance(hidden: States, teacher: States, mask: torch.Tensor)
 
 def unshift_states(session: Session, accelerator: Accelerator) -> Callable[[States], States]:
     """Return what takes the shifts of calibration out of hidden states, which the teacher has not."""
-    moved = {
-        number: torch.tensor(values, device=accelerator.device)
-        for number, values in records.get_state_shifts(session.ptq_record).items()
-    }
-    return lambda hidden: tuple(
-        state - moved[number] if number in moved else state for number, state in enumerate(hidden)
-    )
+    shifts = records.get_state_shifts(session.ptq_record)
+    moved = {number: torch.tensor(values, device=accelerator.device) for number, values in shifts.items()}
+    return lambda hidden: tuple(s - moved[n] if n in moved else s for n, s in enumerate(hidden))
 
 
 class Distillation:
@@ -153,12 +149,9 @@ class Distillation:
 
 
 def prepare_student(session: Session, settings: Qat, batches: list[Batch]) -> PreTrainedModel:
-    model = session.new_start_model()
-    learns = settings.amax == "learned"
+    model, learns = session.new_start_model(), settings.amax == "learned"
     prepare(model, session.plan, session.start_record, batches, learns_amax=learns)
-    with (
-        torch.no_grad()
-    ):  # after reconstruction many weights are where rounding turns, and any step flips them
+    with torch.no_grad():  # reconstructed weights are often where rounding turns, and any step flips them
         for name in session.plan.int8:
             linear: Any = model.get_submodule(name)
             linear.weight.copy_(linear.weight_quantizer(linear.weight))

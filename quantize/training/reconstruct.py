@@ -32,10 +32,10 @@ from qdqbench.quantize.calibration.fakequant import native
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, name_outputs
 from qdqbench.quantize.calibration.record import CalibrationRecord
 from qdqbench.quantize.calibration.techniques import channel_splitting
-from qdqbench.quantize.calibration.techniques.bias_correction import Arguments, apply_biases, record_calls
+from qdqbench.quantize.calibration.techniques.bias_correction import apply_biases, record_calls
 from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSplit
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.inputs import select_inputs
+from qdqbench.quantize.models.inputs import select_inputs, to_device
 from qdqbench.quantize.models.modules import get_hidden, resume_from
 from qdqbench.quantize.pipeline.session import (
     CHECKPOINTS,
@@ -95,19 +95,14 @@ def draw_rows(samples: Iterable[Any], settings: Reconstruction, pad_id: int) -> 
     return Rows([*parts[0], *parts[1]], len(parts[0]))
 
 
-@dataclass
 class Chain:
     """A model whose layers run one after the other over all batches."""
 
-    model: PreTrainedModel
-    calls: dict[str, list[Arguments]]  # what each layer gets of each batch besides the hidden state
-    states: States  # that the next layer reads
-
-    @classmethod
-    def begin(cls, model: PreTrainedModel, names: list[str], batches: list[Batch]) -> "Chain":
-        states, calls = record_calls(model, Counter(names), batches)
-        calls, states = copy.deepcopy((calls, states))  # those of inference mode are not for gradients
-        return cls(model, calls, states)
+    def __init__(self, model: PreTrainedModel, runs: Counter[str], batches: list[Batch]) -> None:
+        self.model = model
+        # states that the next layer reads, and what each layer gets of each batch besides;
+        # those of inference mode are not for gradients
+        self.states, self.calls = copy.deepcopy(record_calls(model, runs, batches))
 
     def run(self, name: str, number: int, state: torch.Tensor) -> torch.Tensor:
         args, kwargs = self.calls[name][number]
@@ -126,20 +121,18 @@ class Reconstructor:
         self, model: PreTrainedModel, teacher: PreTrainedModel, rows: Rows, settings: Reconstruction
     ) -> None:
         self.settings, self.rows, device = settings, rows, next(model.parameters()).device
-        runs = family_of(model.config).runs(model)
-        self.runs = Counter(runs)  # of each layer, one after the other
+        self.runs = Counter(family_of(model.config).runs(model))  # of each layer, one after the other
         self.names = [*self.runs]
-        self.student = Chain.begin(model, runs, rows.batches)
-        self.teacher = Chain.begin(teacher, runs, rows.batches)
+        self.student, self.teacher = (Chain(each, self.runs, rows.batches) for each in (model, teacher))
         masks = (torch.from_numpy(batch["attention_mask"]).to(device) for batch in rows.batches)
         self.masks = [mask[..., None].float() for mask in masks]
 
     def _answer(self, chain: Chain, number: int, state: torch.Tensor) -> torch.Tensor:
         """Return what the head makes of the last state of a batch, without what it makes of padding."""
         inputs = select_inputs(chain.model, self.rows.batches[number])
-        batch = {name: torch.from_numpy(array).to(state.device) for name, array in inputs.items()}
         with resume_from(chain.model, self.runs.total(), state):
-            answers: torch.Tensor = join_outputs(chain.model(**batch), name_outputs(chain.model)).float()
+            output = chain.model(**to_device(inputs, state.device))
+        answers: torch.Tensor = join_outputs(output, name_outputs(chain.model)).float()
         return answers * self.masks[number] if answers.ndim > 2 else answers
 
     def _find_read(self, number: int, state: torch.Tensor) -> torch.Tensor:

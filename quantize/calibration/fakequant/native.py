@@ -127,11 +127,8 @@ class Learned:
         return modelopt.get_stored_amax(self.quantizer).float().reshape(self.ratio.shape)
 
     def quantized(self, inputs: torch.Tensor) -> torch.Tensor:
-        ratio, factor = (
-            self.ratio.detach(),
-            (self.count * fake.INT8_MAX) ** -0.5,
-        )  # the paper's gradient scale
-        output: torch.Tensor = _quantize(inputs, self.ratio, self.scale, factor / ratio, self.axis, self.low)
+        gain = (self.count * fake.INT8_MAX) ** -0.5 / self.ratio.detach()  # gradient scale of the paper
+        output: torch.Tensor = _quantize(inputs, self.ratio, self.scale, gain, self.axis, self.low)
         return output
 
     @property
@@ -166,25 +163,18 @@ def take_means(model: "PreTrainedModel", run: Callable[[], object]) -> None:
     """
     sums: dict[FakeQuantLinear, tuple[torch.Tensor, int]] = {}
 
-    def add(linear: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    def add(_: str, linear: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         values = linear.input_quantizer(inputs[0]).flatten(0, -2)
         total, count = sums.get(linear, (0.0, 0))
         sums[linear] = total + values.sum(dim=0), count + len(values)
 
-    modules: list[Any] = [module for module in model.modules() if isinstance(module, FakeQuantLinear)]
-    hooks = [each.register_forward_pre_hook(add) for each in modules if _has_learned_bias(each)]
-    try:
+    linears: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, FakeQuantLinear)}
+    names = [n for n, m in linears.items() if m.bias is not None and m.bias.requires_grad]
+    with fake.hooked(model, names, add, before=True):
         run()
-    finally:
-        for hook in hooks:
-            hook.remove()
     for linear, (total, count) in sums.items():
         linear.register_buffer(MEAN, total / count, persistent=False)
         linear.bias.add_(linear.weight_quantizer(linear.weight) @ linear.get_buffer(MEAN))
-
-
-def _has_learned_bias(linear: nn.Linear) -> bool:
-    return isinstance(linear.bias, torch.Tensor) and linear.bias.requires_grad
 
 
 @torch.no_grad()

@@ -2,13 +2,14 @@
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from qdqbench.quantize.models.attention import UNROUNDED
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.models.inputs import select_inputs
+from qdqbench.quantize.models.inputs import select_inputs, to_device
 from qdqbench.quantize.tasks.task import kind_of
 from qdqbench.quantize.tasks.types.kind import LOGITS, join_outputs
 from qdqbench.quantize.utils.arrays import Batch
@@ -41,11 +42,27 @@ def forward(model: "PreTrainedModel", batch: Batch) -> "torch.Tensor":
     """Return answers [B, width] or [B, L, width] of one batch, on the model's device, without gradients."""
     import torch
 
-    device = next(model.parameters()).device
-    inputs = {name: torch.from_numpy(array).to(device) for name, array in select_inputs(model, batch).items()}
     with torch.inference_mode():
-        output = model(**inputs)
+        output = model(**to_device(select_inputs(model, batch), next(model.parameters()).device))
     return join_outputs(output, name_outputs(model))  # type: ignore[no-any-return]
+
+
+@contextmanager
+def hooked(
+    model: "PreTrainedModel",
+    names: Iterable[str],
+    hook: Callable[..., Any],
+    *,
+    before: bool = False,
+    with_kwargs: bool = False,
+) -> Iterator[None]:
+    """Call a hook in the block whenever modules ran, or `before`; its first argument is the module's name."""
+    with ExitStack() as hooks:
+        for name in names:
+            module = model.get_submodule(name)
+            register: Any = module.register_forward_pre_hook if before else module.register_forward_hook
+            hooks.enter_context(register(partial(hook, name), with_kwargs=with_kwargs))
+        yield
 
 
 def name_outputs(model: "PreTrainedModel") -> Mapping[str, tuple[str, ...]]:

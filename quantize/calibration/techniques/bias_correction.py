@@ -9,19 +9,22 @@ if it does not bring the output of its layer nearer to FP32.
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off, use_rounded_weights
-from qdqbench.quantize.calibration.techniques.change import Change
+from qdqbench.quantize.calibration.fakequant.quantizers import (
+    forward,
+    hooked,
+    quantizers_off,
+    use_rounded_weights,
+)
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.modules import get_hidden, record_first_inputs, resume_from
-from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
 from qdqbench.quantize.utils.arrays import Batch
-from qdqbench.quantize.utils.names import count_of, name_list
+from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import track
 
 if TYPE_CHECKING:
@@ -30,16 +33,6 @@ if TYPE_CHECKING:
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a layer for one batch, without the hidden state
 TOKENS = 2**12  # what is averaged is small and paired; bounds the time, and what is held in memory
-
-
-def describe_changes(plan: Plan, biases: Collection[str]) -> Iterator[Change]:
-    tried = count_of(len(plan.int8.keys() - list_bias_free_linears(plan)), "INT8 linear")
-    yield Change(
-        "bias correction",
-        len(biases),
-        "linear",
-        f"The biases of {{}} of {tried} make up for the mean error of rounding; the others gained nothing.",
-    )
 
 
 def correct_biases(
@@ -137,12 +130,9 @@ def note_missing_biases(model: "PreTrainedModel", linears: Iterable[str]) -> lis
 
 
 def apply_biases(model: "PreTrainedModel", added: dict[str, list[float]]) -> None:
-    import torch
-
     for name, values in added.items():
         bias: Any = model.get_submodule(name).bias
-        with torch.no_grad():
-            bias += torch.tensor(values, dtype=bias.dtype, device=bias.device)
+        bias.data += bias.new_tensor(values)
 
 
 @contextmanager
@@ -150,19 +140,16 @@ def add_biases_temporarily(
     model: "PreTrainedModel", added: Iterable[dict[str, list[float]]]
 ) -> Iterator[None]:
     """Add to the biases of a model for a while; they are as they were afterwards, bit for bit."""
-    import torch
-
-    parts = [*added]
-    biases: list[Any] = [model.get_submodule(name).bias for name in {name for part in parts for name in part}]
-    before = [bias.detach().clone() for bias in biases]
+    before: dict[str, torch.Tensor] = {}
     try:
-        for part in parts:
+        for part in added:
+            biases = {name: model.get_parameter(f"{name}.bias").data for name in part}
+            before = {name: bias.clone() for name, bias in biases.items()} | before
             apply_biases(model, part)
         yield
     finally:
-        with torch.no_grad():
-            for bias, was in zip(biases, before, strict=True):
-                bias.copy_(was)
+        for name, was in before.items():
+            model.get_parameter(f"{name}.bias").data.copy_(was)
 
 
 def run_layer(
@@ -191,7 +178,7 @@ def average_outputs(model: "PreTrainedModel", names: Iterable[str]) -> "Iterator
         sums.setdefault(name, []).append(flat.double().sum(dim=0))
         tokens[name] += len(flat)
 
-    with _hooks(model, names, add):
+    with hooked(model, names, add):
         yield means
     means |= {name: reduce(operator.add, parts) / tokens[name] for name, parts in sums.items()}
 
@@ -206,7 +193,7 @@ def keep_outputs(
     def keep(name: str, _: Any, __: Any, output: "torch.Tensor") -> None:
         outputs.setdefault(name, []).append(output.clone())
 
-    with _hooks(model, chain.from_iterable(groups), keep):
+    with hooked(model, chain.from_iterable(groups), keep):
         yield outputs
 
 
@@ -224,14 +211,6 @@ def replay_outputs(
             del linear.forward
 
 
-@contextmanager
-def _hooks(model: "PreTrainedModel", names: Iterable[str], hook: Callable[..., None]) -> Iterator[None]:
-    with ExitStack() as hooks:
-        for name in names:
-            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(hook, name)))
-        yield
-
-
 def record_calls(
     model: "PreTrainedModel", runs: Counter[str], batches: Iterable[Batch], enough: float = math.inf
 ) -> "tuple[list[torch.Tensor], dict[str, list[Arguments]]]":
@@ -242,12 +221,11 @@ def record_calls(
     def keep(name: str, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls[name].append((args[1:], kwargs))
 
-    with ExitStack() as hooks:
-        states = hooks.enter_context(record_first_inputs(model))
-        for name in runs:
-            layer = model.get_submodule(name)
-            hooks.enter_context(layer.register_forward_pre_hook(partial(keep, name), with_kwargs=True))
-        hooks.enter_context(resume_from(model, sum(runs.values()), None))
+    with (
+        record_first_inputs(model) as states,
+        hooked(model, runs, keep, before=True, with_kwargs=True),
+        resume_from(model, sum(runs.values()), None),
+    ):
         for batch in batches:
             forward(model, batch)
             tokens += batch["input_ids"].size

@@ -11,7 +11,7 @@ Both forms are exact before quantization and cost no kernel:
   1712.05877, section 2.1). Most values are near zero, and would share an error of either kind.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,6 @@ import numpy as np
 
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, round_weight
 from qdqbench.quantize.calibration.techniques.bias_correction import apply_biases
-from qdqbench.quantize.calibration.techniques.change import Change
 from qdqbench.quantize.calibration.techniques.smoothing import Ranges
 from qdqbench.quantize.models.rounding import set_rounding
 from qdqbench.quantize.recipe.plan import QKV_ROLES, Plan, list_bias_free_linears
@@ -59,21 +58,6 @@ class NormOutput(NamedTuple):
     readers: tuple[str, ...]
     adder: str  # linear whose output it is added to
     state: int | None
-
-
-def describe_changes(centering: Centering, shifts: Mapping[str, Shift]) -> Iterator[Change]:
-    yield Change(
-        "centered inputs",
-        sum(shift.rest is None for shift in shifts.values()),
-        "LayerNorm",
-        "The channels that {} make are moved by the middles of their ranges, which biases behind undo.",
-    )
-    yield Change(
-        "centered activations",
-        len(centering.inputs),
-        "linear",
-        "A constant is subtracted from the inputs of {} before their Q; their biases make up for it.",
-    )
 
 
 def list_centered(model: "PreTrainedModel", plan: Plan) -> dict[str, NormOutput]:
@@ -117,14 +101,12 @@ def make_shift(
     model: "PreTrainedModel", tensor: NormOutput, values: Float64, rest: float | None = None
 ) -> Shift:
     """Return the shift of a tensor by `values` [channels], for a model whose weights are its own yet."""
-    import torch
-
     values = values.astype(np.float32).astype(np.float64)
     added = {tensor.maker: values, tensor.adder: -values}
     for name in tensor.readers:
         weight: Any = model.get_submodule(name).weight
         added[name] = -(weight.detach().double().cpu().numpy() @ values)
-    as_lists = {module: torch.from_numpy(delta).float().tolist() for module, delta in added.items()}
+    as_lists = {module: delta.astype(np.float32).tolist() for module, delta in added.items()}
     return Shift(maker=tensor.maker, state=tensor.state, added=as_lists, rest=rest)
 
 
@@ -169,10 +151,8 @@ def choose_constants(model: "PreTrainedModel", linears: Iterable[str], ranges: R
 
 def compute_biases(model: "PreTrainedModel", constants: Mapping[str, float]) -> Centering:
     """Compute what makes up for the constants, after all that changes the weights and factors of linears."""
-    biases = {}
-    for name, constant in constants.items():
-        linear: Any = model.get_submodule(name)
-        biases[name] = _weigh(linear, constant, linear.weight.detach())
+    linears: dict[str, Any] = {name: model.get_submodule(name) for name in constants}
+    biases = {name: _weigh(each, constants[name], each.weight.detach()) for name, each in linears.items()}
     return Centering(inputs=dict(constants), biases=biases)
 
 
@@ -223,22 +203,10 @@ def take_out_biases(
 
     The model's own biases become what `apply_centering` makes of these, which may differ in the last bit.
     """
-    import torch
-
     plain = dict(weights)
-    with torch.no_grad():
-        for name, added in centering.biases.items():
-            bias: Any = model.get_submodule(name).bias
-            step = bias.new_tensor(added)
-            plain[f"{name}.bias"] = bias.detach() - step
-            bias.copy_(plain[f"{name}.bias"] + step)
+    for name, added in centering.biases.items():
+        bias: Any = model.get_submodule(name).bias
+        step = bias.new_tensor(added)
+        plain[f"{name}.bias"] = bias.data - step
+        bias.data.copy_(plain[f"{name}.bias"] + step)
     return plain
-
-
-def select_centering(centering: Centering, names: Iterable[str]) -> Centering:
-    chosen = [name for name in names if name in centering.inputs]
-    return Centering(
-        inputs={name: centering.inputs[name] for name in chosen},
-        biases={name: centering.biases[name] for name in chosen},
-        rounding={name: values for name, values in centering.rounding.items() if name in chosen},
-    )

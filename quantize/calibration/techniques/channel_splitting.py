@@ -8,17 +8,15 @@ a little more than the one before, and its weight less (`SPREAD`), or all would 
 direction. Weights are divided only where they have one scale for all rows.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.calibration.techniques.change import Change
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.utils.arrays import Float64, Int64
-from qdqbench.quantize.utils.names import count_of
 from qdqbench.quantize.utils.schema import Strict
 
 if TYPE_CHECKING:
@@ -37,17 +35,6 @@ class ChannelSplit(Strict):
     extra: int  # channels more than the model has
     # channel -> what divides its activation and its weight, powers of two; the product is its copies
     outliers: dict[int, tuple[int, int]]
-
-
-def describe_changes(splits: Mapping[str, ChannelSplit]) -> Iterator[Change]:
-    extra = max((split.extra for split in splits.values()), default=0)
-    yield Change(
-        "split channels",
-        sum(len(split.outliers) for split in splits.values()),
-        "outlier channel",
-        f"{{}} of {count_of(len(splits), 'feed-forward')} are split into copies, for which each feed-forward "
-        f"is {extra} channels wider.",
-    )
 
 
 def choose_channels(activations: Float64, weights: Float64, extra: int) -> ChannelSplit:
@@ -82,50 +69,50 @@ def _outlier(ranges: Float64) -> tuple[float, int]:
 
 
 def apply_copies(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> None:
-    import torch
     from torch import nn
 
     family = family_of(model.config)
     for name, split in splits.items():
         first, second = _linears(model, name)
-        layout, device = make_split_layout(split, second.in_features), second.weight.device
-        index = torch.from_numpy(layout.channels).to(device)
-        rows = torch.from_numpy(_list_rows(layout.channels, second.in_features, family)).to(device)
-        with torch.no_grad():
-            first.weight = nn.Parameter(first.weight[rows])
-            if first.bias is not None:
-                first.bias = nn.Parameter(first.bias[rows])
-            second.weight = nn.Parameter(second.weight[:, index] * second.weight.new_tensor(layout.columns))
-        first.out_features, second.in_features = len(rows), len(index)
+        layout = make_split_layout(split, second.in_features)
+        rows = _list_rows(layout.channels, second.in_features, family)
+        first.weight = nn.Parameter(first.weight.data[rows])
+        if first.bias is not None:
+            first.bias = nn.Parameter(first.bias.data[rows])
+        columns = second.weight.new_tensor(layout.columns)
+        second.weight = nn.Parameter(second.weight.data[:, layout.channels] * columns)
+        first.out_features, second.in_features = len(rows), len(columns)
         second.input_quantizer.pre_quant_scale = second.weight.new_tensor(layout.inputs)
     if len(splits) == len(family.layer_names(model)):
-        setattr(model.config, family.intermediate, len(index))  # so that it can be saved, and loaded again
+        setattr(model.config, family.intermediate, len(columns))  # so that it can be saved, and loaded again
 
 
 def keep_equal(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> Callable[[], None]:
     """Let copies follow their original bit for bit; call it after each step of a training."""
-    import torch
-
     ties, family = [], family_of(model.config)
     for name, split in splits.items():
         first, second = _linears(model, name)
-        wide, device = second.in_features, second.weight.device
+        wide = second.in_features
         width = wide - split.extra
         layout = make_split_layout(split, width)
-        index = torch.from_numpy(layout.channels[width:]).to(device)
-        copies = torch.from_numpy(_list_rows(np.arange(width, wide), wide, family)).to(device)
-        own = torch.from_numpy(_list_rows(layout.channels[width:], wide, family)).to(device)
+        originals = layout.channels[width:]
+        index, copies, own = (
+            first.weight.new_tensor(rows, dtype=int)
+            for rows in (
+                originals,
+                _list_rows(np.arange(width, wide), wide, family),
+                _list_rows(originals, wide, family),
+            )
+        )
         # a power of two lies between the two, so this product has the bits of that in `apply_copies`
-        columns = layout.columns[width:] / layout.columns[layout.channels[width:]]
+        columns = layout.columns[width:] / layout.columns[originals]
         ties.append((first, second, (copies, own), (width, index), second.weight.new_tensor(columns)))
 
     def tie() -> None:
-        with torch.no_grad():
-            for first, second, (copies, own), (width, index), columns in ties:
-                first.weight[copies] = first.weight[own]
-                if first.bias is not None:
-                    first.bias[copies] = first.bias[own]
-                second.weight[:, width:] = second.weight[:, index] * columns
+        for first, second, (copies, own), (width, index), columns in ties:
+            for value in (first.weight.data, *([] if first.bias is None else [first.bias.data])):
+                value[copies] = value[own]
+            second.weight.data[:, width:] = second.weight.data[:, index] * columns
 
     return tie
 

@@ -10,14 +10,14 @@ taken out of the residual: W d is the bias, but for what the keys of the calibra
 regression), which is dropped.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qdqbench.quantize.calibration.fakequant.quantizers import hooked
 from qdqbench.quantize.calibration.techniques.centering import (
     NormOutput,
     Shift,
@@ -25,7 +25,6 @@ from qdqbench.quantize.calibration.techniques.centering import (
     make_shift,
     shift_edges,
 )
-from qdqbench.quantize.calibration.techniques.change import Change
 from qdqbench.quantize.calibration.techniques.smoothing import (
     Ranges,
     Smoothing,
@@ -39,7 +38,6 @@ from qdqbench.quantize.recipe.plan import (
     folds_kv_bias,
     folds_q_bias,
     get_linears,
-    list_bias_free_linears,
     shares_qkv_scales,
 )
 from qdqbench.quantize.utils.arrays import Float64
@@ -53,22 +51,6 @@ if TYPE_CHECKING:
 # mean square of an error of scores that is as bad as a shift of every channel by half its range
 RIDGE_LAMBDA = 0.01
 LARGEST_REST = 0.1  # of scores, root mean square: more is told
-
-
-def describe_changes(plan: Plan, centers: Collection[str], shifts: Mapping[str, Shift]) -> Iterator[Change]:
-    yield Change(
-        "moved biases",
-        len(list_bias_free_linears(plan).intersection(centers)),
-        "linear",
-        "The biases of {} of q, k and v are gone; k's changes no softmax, v's is added after the attention.",
-    )
-    yield Change(
-        "shifted inputs",
-        sum(shift.rest is not None for shift in shifts.values()),
-        "INT8 attention",
-        "What q, k and v of {} read is shifted where it is made, which does what the bias of q did. What "
-        "else that does is taken out after the attention.",
-    )
 
 
 @dataclass
@@ -96,13 +78,15 @@ def record_inputs(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _S
     """Record what q, k and v read in each attention to be shifted, while calibration data go through."""
     makers = folds_q_bias(plan)
     seen = {name: _Seen() for name in makers}
+    attentions = {get_linears(plan, name, "query")[0]: name for name in makers}
     outputs: dict[str, Any] = {}
 
-    def keep(name: str, _: Any, __: Any, output: Any) -> None:
-        outputs[name] = output
+    def keep(maker: str, _: Any, __: Any, output: Any) -> None:
+        outputs[maker] = output
 
-    def read(name: str, _: Any, inputs: tuple[Any, ...]) -> None:
-        output, x = outputs.pop(name, None), inputs[0]
+    def read(query: str, _: Any, inputs: tuple[Any, ...]) -> None:
+        name, x = attentions[query], inputs[0]
+        output = outputs.pop(makers[name], None)
         # a family of a recipe's own may name a wrong module
         if output is None or output.shape != x.shape or not output.nan_to_num().equal(x.nan_to_num()):
             raise UserError(
@@ -112,11 +96,7 @@ def record_inputs(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _S
             )
         seen[name].add(x)
 
-    with ExitStack() as hooks:
-        for name, maker in makers.items():
-            (query,) = get_linears(plan, name, "query")
-            hooks.enter_context(model.get_submodule(maker).register_forward_hook(partial(keep, name)))
-            hooks.enter_context(model.get_submodule(query).register_forward_pre_hook(partial(read, name)))
+    with hooked(model, makers.values(), keep), hooked(model, attentions, read, before=True):
         yield seen
 
 

@@ -11,16 +11,14 @@ something is quantized.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.calibration.fakequant.quantizers import RESIDUAL_QUANTIZER, quantizers_off
-from qdqbench.quantize.calibration.techniques.change import Change
+from qdqbench.quantize.calibration.fakequant.quantizers import RESIDUAL_QUANTIZER, hooked, quantizers_off
 from qdqbench.quantize.models.families.family import Family, LinearRows
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.recipe.plan import QKV_ROLES, Plan, folds_kv_bias, get_linears
@@ -47,21 +45,6 @@ class Smoothing(Strict):
     inputs: dict[str, list[float]] = {}  # linear -> factor of each input channel, applied before its Q
     columns: dict[str, list[float]] = {}  # linear -> factor of each weight column
     rows: dict[str, list[float]] = {}  # linear -> factor of each weight row and bias element
-
-
-def describe_changes(smoothing: Smoothing) -> Iterator[Change]:
-    yield Change(
-        "smoothing",
-        len(smoothing.inputs),
-        "linear",
-        "The input channels of {} are multiplied by powers of two, which their weights undo (SmoothQuant).",
-    )
-    yield Change(
-        "scaled rows",
-        len(smoothing.rows),
-        "linear",
-        "The rows of {} (q, k, v) are scaled by powers of two, undone in scores or after the attention.",
-    )
 
 
 @dataclass
@@ -92,30 +75,20 @@ def measure_ranges(
     outputs |= {linear for name in folds_kv_bias(plan) for linear in get_linears(plan, name, *QKV_ROLES)}
     if not (inputs or outputs or always):
         return Ranges({}, {})
-    ranges: dict[str, dict[str, Any]] = {"inputs": {}, "outputs": {}}
+    read: dict[str, torch.Tensor] = {}
+    made: dict[str, torch.Tensor] = {}
 
-    def keep(side: str, name: str, value: "torch.Tensor") -> None:
-        flat, before = value.detach().flatten(0, -2), ranges[side].get(name)
-        edges = torch.stack([-flat.amin(dim=0), flat.amax(dim=0)])
-        ranges[side][name] = edges if before is None else edges.maximum(before)
+    def widen(edges: "dict[str, torch.Tensor]", name: str, _: Any, *passed: Any) -> None:
+        value = passed[-1][0] if edges is read else passed[-1]
+        flat = value.detach().flatten(0, -2)
+        seen = torch.stack([-flat.amin(dim=0), flat.amax(dim=0)])
+        edges[name] = seen.maximum(edges.get(name, seen))
 
-    def before(name: str, _: Any, values: tuple[Any, ...]) -> None:
-        keep("inputs", name, values[0])
-
-    def after(name: str, _: Any, __: Any, output: "torch.Tensor") -> None:
-        keep("outputs", name, output)
-
-    with ExitStack() as hooks, quantizers_off(model):
-        for name in inputs:
-            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(partial(before, name)))
-        for name in outputs:
-            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(after, name)))
+    before, behind = partial(widen, read), partial(widen, made)
+    with hooked(model, inputs, before, before=True), hooked(model, outputs, behind), quantizers_off(model):
         run(model)
-    sides = {
-        side: {name: value.double().cpu().numpy() for name, value in values.items()}
-        for side, values in ranges.items()
-    }
-    return Ranges(**sides)
+    sides = ({name: edges.double().cpu().numpy() for name, edges in side.items()} for side in (read, made))
+    return Ranges(*sides)
 
 
 def smooth(model: "PreTrainedModel", plan: Plan, ranges: Ranges, left: Collection[str] = ()) -> Smoothing:
@@ -186,24 +159,22 @@ def _scale_rows(moved: Smoothing, model: "PreTrainedModel", made: LinearRows, fa
 
 def apply_factors(model: "PreTrainedModel", smoothing: Smoothing) -> None:
     """Multiply weights, and set the factors of inputs (ModelOpt's `pre_quant_scale`), in place."""
-    import torch
-
-    with torch.no_grad():
-        for name, factors in smoothing.rows.items():
-            linear: Any = model.get_submodule(name)
-            linear.weight.mul_(linear.weight.new_tensor(factors)[:, None])
-            if linear.bias is not None:
-                linear.bias.mul_(linear.bias.new_tensor(factors))
-        for name, factors in smoothing.columns.items():
-            weight = get_weight(model, name)
-            weight.mul_(weight.new_tensor(factors))
-        for name, factors in smoothing.inputs.items():
-            linear = model.get_submodule(name)
-            linear.input_quantizer.pre_quant_scale = linear.weight.new_tensor(factors)
-            if residual := family_of(model.config).residual_read_by(name):  # of the same tensor
-                quantizer: Any = getattr(model.get_submodule(residual), RESIDUAL_QUANTIZER, None)
-                if quantizer is not None and quantizer.is_enabled:
-                    quantizer.pre_quant_scale = linear.weight.new_tensor(factors)
+    linears: dict[str, Any] = dict(model.named_modules())
+    for name, factors in smoothing.rows.items():
+        linear = linears[name]
+        linear.weight.data *= linear.weight.new_tensor(factors)[:, None]
+        if linear.bias is not None:
+            linear.bias.data *= linear.bias.new_tensor(factors)
+    for name, factors in smoothing.columns.items():
+        weight = linears[name].weight
+        weight.data *= weight.new_tensor(factors)
+    for name, factors in smoothing.inputs.items():
+        quantizers = [linears[name].input_quantizer]
+        if residual := family_of(model.config).residual_read_by(name):  # of the same tensor
+            quantizer = linears.get(f"{residual}.{RESIDUAL_QUANTIZER}")
+            quantizers += [quantizer] if quantizer is not None and quantizer.is_enabled else []
+        for quantizer in quantizers:
+            quantizer.pre_quant_scale = linears[name].weight.new_tensor(factors)
 
 
 def remove_factors(model: "PreTrainedModel", smoothing: Smoothing) -> "dict[str, torch.Tensor]":
@@ -283,7 +254,7 @@ def _trace_inputs(model: "PreTrainedModel", names: list[str]) -> tuple[list[list
     norms: dict[int, nn.LayerNorm] = {}
     alive: list[torch.Tensor] = []  # storage that is freed would be used again, and taken for the same tensor
 
-    def note_norm(module: Any, _: Any, output: torch.Tensor) -> None:
+    def note_norm(_: str, module: Any, __: Any, output: torch.Tensor) -> None:
         alive.append(output)
         norms[output.data_ptr()] = module
 
@@ -291,13 +262,9 @@ def _trace_inputs(model: "PreTrainedModel", names: list[str]) -> tuple[list[list
         alive.append(inputs[0])
         readers[inputs[0].data_ptr()].append(name)
 
-    with ExitStack() as hooks, quantizers_off(model), torch.inference_mode():
-        for module in model.modules():
-            if isinstance(module, nn.LayerNorm):
-                hooks.enter_context(module.register_forward_hook(note_norm))
-        for name in names:
-            reader = model.get_submodule(name)
-            hooks.enter_context(reader.register_forward_pre_hook(partial(note_reader, name)))
+    every = [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
+    behind, before = hooked(model, every, note_norm), hooked(model, names, note_reader, before=True)
+    with behind, before, quantizers_off(model), torch.inference_mode():
         model(torch.ones(1, 8, dtype=torch.long, device=model.device))
     gains: dict[str, Float64] = {}
     for pointer, members in readers.items():

@@ -12,7 +12,7 @@ they hold. Chosen by the error of P v over the calibration data, at no cost in t
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, UINT8_MAX, quantizers_off
-from qdqbench.quantize.calibration.techniques.change import Change
 from qdqbench.quantize.models.attention import ROW_MAX
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.utils.arrays import Float64
@@ -54,22 +53,6 @@ class SoftmaxRow(Strict):
     zeroed: float = field("Share of the attention that rounds to zero.")
     clipped: float = field("Share of the attention above the amax.")
     error: float = field("Relative error of the attention's output, by norm.")
-
-
-def describe_changes(rows: Sequence[SoftmaxRow]) -> Iterator[Change]:
-    yield Change(
-        "softmax of each row",
-        len({row.module for row in rows if row.row_max}),
-        "INT8 attention",
-        "The softmax of {} has codes up to the largest of each row; their sum divides the result.",
-    )
-    yield Change(
-        "centered values",
-        len({row.module for row in rows if row.centered}),
-        "INT8 attention",
-        "The values of {} are centered, so that a softmax that rounds to zero loses little; their mean is in "
-        "the attention's output.",
-    )
 
 
 def get_amax(form: Form) -> float:

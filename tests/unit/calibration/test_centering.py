@@ -17,10 +17,10 @@ from qdqbench.quantize.lint.check import check_model
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import resolve
-from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.recipe.schema import find_recipe, load_recipe
 
 from ...support.families import LAYERS, SIZES, write_model
-from ...support.tiny_bert import calibration_batches, padded_batch
+from ...support.tiny_bert import assert_same_state, calibration_batches, padded_batch
 
 EDGES = hnp.arrays(np.float64, (2, 12), elements=st.floats(-8, 8))
 # first linears that read a LayerNorm, two in a layer, and second feed-forward linears
@@ -42,7 +42,7 @@ def quantized(folder, recipe, **changes):
 @pytest.mark.parametrize("model_type", [name for name in SIZES if name not in {"camembert", "xlm-roberta"}])
 def test_answers_stay_and_the_model_can_be_restored(model_type, tmp_path):
     folder = write_model(tmp_path / "model", model_type)
-    recipe = load_recipe("int8-linears", lambda: part_of(folder))
+    recipe = find_recipe("int8-linears", str(folder))
     model, plan, record = quantized(folder, recipe)
     plain, batch = load_model(str(folder)), padded_batch((12, 12))
     norms, seconds = CENTERED.get(model_type, (2 * LAYERS, LAYERS))
@@ -51,15 +51,8 @@ def test_answers_stay_and_the_model_can_be_restored(model_type, tmp_path):
         assert torch.allclose(forward(model, batch), forward(plain, batch), rtol=1e-3, atol=1e-4)
     restored = load_model(str(folder))
     ptq.restore(restored, plan, record)
-    own = model.state_dict()
-    assert all(torch.equal(value, own[name]) for name, value in restored.state_dict().items())
+    assert_same_state(restored, model)
     assert torch.equal(forward(restored, batch), forward(model, batch))
-
-
-def part_of(folder):
-    from qdqbench.quantize.models.families.known import family_of
-
-    return family_of(load_model(str(folder)).config)
 
 
 @pytest.mark.parametrize("recipe", ["int8-linears", "int8-attention", "int8-residual-fused"])
@@ -103,8 +96,7 @@ def test_a_trained_model_is_saved_without_and_restored_with(tmp_path):
     with quantizers_off(model):
         assert torch.allclose(forward(model, batch), forward(plain, batch), rtol=1e-3, atol=1e-4)
     ptq.restore(plain, plan, trained)
-    own = model.state_dict()
-    assert all(torch.equal(value, own[name]) for name, value in plain.state_dict().items())
+    assert_same_state(plain, model)
 
 
 @given(EDGES)

@@ -62,9 +62,8 @@ def test_an_output_projection_is_smoothed_by_the_rows_of_v():
     model, _, record = calibrate_model(prepare_model(new_modernbert()), recipe)
     with quantizers_off(model):
         torch.testing.assert_close(answers(model), before, rtol=1e-4, atol=1e-5)
-    query, key, value = np.reshape(record.smoothing.rows[WQKV], (3, 32))
-    assert (query == 1).all()
-    assert (key == 1).all()
+    *others, value = np.reshape(record.smoothing.rows[WQKV], (3, 32))
+    assert (np.array(others) == 1).all()
     assert np.array_equal(1 / value, record.smoothing.columns[WO])
 
 
@@ -110,10 +109,8 @@ def test_a_record_is_narrowed_to_rows_without_copies():
     int8 = {name: how for name, how in plain.plan.int8.items() if name != SECOND}
     part = replace(plain.plan, int8=int8)
     record = select_record(part, plain.record, fused.record)
-    amax = record.quantizers[f"{FIRST}.weight_quantizer"].amax
-    assert isinstance(amax, list)
     wanted = quantized(outlying()).record.quantizers[f"{FIRST}.weight_quantizer"].amax
-    assert amax == wanted
+    assert record.quantizers[f"{FIRST}.weight_quantizer"].amax == wanted
 
 
 def test_bias_correction_says_what_has_no_bias():
@@ -139,10 +136,9 @@ def test_values_are_centred_in_their_rows_where_there_are_biases():
     before = answers(prepare_model(new_modernbert(biases=True)))
     model, _, record = quantized(new_modernbert(biases=True), attention=True, softmax_scale="min-error")
     assert WQKV in record.centers
-    query, key, value = np.reshape(record.centers[WQKV], (3, 32))
-    assert (query == 0).all()
-    assert (key == 0).all()
-    assert (value != 0).any()
+    *others, value = np.reshape(record.centers[WQKV], (3, 32))
+    assert not np.any(others)
+    assert value.any()
     with quantizers_off(model):
         torch.testing.assert_close(answers(model), before, rtol=1e-4, atol=1e-4)
     left = quantized(new_modernbert(), attention=True, softmax_scale="min-error").record

@@ -29,6 +29,7 @@ from ...support.tiny_bert import (
     LINEARS,
     assert_same_state,
     calibrate,
+    calibrate_model,
     calibration_batches,
     one_scale,
     padded_batch,
@@ -53,11 +54,10 @@ def recipe(*rules, qkv_scales="separate", **calibration):
 def model(tiny_bert):
     """Rows of k and v of very different ranges."""
     model = load_model(str(tiny_bert))
-    with torch.no_grad():
-        for layer in model.bert.encoder.layer:
-            for linear in (layer.attention.self.key, layer.attention.self.value):
-                linear.weight[::3] *= 8
-                linear.weight[5] = 0
+    for name in KEYS_AND_VALUES:
+        weight = model.get_submodule(name).weight.data
+        weight[::3] *= 8
+        weight[5] = 0
     return model
 
 
@@ -68,30 +68,30 @@ def shifts_of(model, plan, ranges):
     return qkv_bias_folding.choose_shifts(model, plan, seen, ranges)
 
 
-def test_it_is_for_key_and_value_with_one_scale_in_an_int8_attention(model):
-    assert folds_kv_bias(plan_of(recipe(*STRAIGHT), model)) == ATTENTIONS
-    assert list_bias_free_linears(plan_of(recipe(*STRAIGHT), model)) == KEYS_AND_VALUES
-    assert folds_kv_bias(plan_of(recipe(), model)) == []
-    assert folds_kv_bias(plan_of(recipe(STRAIGHT[0]), model)) == []
-    without = recipe_with("bert-int8-linears", rules=[EVERY, *STRAIGHT])
+@pytest.mark.parametrize("scales", ["separate", "shared"])
+@pytest.mark.parametrize(
+    ("rules", "kv", "q"),
+    [
+        ([*STRAIGHT, QUERY], True, True),
+        (STRAIGHT, True, False),
+        ([STRAIGHT[0], QUERY], False, False),
+        ([QUERY], False, False),
+        ([], False, False),
+    ],
+)
+def test_which_biases_go(model, rules, kv, q, scales):
+    plan = plan_of(recipe(*rules, qkv_scales=scales), model)
+    assert folds_kv_bias(plan) == ATTENTIONS * kv
+    assert folds_q_bias(plan) == (dict(zip(ATTENTIONS, NORMS, strict=True)) if q else {})
+    assert list_bias_free_linears(plan) == (KEYS_AND_VALUES if kv else set()) | (QUERIES if q else set())
+    assert shares_qkv_scales(plan) == ATTENTIONS * (q and scales == "shared")
+    without = recipe_with("bert-int8-linears", rules=[EVERY, *rules])
     assert folds_kv_bias(plan_of(without, model)) == []
 
 
-def test_a_query_with_one_scale_comes_straight_too(model):
-    plan = plan_of(recipe(*STRAIGHT, QUERY), model)
-    assert folds_q_bias(plan) == dict(zip(ATTENTIONS, NORMS, strict=True))
-    assert list_bias_free_linears(plan) == KEYS_AND_VALUES | QUERIES
-    assert shares_qkv_scales(plan) == []
-    assert shares_qkv_scales(plan_of(recipe(*STRAIGHT, QUERY, qkv_scales="shared"), model)) == ATTENTIONS
-    for rules in (STRAIGHT, [QUERY], [QUERY, STRAIGHT[0]]):
-        plan = plan_of(recipe(*rules, qkv_scales="shared"), model)
-        assert (folds_q_bias(plan), shares_qkv_scales(plan)) == ({}, [])
-
-
 def test_a_shift_changes_no_answer_and_does_what_the_bias_of_q_does(model):
-    with torch.no_grad():
-        for name in QUERIES:
-            model.get_submodule(name).bias.normal_(generator=torch.Generator().manual_seed(0))
+    for name in QUERIES:
+        model.get_submodule(name).bias.data.normal_(generator=torch.Generator().manual_seed(0))
     plan, batch = plan_of(recipe(*STRAIGHT, QUERY), model), padded_batch()
     before = forward(model, batch)
     ranges = smoothing.Ranges({name: np.zeros(1) for name in QUERIES}, {})
@@ -111,26 +111,17 @@ def test_a_shift_changes_no_answer_and_does_what_the_bias_of_q_does(model):
     assert rest < 0.1 * lost
 
 
-def test_what_a_shift_cannot_do_is_a_warning_of_the_record(model, tmp_path):
-    with torch.no_grad():
-        for name in QUERIES:
-            linear = model.get_submodule(name)
-            linear.weight.mul_(0.01)
-            linear.bias.fill_(100.0)
-    model.save_pretrained(tmp_path)
-    record = calibrate(tmp_path, recipe(*STRAIGHT, QUERY)).record
+def test_what_a_shift_cannot_do_is_a_warning_of_the_record(model):
+    """Weights of q that see next to nothing, or nothing: no shift of their input replaces their bias."""
+    queries = [model.get_submodule(name) for name in QUERIES]
+    for query in queries:
+        query.weight.data *= 0.01
+        query.bias.data.fill_(100.0)
+    record = calibrate_model(copy.deepcopy(model), recipe(*STRAIGHT, QUERY)).record
     (warning,) = record.warnings
-    assert "what the bias of q adds" in warning
     assert warning not in record.notes
-
-
-def test_what_a_shift_cannot_do_is_said(model):
-    """Weights of q that see nothing: no shift of their input replaces their bias."""
-    with torch.no_grad():
-        for name in QUERIES:
-            linear = model.get_submodule(name)
-            linear.weight.zero_()
-            linear.bias.fill_(100.0)
+    for query in queries:
+        query.weight.data.zero_()
     plan = plan_of(recipe(*STRAIGHT, QUERY), model)
     shifts, (warning,) = shifts_of(model, plan, smoothing.Ranges({}, {}))
     assert all(name in warning for name in ATTENTIONS)
@@ -194,11 +185,7 @@ def test_merged_ones_share_their_scales(tiny_bert):
 
 
 def measure(model, plan):
-    return smoothing.measure_ranges(model, plan, lambda inner: _ignore(forward(inner, padded_batch())))
-
-
-def _ignore(_):
-    pass
+    return smoothing.measure_ranges(model, plan, lambda inner: forward(inner, padded_batch()))
 
 
 def equalize(model, plan):
@@ -226,15 +213,15 @@ def test_the_model_stays_the_same(model):
 def test_rows_of_q_and_k_become_alike(model):
     """Where q has one scale too; v of a merged one takes all room under their weights and their results."""
     plan = plan_of(recipe(*STRAIGHT, QUERY, qkv_scales="shared"), model)
-    with torch.no_grad():
-        for name in ATTENTIONS:
-            model.get_submodule(f"{name}.query").bias.zero_()  # it is dropped, and no shift is made here
+    for name in QUERIES:
+        model.get_submodule(name).bias.data.zero_()  # it is dropped, and no shift is made here
     equalize(model, plan)
     apply_biases(model, qkv_bias_folding.compute_moved_biases(model, plan))
     values = measure(model, plan).outputs
     for name in ATTENTIONS:
-        weights = [column_ranges_of(model, f"{name}.{part}") for part in ("query", "key", "value")]
-        results = [values[f"{name}.{part}"].max(axis=0) for part in ("query", "key", "value")]
+        parts = [f"{name}.{part}" for part in ("query", "key", "value")]
+        weights = [column_ranges_of(model, part) for part in parts]
+        results = [values[part].max(axis=0) for part in parts]
         alive = weights[1] > 0
         assert (np.abs(np.log2(weights[0][alive] / weights[1][alive])) <= 1).all()
         taken = np.maximum(*(of[2] / max(of[0].max(), of[1].max()) for of in (weights, results)))

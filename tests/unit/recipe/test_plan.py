@@ -1,5 +1,7 @@
 """Rules against modules: which linear becomes what, and the sentences when a rule makes no sense."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,30 +14,23 @@ from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import MAX_NAMED, name_list
 
-from ...support.tiny_bert import INT8, OF_A_LAYER, recipe_with
+from ...support.tiny_bert import INT8, OF_A_LAYER, fake_modules, recipe_with
 
-LAYER_NORMS = ("attention.output.LayerNorm", "output.LayerNorm")
+LAYER = "bert.encoder.layer."
+EVERY, ONE_SCALE = {"match": "encoder.layer.*"} | INT8, INT8 | {"weights": "int8/per-tensor"}
+
+ATTENTION = {"match": "*", "type": "Attention"}
 
 
 def modules(layers=2, head_size=16):
-    """The table of a BERT classifier."""
-    table = {
-        "": ModuleInfo("other"),
-        "bert": ModuleInfo("other"),
-        "bert.embeddings.word_embeddings": ModuleInfo("Embedding"),
-        "bert.embeddings.LayerNorm": ModuleInfo("LayerNorm"),
-    }
-    for layer in (f"bert.encoder.layer.{i}" for i in range(layers)):
-        attention = f"{layer}.attention.self"
-        table |= {layer: ModuleInfo("other"), attention: ModuleInfo("Attention", head_size)}
-        table[f"{attention}.softmax"] = ModuleInfo("Softmax")
-        table |= {f"{layer}.{name}": ModuleInfo("Linear") for name in OF_A_LAYER}
-        table |= {f"{layer}.{name}": ModuleInfo("LayerNorm") for name in LAYER_NORMS}
-    return table | {"bert.pooler.dense": ModuleInfo("Linear"), "classifier": ModuleInfo("Linear")}
+    """The table of a BERT classifier, without residuals."""
+    table = fake_modules(layers, head_size) | {"bert.embeddings.LayerNorm": ModuleInfo("LayerNorm")}
+    table |= {name: ModuleInfo("other") for name in ("bert", *(f"{LAYER}{n}" for n in range(layers)))}
+    return {name: info for name, info in table.items() if info.kind != "Residual"}
 
 
-def plan_for(*rules, **changes):
-    return resolve(recipe_with(rules=list(rules), **changes), modules(), "bert")
+def plan_for(*rules, table=None, **changes):
+    return resolve(recipe_with(rules=list(rules), **changes), table or modules(), "bert")
 
 
 def in_encoder(layers=2):
@@ -44,8 +39,8 @@ def in_encoder(layers=2):
 
 def test_the_later_rule_wins():
     plan = plan_for(
-        {"match": "encoder.layer.*"} | INT8,
-        {"match": "*.query", "weights": "int8/per-tensor", "input": "int8/per-tensor"},
+        EVERY,
+        {"match": "*.query"} | ONE_SCALE,
         {"match": "encoder.layer.1.*", "type": "Linear", "precision": "fp16"},
         {"match": "encoder.layer.1.output.dense"} | INT8,
     )
@@ -78,7 +73,7 @@ def test_rules_that_match_nothing_are_all_named_with_near_names():
     with pytest.raises(UserError) as error:
         plan_for(
             {"match": "encoder.layers.*"} | INT8,
-            {"match": "encoder.layer.*"} | INT8,
+            EVERY,
             {"match": "*.intermediate.dens"} | INT8,
             {"match": "*", "type": "Embedding", "precision": "fp32"},
         )
@@ -112,12 +107,6 @@ def test_only_linears_become_int8_whatever_the_pattern(pattern):
     assert plan.int8
     assert {table[name].kind for name in plan.int8} == {"Linear"}
     assert sorted([*plan.int8, *plan.high]) == sorted(n for n, info in table.items() if info.kind == "Linear")
-
-
-def test_everything_is_every_linear_and_no_layernorm():
-    plan = plan_for({"match": "*"} | INT8)
-    assert list(plan.int8) == [*in_encoder(), "bert.pooler.dense", "classifier"]
-    assert plan.high == ()
 
 
 @pytest.mark.parametrize(
@@ -181,89 +170,68 @@ def test_a_role_that_no_linear_has_names_those_that_there_are():
 class TestAttention:
     recipe: Recipe = load_recipe("bert-int8-attention")
 
-    @pytest.mark.parametrize("size", [16, 32, 64])
-    def test_head_sizes_that_fuse(self, size):
-        assert len(resolve(self.recipe, modules(head_size=size), "bert").attention) == 2
-
-    @pytest.mark.parametrize("size", [8, 24, 128])
-    def test_head_sizes_that_do_not(self, size):
-        with pytest.raises(UserError, match=rf"head size of 16, 32 or 64 .* this model has {size};"):
-            resolve(self.recipe, modules(head_size=size), "bert")
-
-    @pytest.mark.parametrize("size", [1, 24, 128, 129])
-    def test_kernels_of_cuda_take_any_head_size_up_to_128(self, size):
-        recipe = adapt_recipe(self.recipe, backend="cuda")
-        if size <= 128:
-            assert len(resolve(recipe, modules(head_size=size), "bert").attention) == 2
-        else:
-            with pytest.raises(UserError, match=r"head size of at most 128 .* this model has 129;"):
-                resolve(recipe, modules(head_size=size), "bert")
-
-    def test_its_output_linear_must_be_int8(self):
-        rules = [rule.model_dump() for rule in self.recipe.rules]
-        rules.append({"match": "encoder.layer.1.attention.output.dense", "precision": "fp16"})
-        recipe = Recipe.model_validate(self.recipe.model_dump() | {"rules": rules})
-        with pytest.raises(UserError, match=r"rule for bert\.encoder\.layer\.1\.attention\.output\.dense or"):
-            resolve(recipe, modules(), "bert")
+    @pytest.mark.parametrize("size", [1, 8, 16, 24, 32, 64, 128, 129])
+    @pytest.mark.parametrize("backend", ["tensorrt", "cuda"])
+    def test_head_sizes_that_fuse(self, size, backend):
+        recipe, table = adapt_recipe(self.recipe, backend=backend), modules(head_size=size)
+        if size <= 128 if backend == "cuda" else size in {16, 32, 64}:
+            assert len(resolve(recipe, table, "bert").attention) == 2
+            return
+        known = "at most 128" if backend == "cuda" else "16, 32 or 64"
+        with pytest.raises(UserError, match=rf"head size of {known} .* this model has {size};"):
+            resolve(recipe, table, "bert")
 
     def test_a_model_without_attention(self):
         table = {name: info for name, info in modules().items() if info.kind != "Attention"}
         with pytest.raises(UserError, match="no self-attention"):
             resolve(self.recipe, table, "bert")
 
-    def by_rule(self, *rules, attention="fp16"):
-        every = [{"match": "encoder.layer.*"} | INT8]
-        changes = {
-            "rules": [*every, *rules],
-            "attention": attention,
-            "precision": {"never_quantize": ["layernorm"]},
-        }
-        return resolve(recipe_with(**changes), modules(), "bert")
+    def by_rule(self, *rules, attention="fp16", table=None):
+        """Layers whose attention is in INT8."""
+        never = {"never_quantize": ["layernorm"]}
+        plan = plan_for(EVERY, *rules, table=table, attention=attention, precision=never)
+        return [int(name.removeprefix(LAYER).removesuffix(".attention.self")) for name in plan.attention]
 
-    def test_in_by_rule(self):
-        rule = {"match": "encoder.layer.1.*", "type": "Attention", "precision": "int8"}
-        assert self.by_rule(rule).attention == ("bert.encoder.layer.1.attention.self",)
-        attentions = tuple(f"bert.encoder.layer.{i}.attention.self" for i in range(2))
-        assert self.by_rule(rule | {"match": "*"}).attention == attentions
-
-    def test_the_later_rule_wins(self):
-        both = {"match": "*", "type": "Attention", "precision": "int8"}
-        out = {"match": "encoder.layer.0.*", "type": "Attention", "precision": "fp16"}
-        assert self.by_rule(both, out).attention == ("bert.encoder.layer.1.attention.self",)
-        assert len(self.by_rule(out, both).attention) == 2
-
-    @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-    def test_out_by_rule_leaves_the_output_linear_free(self, precision):
-        out = {"match": "encoder.layer.0.attention.self", "type": "Attention", "precision": precision}
-        free = {"match": "encoder.layer.0.attention.output.dense", "precision": "fp16"}
-        plan = self.by_rule(out, free, attention="int8")
-        assert plan.attention == ("bert.encoder.layer.1.attention.self",)
-        assert "bert.encoder.layer.0.attention.output.dense" in plan.high
-        with pytest.raises(UserError, match=r"a rule for bert\.encoder\.layer\.0\.attention\.output\.dense"):
-            self.by_rule(free, attention="int8")
+    @pytest.mark.parametrize(
+        ("attention", "rules", "layers"),
+        [
+            ("fp16", [("encoder.layer.1.*", "int8")], [1]),
+            ("fp16", [("*", "int8")], [0, 1]),
+            ("fp16", [("*", "int8"), ("encoder.layer.0.*", "fp16")], [1]),
+            ("fp16", [("encoder.layer.0.*", "fp16"), ("*", "int8")], [0, 1]),
+            ("int8", [("encoder.layer.0.attention.self", "fp16")], [1]),
+            ("int8", [("encoder.layer.0.attention.self", "fp32")], [1]),
+        ],
+    )
+    def test_in_and_out_by_rule(self, attention, rules, layers):
+        rules = [ATTENTION | {"match": match, "precision": precision} for match, precision in rules]
+        assert self.by_rule(*rules, attention=attention) == layers
+        # the output linear of one that is out is free
+        free = {"match": f"encoder.layer.{1 - layers[0]}.attention.output.dense", "precision": "fp16"}
+        if len(layers) == 1:
+            assert self.by_rule(*rules, free, attention=attention) == layers
+        needed = rf"a rule for bert\.encoder\.layer\.{layers[0]}\.attention\.output\.dense"
+        with pytest.raises(UserError, match=needed):
+            self.by_rule(*rules, free | {"match": "*.attention.output.dense"}, attention=attention)
 
     def test_a_whole_layer_out(self):
-        plan = self.by_rule({"match": "encoder.layer.1.*", "precision": "fp16"}, attention="int8")
-        assert plan.attention == ("bert.encoder.layer.0.attention.self",)
-        assert list(plan.int8) == in_encoder(1)
+        out = {"match": "encoder.layer.1.*", "precision": "fp16"}
+        assert self.by_rule(out, attention="int8") == [0]
+        assert list(plan_for(EVERY, out).int8) == in_encoder(1)
 
     def test_sizes_count_where_it_is_int8_only(self):
         table = modules(head_size=24)
-        out = {"match": "*", "type": "Attention", "precision": "fp16"}
-        recipe = recipe_with("bert-int8-attention", rules=[{"match": "encoder.layer.*"} | INT8, out])
-        assert resolve(recipe, table, "bert").attention == ()
-        table["bert.encoder.layer.0.attention.self"] = ModuleInfo("Attention", 32)
-        inside = {"match": "encoder.layer.0.*", "type": "Attention", "precision": "int8"}
-        rules = [{"match": "encoder.layer.*"} | INT8, inside]
-        recipe = recipe_with(rules=rules, precision={"never_quantize": ["layernorm"]})
-        assert resolve(recipe, table, "bert").attention == ("bert.encoder.layer.0.attention.self",)
+        assert self.by_rule(ATTENTION | {"precision": "fp16"}, attention="int8", table=table) == []
+        table[f"{LAYER}0.attention.self"] = ModuleInfo("Attention", 32)
+        inside = ATTENTION | {"match": "encoder.layer.0.*", "precision": "int8"}
+        assert self.by_rule(inside, table=table) == [0]
 
 
 class TestScaling:
-    every = {"match": "*"} | INT8
-
     def of(self, *rules, **changes):
-        plan = resolve(recipe_with(rules=[self.every, *rules], **changes), modules(), "bert")
+        plan = plan_for({"match": "*"} | INT8, *rules, **changes)
+        assert list(plan.int8) == [*in_encoder(), "bert.pooler.dense", "classifier"]
+        assert plan.high == ()
         assert set(plan.scaling) == {*plan.int8, *plan.attention}
         return plan.scaling
 
@@ -290,30 +258,26 @@ class TestScaling:
             {"match": "encoder.layer.0.output.dense", "method": "entropy", "smoothing": "none"},
             calibration={"method": "percentile/99", "smoothing": 0.5},
         )
-        layer = "bert.encoder.layer."
-        assert found[f"{layer}0.attention.self.query"] == Scaling("mse", "max", 0.3)
-        assert found[f"{layer}0.attention.output.dense"] == Scaling("mse", "mse", 0.8)
-        assert found[f"{layer}0.output.dense"] == Scaling("entropy", "max", "none")
-        assert found[f"{layer}1.output.dense"] == Scaling("percentile/99", "max", 0.8)
-        assert found[f"{layer}1.intermediate.dense"] == Scaling("percentile/99", "max", 0.5)
+        assert found[f"{LAYER}0.attention.self.query"] == Scaling("mse", "max", 0.3)
+        assert found[f"{LAYER}0.attention.output.dense"] == Scaling("mse", "mse", 0.8)
+        assert found[f"{LAYER}0.output.dense"] == Scaling("entropy", "max", "none")
+        assert found[f"{LAYER}1.output.dense"] == Scaling("percentile/99", "max", 0.8)
+        assert found[f"{LAYER}1.intermediate.dense"] == Scaling("percentile/99", "max", 0.5)
         assert found["classifier"] == Scaling("percentile/99", "max", "none")
 
     def test_a_rule_can_quantize_and_refine_at_once(self):
-        both = {"match": "*.query", "method": "mse"} | INT8 | {"weights": "int8/per-tensor"}
-        plan = resolve(recipe_with(rules=[both]), modules(), "bert")
+        plan = plan_for({"match": "*.query", "method": "mse"} | ONE_SCALE)
         assert set(plan.int8.values()) == {"tensor"}
         assert plan.scaling == dict.fromkeys(plan.int8, Scaling("mse"))
 
     def test_refining_changes_no_placement(self):
-        plain = resolve(recipe_with(), modules(), "bert")
-        rules = [*recipe_with().model_dump(mode="json")["rules"], {"match": "*", "smoothing": 0.5}]
-        refined = resolve(recipe_with(rules=rules), modules(), "bert")
-        assert (refined.int8, refined.high, refined.attention, refined.fp32) == (
-            plain.int8,
-            plain.high,
-            plain.attention,
-            plain.fp32,
+        rules = (
+            {"match": "encoder.layer.0.*"} | INT8,
+            {"match": "*", "type": "LayerNorm", "precision": "fp32"},
         )
+        plain, refined = plan_for(*rules), plan_for(*rules, {"match": "*", "smoothing": 0.5})
+        assert plain != refined
+        assert replace(refined, scaling=plain.scaling) == plain
 
     def test_rules_that_refine_nothing_in_int8_are_all_named(self):
         with pytest.raises(UserError) as error:
@@ -347,10 +311,10 @@ def test_long_lists_are_cut():
 
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 def test_a_layer_that_stays_out_of_int8_takes_what_is_inside_along(precision):
-    plan = plan_for({"match": "encoder.layer.*"} | INT8, {"match": "encoder.layer.0", "precision": precision})
+    plan = plan_for(EVERY, {"match": "encoder.layer.0", "precision": precision})
     assert [*plan.int8] == [name for name in in_encoder() if "layer.1." in name]
     inside = f"bert.encoder.layer.0.{OF_A_LAYER[0]}"
     assert (inside in plan.fp32) == (precision == "fp32")
     # an attention is its products: their linears have rules of their own
     self = {"match": "encoder.layer.0.attention.self", "precision": precision}
-    assert [*plan_for({"match": "encoder.layer.*"} | INT8, self).int8] == in_encoder()
+    assert [*plan_for(EVERY, self).int8] == in_encoder()

@@ -115,99 +115,104 @@ def test_every_mistake_is_named_at_once():
     assert all(key in message for key in ("calibration.samples", "calibration.batch_size", "gate.max_drop"))
 
 
+ATTENTION_RULE = "rules: [{match: '*', type: Attention, precision: int8}]"
+# what is refused, and a part of the sentence: a whole text; a text behind `HEAD`; and a rule
+REFUSED = [
+    ("", "holds no recipe"),
+    ("- 1\n- 2", "holds no recipe"),
+    ("just words", "holds no recipe"),
+    ("a: [1", "not valid recipe YAML"),
+    ("name: a", "version: Field required"),
+    ("version: 1", "name: Field required"),
+    ("version: 2\nname: a", "version: Input should be 1"),
+    ("version: '1'\nname: a", "version"),
+    ("version: 1\nname: A B", "name: String should match"),
+    ("version: 1\nname: ../up", "name: String should match"),
+    ("a: " + "[" * 20_000, "not valid recipe YAML"),
+]
+REFUSED_PARTS = [
+    ("name: b", "key 'name' stands twice, line 1"),
+    ("gate: {max_drop: 0.1, max_drop: 0.2}", "key 'max_drop' stands twice, line 3"),
+    ("rules: &a []\ngate: *a", "aliases (*a) are not allowed"),
+    ("<<: {attention: int8}", "not valid recipe YAML"),
+    ("qat: !!python/object/apply:os.system [true]", "not valid recipe YAML"),
+    ("model: {family: gpt}", "model: 'gpt' is no family that is known here"),
+    ("qat: {epoch: 1}", "unknown key 'qat.epoch', did you mean 'epochs'"),
+    ("qat: {epochs: 0}", "qat.epochs"),
+    ("qat: {distill: {logits: 0, hidden: 0}}", "nothing to learn from"),
+    ("qat: {distill: {labels: 1}, texts: mine}", "texts have no labels"),
+    ("export: {opset: 19}", "export.opset"),
+    ("export: {gelu: erf}", "export.gelu: Input should be 'auto', 'exact' or 'tanh'"),
+    ("export: {gelu: true}", "export.gelu"),
+    ("gate: {max_drop: .nan}", "gate.max_drop"),
+    ("gate: {xyzzy: 1}", "unknown key 'gate.xyzzy', known keys: max_drop, min_sqnr_db"),
+    ("calibration: {samples: -1}", "calibration.samples"),
+    ("calibration: {seed: -1}", "calibration.seed"),
+    ("calibration: {outlier_channel_splitting: 8}", "splitting: Input should be a multiple of 32"),
+    ("rules: [{match: '', precision: fp16}]", "rules.0.match"),
+    ("attention: int8", "precision.never_quantize protects softmax"),
+    ("residual: int8", "needs INT8 linears that read the same tensors"),
+    ("residual: yes", "residual: Input should be 'fp16' or 'int8'"),
+    ("precision: {never_quantize: []}", "add layernorm to precision.never_quantize"),
+    ("precision: {never_quantize: [softmax]}", "add layernorm to precision.never_quantize"),
+    (
+        "attention: int8\nprecision: {never_quantize: [layernorm]}\nexport: {max_length: 513}",
+        "lengths up to 512 only, and export.max_length is 513",
+    ),
+    ("engine: {shapes: {batch: [4, 2, 8]}}", "batch must be [min, opt, max] in rising order, not [4"),
+    ("engine: {shapes: {length: [16, 128, 64]}}", "length must be [min, opt, max]"),
+    ("engine: {shapes: {length: [0, 1, 2]}}", "engine.shapes.length.0"),
+    ("engine: {shapes: {length: [1, 2]}}", "engine.shapes.length"),
+    ("export: {max_length: 64}", "shapes.length goes to 128, but export.max_length truncates at 64"),
+    (ATTENTION_RULE, "precision.never_quantize protects softmax"),
+    (
+        f"{ATTENTION_RULE}\nprecision: {{never_quantize: [layernorm]}}\nexport: {{max_length: 513}}",
+        "lengths up to 512 only, and export.max_length is 513",
+    ),
+]
+REFUSED_RULES = [
+    ("weights: int8/per-channel", "give both weights and input"),
+    ("input: int8/per-tensor", "give both weights and input"),
+    (f"{INT8}, precision: fp16", "give either weights and input (INT8) or precision"),
+    ("type: Linear", "give weights and input (INT8), precision (fp16 or fp32), or how to calibrate"),
+    (f"type: LayerNorm, {INT8}", "type LayerNorm is protected from Q/DQ by class"),
+    (f"type: Softmax, {INT8}", "type Softmax is protected from Q/DQ by class"),
+    ("weights: int8/per-channel, input: int8/per-channel", "rules.0.input"),
+    ("precision: int8", "precision int8 is for type Attention"),
+    ("precision: fp16, method: mse", "precision fp16 needs no calibration; drop method and smoothing"),
+    ("type: LayerNorm, smoothing: 0.5", "type LayerNorm is never quantized"),
+    (f"{INT8}, method: percentile/30", "none of max, mse, entropy and percentile/P"),
+    (f"{INT8}, method: percentile/nan", "none of max, mse, entropy and percentile/P"),
+    (f"{INT8}, method: median", "none of max, mse, entropy and percentile/P"),
+    (f"{INT8}, smoothing: 1.5", "rules.0.smoothing"),
+    (f"{INT8}, smoothing: -0.5", "rules.0.smoothing"),
+    (f"{INT8}, smoothing: .nan", "rules.0.smoothing"),
+    (f"{INT8}, smoothing: no", "rules.0.smoothing"),  # YAML reads false, which is not alpha 0
+    (f"{INT8}, smoothing: some", "rules.0.smoothing"),
+    (f"{INT8}, method: percentile", "none of max, mse, entropy and percentile/P"),
+    (f"{INT8}, method: percentile/50", "none of max, mse, entropy and percentile/P"),
+    (f"{INT8}, method: percentile/100.1", "none of max, mse, entropy and percentile/P"),
+    (f"{INT8}, method: percentile/inf", "none of max, mse, entropy and percentile/P"),
+    (f"{INT8}, weights_method: entropy", "rules.0.weights_method: Input should be 'max' or 'mse'"),
+    ("type: Attention, precision: int8, weights: int8/per-tensor, input: int8/per-tensor", "give either"),
+    ("type: Linear, precision: int8", "precision int8 is for type Attention"),
+    ("precision: fp32, smoothing: 0.5", "precision fp32 needs no calibration"),
+    ("type: Embedding, method: max", "type Embedding is never quantized"),
+    ("type: Residual, method: mse", "calibrated as the linears that read the same"),
+    (f"type: Residual, {INT8}", "only Linear"),
+]
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "holds no recipe"),
-        ("- 1\n- 2", "holds no recipe"),
-        ("just words", "holds no recipe"),
-        ("a: [1", "not valid recipe YAML"),
-        (HEAD + "name: b", "key 'name' stands twice, line 1"),
-        (HEAD + "gate: {max_drop: 0.1, max_drop: 0.2}", "key 'max_drop' stands twice, line 3"),
-        (HEAD + "rules: &a []\ngate: *a", "aliases (*a) are not allowed"),
-        (HEAD + "<<: {attention: int8}", "not valid recipe YAML"),
-        (HEAD + "qat: !!python/object/apply:os.system [true]", "not valid recipe YAML"),
-        ("name: a", "version: Field required"),
-        ("version: 1", "name: Field required"),
-        ("version: 2\nname: a", "version: Input should be 1"),
-        ("version: '1'\nname: a", "version"),
-        ("version: 1\nname: A B", "name: String should match"),
-        ("version: 1\nname: ../up", "name: String should match"),
-        (HEAD + "model: {family: gpt}", "model: 'gpt' is no family that is known here"),
-        (HEAD + "qat: {epoch: 1}", "unknown key 'qat.epoch', did you mean 'epochs'"),
-        (HEAD + "qat: {epochs: 0}", "qat.epochs"),
-        (HEAD + "qat: {distill: {logits: 0, hidden: 0}}", "nothing to learn from"),
-        (HEAD + "qat: {distill: {labels: 1}, texts: mine}", "texts have no labels"),
-        (HEAD + "export: {opset: 19}", "export.opset"),
-        (HEAD + "export: {gelu: erf}", "export.gelu: Input should be 'auto', 'exact' or 'tanh'"),
-        (HEAD + "export: {gelu: true}", "export.gelu"),
-        (HEAD + "gate: {max_drop: .nan}", "gate.max_drop"),
-        (HEAD + "gate: {xyzzy: 1}", "unknown key 'gate.xyzzy', known keys: max_drop, min_sqnr_db"),
-        ("a: " + "[" * 20_000, "not valid recipe YAML"),
-        (HEAD + "calibration: {samples: -1}", "calibration.samples"),
-        (HEAD + "calibration: {seed: -1}", "calibration.seed"),
-        (HEAD + "rules: [{match: '', precision: fp16}]", "rules.0.match"),
+        *REFUSED,
+        *((HEAD + text, words) for text, words in REFUSED_PARTS),
+        *((HEAD + f"rules: [{{match: '*', {rule}}}]", words) for rule, words in REFUSED_RULES),
     ],
 )
 def test_refused(text, words):
     assert words in refusal(text)
-
-
-@pytest.mark.parametrize(
-    ("rule", "words"),
-    [
-        ("weights: int8/per-channel", "give both weights and input"),
-        ("input: int8/per-tensor", "give both weights and input"),
-        (f"{INT8}, precision: fp16", "give either weights and input (INT8) or precision"),
-        ("type: Linear", "give weights and input (INT8), precision (fp16 or fp32), or how to calibrate"),
-        (f"type: LayerNorm, {INT8}", "type LayerNorm is protected from Q/DQ by class"),
-        (f"type: Softmax, {INT8}", "type Softmax is protected from Q/DQ by class"),
-        ("weights: int8/per-channel, input: int8/per-channel", "rules.0.input"),
-        ("precision: int8", "precision int8 is for type Attention"),
-        ("precision: fp16, method: mse", "precision fp16 needs no calibration; drop method and smoothing"),
-        ("type: LayerNorm, smoothing: 0.5", "type LayerNorm is never quantized"),
-        (f"{INT8}, method: percentile/30", "none of max, mse, entropy and percentile/P"),
-        (f"{INT8}, method: percentile/nan", "none of max, mse, entropy and percentile/P"),
-        (f"{INT8}, method: median", "none of max, mse, entropy and percentile/P"),
-        (f"{INT8}, smoothing: 1.5", "rules.0.smoothing"),
-        (f"{INT8}, smoothing: -0.5", "rules.0.smoothing"),
-        (f"{INT8}, smoothing: .nan", "rules.0.smoothing"),
-        (f"{INT8}, smoothing: no", "rules.0.smoothing"),  # YAML reads false, which is not alpha 0
-        (f"{INT8}, smoothing: some", "rules.0.smoothing"),
-        (f"{INT8}, method: percentile", "none of max, mse, entropy and percentile/P"),
-        (f"{INT8}, method: percentile/50", "none of max, mse, entropy and percentile/P"),
-        (f"{INT8}, method: percentile/100.1", "none of max, mse, entropy and percentile/P"),
-        (f"{INT8}, method: percentile/inf", "none of max, mse, entropy and percentile/P"),
-        (f"{INT8}, weights_method: entropy", "rules.0.weights_method: Input should be 'max' or 'mse'"),
-        ("type: Attention, precision: int8, weights: int8/per-tensor, input: int8/per-tensor", "give either"),
-        ("type: Linear, precision: int8", "precision int8 is for type Attention"),
-        ("precision: fp32, smoothing: 0.5", "precision fp32 needs no calibration"),
-        ("type: Embedding, method: max", "type Embedding is never quantized"),
-    ],
-)
-def test_a_half_given_rule(rule, words):
-    assert words in refusal(HEAD + f"rules: [{{match: '*', {rule}}}]")
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("attention: int8", "precision.never_quantize protects softmax"),
-        ("precision: {never_quantize: []}", "add layernorm to precision.never_quantize"),
-        ("precision: {never_quantize: [softmax]}", "add layernorm to precision.never_quantize"),
-        (
-            "attention: int8\nprecision: {never_quantize: [layernorm]}\nexport: {max_length: 513}",
-            "lengths up to 512 only, and export.max_length is 513",
-        ),
-        ("engine: {shapes: {batch: [4, 2, 8]}}", "batch must be [min, opt, max] in rising order, not [4"),
-        ("engine: {shapes: {length: [16, 128, 64]}}", "length must be [min, opt, max]"),
-        ("engine: {shapes: {length: [0, 1, 2]}}", "engine.shapes.length.0"),
-        ("engine: {shapes: {length: [1, 2]}}", "engine.shapes.length"),
-        ("export: {max_length: 64}", "shapes.length goes to 128, but export.max_length truncates at 64"),
-    ],
-)
-def test_parts_that_do_not_fit_together(text, words):
-    assert words in refusal(HEAD + text)
 
 
 @pytest.mark.parametrize("method", ["max", "mse", "entropy", "percentile/99.99", "percentile/100"])
@@ -222,23 +227,6 @@ def test_calibration_of_a_recipe_and_of_its_rules(method, smoothing):
     assert recipe.calibration.bias_correction
     assert not recipe.quantizes  # a rule that only refines asks for nothing in INT8
     assert schema.parse_recipe(schema.dump_recipe(recipe), "again") == recipe
-
-
-ATTENTION_RULE = "rules: [{match: '*', type: Attention, precision: int8}]"
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        (ATTENTION_RULE, "precision.never_quantize protects softmax"),
-        (
-            f"{ATTENTION_RULE}\nprecision: {{never_quantize: [layernorm]}}\nexport: {{max_length: 513}}",
-            "lengths up to 512 only, and export.max_length is 513",
-        ),
-    ],
-)
-def test_an_int8_attention_by_rule_is_held_to_the_same(text, words):
-    assert words in refusal(HEAD + text)
 
 
 @pytest.mark.parametrize(("text", "attention"), [(ATTENTION_RULE, "fp16"), ("attention: int8", "int8")])
@@ -274,15 +262,11 @@ class TestFiles:
         with pytest.raises(UserError, match=r"latin\.yaml is not UTF-8 text"):
             schema.load_recipe(str(path))
 
-    def test_no_such_recipe_names_the_nearest_and_all(self):
-        with pytest.raises(UserError, match="nearest is 'bert-int8-linears'") as error:
-            schema.load_recipe("bert-int8-linear")
-        assert all(name in str(error.value) for name in schema.family_free_recipes())
-
     @pytest.mark.parametrize(
         ("name", "family", "told"),
         [
             ("int8-linear", None, "nearest is 'bert-int8-linears'"),
+            ("bert-int8-linear", None, f"'bert-int8-linears' .*{', '.join(schema.family_free_recipes())}"),
             ("nonesuch", None, r"names after a family, as in bert-int8-linears: fp16,"),
             ("int8-linear", "bert", "nearest is 'int8-linears'"),
             ("nonesuch", "bert", r"names for a model: fp16,"),

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from qdqbench.quantize.models.families.known import FAMILIES, family_of
 from qdqbench.quantize.recipe import shipped
 from qdqbench.quantize.recipe.schema import shipped_recipes
@@ -17,79 +19,71 @@ def accuracy(task, points, stderr=0.1, stage="engine"):
 
 def figure(name, speed, losses=(0.0, 0.0, 0.0), backends="tensorrt", padded=False, **more):
     model, batch, length = shipped.SHOWN[backends]
-    about = {
-        "length": length,
-        "low": None,
-        "high": None,
-        "over": "FP16",
-        "where": "one GPU",
-        "padded": padded,
-    }
+    about = {"length": length, "low": None, "high": None, "over": "FP16", "where": "one GPU"}
+    timed = ((model, 1, 9), ("another", batch, 9), (model, batch, speed))
     return shipped.Figure(
         recipe=name,
         backends=backends,
-        accuracy=tuple(
-            accuracy(task, points, **more) for task, points in zip(shipped.TASKS, losses, strict=False)
-        ),
-        speed=(
-            shipped.Speed(model=model, batch=1, value=9, **about),
-            shipped.Speed(model="another", batch=batch, value=9, **about),
-            shipped.Speed(model=model, batch=batch, value=speed, **about),
-        ),
+        accuracy=[accuracy(task, lost, **more) for task, lost in zip(shipped.TASKS, losses, strict=False)],
+        speed=[
+            shipped.Speed(model=m, batch=size, value=value, padded=padded, **about)
+            for m, size, value in timed
+        ],
     )
 
 
-def test_the_fastest_that_holds_is_the_one_to_start_with():
-    slow, fast = figure("slow", 1.2), figure("fast", 1.5)
-    assert shipped.find_best("tensorrt", (slow, fast)) == "fast"
-    assert shipped.find_best("cpu", (slow, fast)) is None
-    assert shipped.find_best("tensorrt", (slow, figure("fast", 1.5, (0.0, -0.8, 0.0)))) == "slow"
-    within_noise = figure("fast", 1.5, (0.0, -0.8, 0.0), stderr=0.2)
-    assert shipped.find_best("tensorrt", (slow, within_noise)) == "fast"
-    on_average = figure("fast", 1.5, (-0.6, -0.6, -0.6), stderr=0.9)  # for which noise is no excuse
-    assert shipped.find_best("tensorrt", (slow, on_average)) == "slow"
-    assert (
-        shipped.find_best("tensorrt", (slow, figure("fast", 1.5, (0.0, 0.0)))) == "slow"
-    )  # a task is missing
-    # no engine ran
-    assert shipped.find_best("tensorrt", (slow, figure("fast", 1.5, stage="fake_quant"))) == "slow"
-    assert shipped.find_best("tensorrt", (figure("slower", 0.9),)) is None
-    lost = fast.model_copy(update={"accuracy": (*fast.accuracy, accuracy("another", -3.0))})
-    assert shipped.find_best("tensorrt", (slow, lost)) == "slow"
+def with_sqnr(made, db):
+    judged = [{"model": f"{shipped.JUDGED}-{row.task}", "sqnr_db": db} for row in made.accuracy]
+    rows = [row.model_copy(update=more) for row, more in zip(made.accuracy, judged, strict=True)]
+    return made.model_copy(update={"accuracy": rows})
 
 
-def test_sqnr_chooses_among_those_about_as_fast_as_the_fastest():
-    def with_sqnr(made, db):
-        rows = (
-            row.model_copy(update={"model": f"{shipped.JUDGED}-{row.task}", "sqnr_db": db})
-            for row in made.accuracy
-        )
-        return made.model_copy(update={"accuracy": tuple(rows)})
+SLOW, FAST = figure("slow", 1.2), figure("fast", 1.5)
+NEAR, FASTEST = with_sqnr(figure("near", 1.81), 32.0), with_sqnr(figure("fastest", 2.0), 30.0)
+LOST = FAST.model_copy(update={"accuracy": (*FAST.accuracy, accuracy("another", -3.0))})
 
-    near, fastest = with_sqnr(figure("near", 1.81), 32.0), with_sqnr(figure("fastest", 2.0), 30.0)
-    assert shipped.find_best("tensorrt", (near, fastest)) == "near"
-    assert shipped.find_best("tensorrt", (near, figure("fastest", 2.0))) == "near"  # not judged
-    assert shipped.find_best("tensorrt", (figure("near", 1.81), fastest)) == "fastest"
-    slower = with_sqnr(figure("slower", 1.79), 40.0)
-    assert shipped.find_best("tensorrt", (slower, fastest)) == "fastest"
-    lost = with_sqnr(figure("lost", 2.0, (-5.0, 0.0, 0.0)), 40.0)
-    assert shipped.find_best("tensorrt", (lost, near)) == "near"
+
+@pytest.mark.parametrize(
+    ("one", "other", "best"),
+    [
+        (SLOW, FAST, "fast"),
+        (SLOW, figure("fast", 1.5, (0.0, -0.8, 0.0)), "slow"),
+        (SLOW, figure("fast", 1.5, (0.0, -0.8, 0.0), stderr=0.2), "fast"),  # within noise
+        (SLOW, figure("fast", 1.5, (-0.6, -0.6, -0.6), stderr=0.9), "slow"),  # no excuse on average
+        (SLOW, figure("fast", 1.5, (0.0, 0.0)), "slow"),  # a task is missing
+        (SLOW, figure("fast", 1.5, stage="fake_quant"), "slow"),  # no engine ran
+        (SLOW, LOST, "slow"),
+        (figure("slower", 0.9), figure("cpu", 1.5, backends="cpu"), None),
+        # SQNR chooses among those about as fast as the fastest
+        (NEAR, FASTEST, "near"),
+        (NEAR, figure("fastest", 2.0), "near"),  # not judged
+        (figure("near", 1.81), FASTEST, "fastest"),
+        (with_sqnr(figure("slower", 1.79), 40.0), FASTEST, "fastest"),
+        (with_sqnr(figure("lost", 2.0, (-5.0, 0.0, 0.0)), 40.0), NEAR, "near"),
+    ],
+)
+def test_the_one_to_start_with(one, other, best):
+    assert shipped.find_best("tensorrt", (one, other)) == best
 
 
 def test_the_worst_task_is_shown_and_what_no_engine_ran_is_called_so():
-    assert shipped.format_worst(figure("x", 1.0, (0.2, -0.3, 0.1))) == f"-0.30 ± 0.10 {shipped.TASKS[1]}"
-    assert shipped.format_worst(figure("x", 1.0, (-0.001,), stderr=None)) == f"+0.00 {shipped.TASKS[0]}"
     drawn = figure("x", 1.0, (-0.3,), stage="onnxruntime")
-    assert shipped.format_worst(drawn) == f"-0.30 ± 0.10 {shipped.TASKS[0]} (graph)"
-    assert any("no engine of it ran" in line for line in shipped.describe_conditions([drawn]))
-    assert shipped.format_speed(figure("x", 1.234)) == "1.23x"
     padded = figure("x", 1.234, padded=True)
-    assert shipped.format_speed(padded) == "1.23x †"
+    empty = shipped.Figure(recipe="x", backends="tensorrt", accuracy=(), speed=())
+    first, second, _ = shipped.TASKS
+    for shown, worst, speed in (
+        (figure("x", 1.234, (0.2, -0.3, 0.1)), f"-0.30 ± 0.10 {second}", "1.23x"),
+        (figure("x", 1.0, (-0.001,), stderr=None), f"+0.00 {first}", "1.00x"),
+        (drawn, f"-0.30 ± 0.10 {first} (graph)", "1.00x"),
+        (padded, f"+0.00 ± 0.10 {first}", "1.23x †"),
+        (empty, "not measured", "not measured"),
+    ):
+        cells = dict(zip(shipped.TITLES, shipped.format_figure(shown), strict=True))
+        assert (cells["worst task"], cells["speed-up"]) == (worst, speed)
+    assert any("no engine of it ran" in line for line in shipped.describe_conditions([drawn]))
     *_, speeds, told = shipped.describe_conditions([padded])
     assert speeds.endswith("over the fastest FP16.")
     assert told == "† The unpadded encoder, which may be faster, was not timed."
-    empty = shipped.Figure(recipe="x", backends="tensorrt", accuracy=(), speed=())
-    assert (shipped.format_worst(empty), shipped.format_speed(empty)) == ("not measured", "not measured")
     assert shipped.describe_conditions([empty]) == []
     assert "Not timed so: x." in shipped.describe_conditions([padded, empty])[-2]
 
@@ -112,11 +106,8 @@ def test_a_task_counts_once_in_the_mean_and_held_out_ones_are_told_apart():
     more = (*found.accuracy, *compared)
     assert shipped.format_figure(found.model_copy(update={"accuracy": more}))[-2] == "28.0"
     assert found.model_copy(update={"accuracy": more[:-1]}).sqnr_db is None  # of a task there is none
-    same = accuracy("sst2", 0.0, None)  # no answer differs
-    assert (
-        shipped.average([same]).model_dump() | {"beyond": 0, "stderr": 0.0}
-        == shipped.average([same]).model_dump()
-    )
+    same = shipped.average([accuracy("sst2", 0.0, None)])  # no answer differs
+    assert (same.beyond, same.stderr) == (0, 0.0)
 
 
 def test_a_family_whose_own_engine_lost_more_is_not_sent_there(monkeypatch):
@@ -145,17 +136,14 @@ def test_a_family_without_the_fastest_recipe_starts_with_the_next():
 
 
 def test_figures_and_recipes_of_one_family():
-    assert {each.recipe for each in shipped.read_figures()} <= {*shipped_recipes()}
-    assert len({(each.recipe, each.backends) for each in shipped.read_figures()}) == len(
-        shipped.read_figures()
-    )
+    figures = shipped.read_figures()
+    assert {each.recipe for each in figures} <= {*shipped_recipes()}
+    assert len({(each.recipe, each.backends) for each in figures}) == len(figures)
     rows = shipped.list_shipped(family_of("xlm-roberta"))
     assert {row.recipe for row in rows} == {name for name in shipped_recipes() if name.startswith("roberta-")}
     assert all("xlm-roberta" in row.model_types and row.description for row in rows)
-    shown = [figure for row in shipped.list_shipped() for figure in row.figures]
-    assert all(
-        set(shipped.format_figure(figure)) > {shipped.NOT_MEASURED} or figure.accuracy for figure in shown
-    )
+    for shown in (each for row in shipped.list_shipped() for each in row.figures):
+        assert set(shipped.format_figure(shown)) > {shipped.NOT_MEASURED} or shown.accuracy
 
 
 def test_the_documents_recommend_what_the_figures_do():

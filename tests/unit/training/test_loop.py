@@ -1,6 +1,7 @@
 """The training loop: what changes nothing, what stops it, and what a killed run goes on from."""
 
 import dataclasses
+import itertools
 import json
 import os
 import shutil
@@ -13,10 +14,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.quantize.recipe.sections import Distill, Qat, Training
+from qdqbench.quantize.recipe.sections import Qat, Training
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.training import finetune, loop
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -31,29 +33,43 @@ class Killed(BaseException):
     """Stands for a signal."""
 
 
-@pytest.fixture
-def accelerator():
-    return loop.new_accelerator("fp32")
+def train(job):
+    return loop.train(job, loop.new_accelerator("fp32"))
 
 
-def killed_after(job, evaluations, accelerator):
+def trained(*folder, **settings):
+    """A job that was trained."""
+    job = tiny.job(*folder, **settings)
+    train(job)
+    return job
+
+
+def killed_after(job, evaluations):
     """Run a job until an evaluation past the given number begins."""
-    judge, seen = job.judge, []
+    judge, left = job.judge, [None] * evaluations
 
     def counted(model):
-        if len(seen) == evaluations:
+        if not left:
             raise Killed
-        seen.append(None)
+        left.pop()
         return judge(model)
 
     job.judge = counted
     with pytest.raises(Killed):
-        loop.train(job, accelerator)
+        train(job)
 
 
-def test_it_learns_and_keeps_the_best_weights(tmp_path, accelerator):
-    job = tiny.job(tmp_path)
-    outcome = loop.train(job, accelerator)
+def list_checkpoints(folder):
+    return sorted(folder.glob("step-*"))
+
+
+def told(job, text):
+    return any(text in note for note in job.notes)
+
+
+def test_it_learns_and_keeps_the_best_weights(tmp_path):
+    job = trained(tmp_path)
+    outcome = job.run
     judged = {row.step: row.score for row in outcome.log if row.score is not None}
     assert outcome.steps == loop.total_steps(job.data, job.settings) == 18
     assert set(judged) == loop.evaluation_steps(18, 4)
@@ -63,92 +79,79 @@ def test_it_learns_and_keeps_the_best_weights(tmp_path, accelerator):
     assert outcome.samples_per_s * outcome.seconds == pytest.approx(3 * len(job.data.rows))
 
 
-def scored(job, *scores):
+def scored(job, *scores, **changes):
     """The job with the scores of its next evaluations given."""
     judge, left = job.judge, list(scores)
     job.judge = lambda model: dataclasses.replace(judge(model), score=left.pop(0))
-    return job
+    return dataclasses.replace(job, **changes)
 
 
-def test_the_weights_before_training_can_be_the_best(tmp_path, accelerator):
-    job = scored(tiny.job(tmp_path, learning_rate=0.9, max_grad_norm=1e9, epochs=1), -1, -2, -3, -4, -5)
-    job.judge_first = True
+def test_the_weights_before_training_can_be_the_best(tmp_path):
+    settings = {"learning_rate": 0.9, "max_grad_norm": 1e9, "epochs": 1}
+    job = scored(tiny.job(tmp_path, **settings), -1, -2, -3, -4, -5, judge_first=True)
     before = tiny.weights(job).clone()
-    assert loop.train(job, accelerator).best_step == 0
+    assert train(job).best_step == 0
     assert torch.equal(tiny.weights(job), before)
 
 
-@pytest.mark.parametrize("evaluations", [1, 3])
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path, accelerator, evaluations):
-    whole = tiny.job(tmp_path / "whole", dropout=0.3)
-    loop.train(whole, accelerator)
-    killed_after(tiny.job(tmp_path / "killed", dropout=0.3), evaluations, accelerator)
+@pytest.mark.parametrize(
+    ("evaluations", "damaged"),
+    [(1, None), (3, None), (3, "optimizer.bin"), (3, loop.CHECKPOINT_FILE)],
+)
+def test_a_killed_run_goes_on_bit_for_bit_from_its_last_whole_checkpoint(tmp_path, evaluations, damaged):
+    whole = trained(tmp_path / "whole", dropout=0.3)
+    killed_after(tiny.job(tmp_path / "killed", dropout=0.3), evaluations)
+    last = list_checkpoints(tmp_path / "killed")[-1]
+    if damaged:
+        (last / damaged).write_bytes((last / damaged).read_bytes()[:-10])
     torch.manual_seed(99)  # the state of the new process is another one
-    resumed = tiny.job(tmp_path / "killed", dropout=0.3)
-    outcome = loop.train(resumed, accelerator)
-    assert any("resumed after step" in note for note in outcome.notes)
-    assert outcome.steps == 18
+    resumed = trained(tmp_path / "killed", dropout=0.3)
+    assert told(resumed, "resumed after step")
+    assert told(resumed, f"{last.name} is damaged ({damaged})") == bool(damaged)
+    assert resumed.run.steps == 18
     assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
 
 
-def test_a_resumed_run_says_that_threads_were_others(tmp_path, accelerator, monkeypatch):
+def test_a_resumed_run_says_that_threads_were_others(tmp_path, monkeypatch):
     threads = torch.get_num_threads()
     for now in (threads, threads + 1):
-        killed_after(tiny.job(tmp_path), 1, accelerator)
+        killed_after(tiny.job(tmp_path), 1)
         monkeypatch.setattr(torch, "get_num_threads", lambda now=now: now)
-        notes = loop.train(tiny.job(tmp_path), accelerator).notes
-        told = f"{threads} threads before, {now} now: sums are rounded differently"
-        assert (told in notes) == (now != threads)
+        said = f"{threads} threads before, {now} now: sums are rounded differently"
+        assert (said in trained(tmp_path).notes) == (now != threads)
         shutil.rmtree(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["optimizer.bin", loop.CHECKPOINT_FILE])
-def test_a_damaged_last_checkpoint_falls_back_to_the_one_before(tmp_path, accelerator, name):
-    whole = tiny.job(tmp_path / "whole", dropout=0.3)
-    loop.train(whole, accelerator)
-    killed_after(tiny.job(tmp_path / "killed", dropout=0.3), 3, accelerator)
-    last = sorted((tmp_path / "killed").glob("step-*"))[-1]
-    (last / name).write_bytes((last / name).read_bytes()[:-10])
-    resumed = tiny.job(tmp_path / "killed", dropout=0.3)
-    loop.train(resumed, accelerator)
-    assert any(f"{last.name} is damaged ({name})" in note for note in resumed.notes)
-    assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
-
-
-def test_the_checkpoint_before_a_damaged_one_has_its_best_too(tmp_path, accelerator):
+def test_the_checkpoint_before_a_damaged_one_has_its_best_too(tmp_path):
     whole = scored(tiny.job(tmp_path / "whole"), -0.5, -1.0, -0.1, -2.0)
-    best = loop.train(whole, accelerator).best_step
-    killed_after(scored(tiny.job(tmp_path / "killed"), -0.5, -1.0, -0.1), 3, accelerator)
-    found = sorted((tmp_path / "killed").glob("step-*"))
+    best = train(whole).best_step
+    killed_after(scored(tiny.job(tmp_path / "killed"), -0.5, -1.0, -0.1), 3)
+    found = list_checkpoints(tmp_path / "killed")
     assert len(found) == 3  # the last, which is the best, the one before, and the best of that time
     (found[-1] / loop.WEIGHTS).unlink()
     resumed = scored(tiny.job(tmp_path / "killed"), -0.1, -2.0)
-    assert loop.train(resumed, accelerator).best_step == best
-    assert any(f"{found[-1].name} is damaged (model.safetensors)" in note for note in resumed.notes)
+    assert train(resumed).best_step == best
+    assert told(resumed, f"{found[-1].name} is damaged (model.safetensors)")
     assert torch.equal(tiny.weights(resumed), tiny.weights(whole))
 
 
-@pytest.mark.parametrize("gone", [True, False])
-def test_a_checkpoint_without_its_best_is_passed_over(tmp_path, accelerator, gone):
-    killed_after(scored(tiny.job(tmp_path), -0.5, -1.0), 2, accelerator)
-    best, last = sorted(tmp_path.glob("step-*"))
-    if gone:
-        shutil.rmtree(best)
-    else:
-        (best / loop.WEIGHTS).write_bytes(b"")
-    resumed = tiny.job(tmp_path)
-    assert loop.train(resumed, accelerator).steps == 18
-    lost = loop.CHECKPOINT_FILE if gone else loop.WEIGHTS
-    assert any(f"{last.name} is damaged ({best.name}/{lost})" in note for note in resumed.notes)
+@pytest.mark.parametrize("lost", [loop.CHECKPOINT_FILE, loop.WEIGHTS])
+def test_a_checkpoint_without_its_best_is_passed_over(tmp_path, lost):
+    killed_after(scored(tiny.job(tmp_path), -0.5, -1.0), 2)
+    best, last = list_checkpoints(tmp_path)
+    (best / lost).unlink()
+    resumed = trained(tmp_path)
+    assert resumed.run.steps == 18
+    assert told(resumed, f"{last.name} is damaged ({best.name}/{lost})")
     assert resumed.notes[-1] == "no whole checkpoint was left; the training began again"
 
 
-def test_a_training_that_begins_again_removes_what_was_passed_over(tmp_path, accelerator):
-    killed_after(tiny.job(tmp_path), 3, accelerator)
-    for path in tmp_path.glob(f"step-*/{loop.CHECKPOINT_FILE}"):
-        path.write_text("{")
-    killed_after(tiny.job(tmp_path), 1, accelerator)
-    assert [path.name for path in tmp_path.glob("step-*")] == [loop.get_checkpoint_folder(tmp_path, 4).name]
+def test_a_training_that_begins_again_removes_what_was_passed_over(tmp_path):
+    killed_after(tiny.job(tmp_path), 3)
+    for path in list_checkpoints(tmp_path):
+        (path / loop.CHECKPOINT_FILE).write_text("{")
+    killed_after(tiny.job(tmp_path), 1)
+    assert list_checkpoints(tmp_path) == [loop.get_checkpoint_folder(tmp_path, 4)]
 
 
 @pytest.mark.parametrize(
@@ -161,84 +164,75 @@ def test_a_training_that_begins_again_removes_what_was_passed_over(tmp_path, acc
         ("device", "npu"),
     ],
 )
-def test_a_checkpoint_of_another_run_is_refused(tmp_path, accelerator, key, there):
-    killed_after(tiny.job(tmp_path, precision="fp32"), 2, accelerator)
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, key, there):
+    killed_after(tiny.job(tmp_path, precision="fp32"), 2)
     for path in tmp_path.glob(f"step-*/{loop.CHECKPOINT_FILE}"):
         stored = json.loads(path.read_text())
         here, stored["identity"][key] = stored["identity"][key], there
         path.write_text(json.dumps(stored))
     said = rf"checkpoint of another run: it differs in {key} \(there {there}, here {here}\)"
     with pytest.raises(UserError, match=said):
-        loop.train(tiny.job(tmp_path, precision="fp32"), accelerator)
+        trained(tmp_path, precision="fp32")
 
 
-def test_accumulation_changes_rounding_only(tmp_path, accelerator):
-    results = []
-    for parts in (1, 3):
-        job = tiny.job(tmp_path / str(parts), gradient_accumulation_steps=parts)
-        loop.train(job, accelerator)
-        results.append(tiny.weights(job))
-    assert torch.allclose(*results, atol=2e-5)
+def test_accumulation_changes_rounding_only(tmp_path):
+    one, three = (trained(tmp_path / str(parts), gradient_accumulation_steps=parts) for parts in (1, 3))
+    assert torch.allclose(tiny.weights(one), tiny.weights(three), atol=2e-5)
 
 
 @pytest.mark.parametrize(
     ("value", "slope", "what"),
     [(float("nan"), 1.0, "the training loss"), (0.0, float("inf"), "the gradient of the training loss")],
 )
-def test_nan_stops_the_run_and_says_where(value, slope, what, tmp_path, accelerator):
+def test_nan_stops_the_run_and_says_where(value, slope, what, tmp_path):
     job = tiny.job(tmp_path)
-    plain, calls = job.loss, []
+    plain, calls = job.loss, itertools.count(1)
 
     def breaks(model, rows, batch):
-        calls.append(None)
         loss = plain(model, rows, batch)
-        if len(calls) == 7:
+        if next(calls) == 7:
             loss.register_hook(lambda gradient: gradient * slope)
             loss = loss + value
         return loss
 
     job.loss = breaks
     with pytest.raises(CheckFailed, match=f"^{what} became NaN or infinite at step 7; lower"):
-        loop.train(job, accelerator)
+        train(job)
 
 
-def test_attention_is_not_trained_by_cudnn(tmp_path, accelerator):
-    job = tiny.job(tmp_path)
-    plain, seen = job.loss, []
-
-    def looks(model, rows, batch):
-        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return plain(model, rows, batch)
-
-    job.loss = looks
-    loop.train(job, accelerator)
+def test_attention_is_not_trained_by_cudnn(tmp_path):
+    seen, job = [], tiny.job(tmp_path)
+    job.after_step = lambda: seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+    train(job)
     assert torch.backends.cuda.cudnn_sdp_enabled()  # PyTorch's default, again
     assert not any(seen)
+    assert len(seen) == 18
 
 
-def test_a_model_that_answers_the_same_stops_the_run(tmp_path, accelerator):
+def test_a_model_that_answers_the_same_stops_the_run(tmp_path):
     job = tiny.job(tmp_path, collapsed=lambda number: number >= 1)
     job.judge_first = True
     with pytest.raises(CheckFailed, match=r"diverged: after step 9 .* lower learning_rate \(now 0.05\)"):
-        loop.train(job, accelerator)
+        train(job)
 
 
 @pytest.mark.parametrize("judge_first", [True, False])  # at step 0, and half of the steps with a new head
-def test_a_model_may_answer_the_same_at_first(tmp_path, accelerator, judge_first):
+def test_a_model_may_answer_the_same_at_first(tmp_path, judge_first):
     job = tiny.job(tmp_path, collapsed=lambda number: number < 2)
     job.judge_first = judge_first
-    loop.train(job, accelerator)
+    train(job)
 
 
 def far(folder, *scores):
-    job = scored(tiny.job(folder), *scores)
-    job.judge_first, job.far = True, 10.0
-    return job
+    return scored(tiny.job(folder), *scores, judge_first=True, far=10.0)
 
 
-def test_a_model_far_from_its_teacher_stops_the_run(tmp_path, accelerator):
+def test_a_model_far_from_its_teacher_stops_the_run_and_a_resumed_one(tmp_path):
     with pytest.raises(CheckFailed, match=r"held-out rows fell from 17.0 to 4.0 dB after step 9; lower"):
-        loop.train(far(tmp_path, 17, 5.2, 4), accelerator)
+        train(far(tmp_path / "whole", 17, 5.2, 4))
+    killed_after(far(tmp_path, 17, 5.2), 2)
+    with pytest.raises(CheckFailed, match=r"fell from 17.0 to 4.0"):
+        train(far(tmp_path, 4))
 
 
 @pytest.mark.parametrize(
@@ -249,15 +243,9 @@ def test_a_model_far_from_its_teacher_stops_the_run(tmp_path, accelerator):
         (17, 5.2, 10.1, 5.2, 10.1),  # and back
     ],
 )
-def test_a_model_that_is_not_far_goes_on(tmp_path, accelerator, scores):
-    outcome = loop.train(far(tmp_path, *scores), accelerator)
+def test_a_model_that_is_not_far_goes_on(tmp_path, scores):
+    outcome = train(far(tmp_path, *scores))
     assert (outcome.steps, outcome.best_step) == (18, 0)
-
-
-def test_a_resumed_run_knows_how_far_it_was(tmp_path, accelerator):
-    killed_after(far(tmp_path, 17, 5.2), 2, accelerator)
-    with pytest.raises(CheckFailed, match=r"fell from 17.0 to 4.0"):
-        loop.train(far(tmp_path, 4), accelerator)
 
 
 def automatic(folder, gains=None):
@@ -288,37 +276,27 @@ def automatic(folder, gains=None):
         ((0.3, 0.5, float("nan")), 2, 1e-6),
     ],
 )
-def test_the_rate_that_wins_most_is_found(tmp_path, accelerator, gains, tried, chosen):
+def test_the_rate_that_wins_most_is_found(tmp_path, gains, tried, chosen):
     job, seen = automatic(tmp_path, gains)
-    run = loop.train(job, accelerator)
+    run = train(job)
     assert (len(run.tried), run.learning_rate) == (tried, chosen)
     assert [each.learning_rate for each in run.tried] == list(loop.RATES[:tried])
-    assert (
-        (run.stopped, run.steps, run.best_step) == (None, 18, run.best_step)
-        if chosen
-        else ("nothing to win", 0, 0)
-    )
+    assert (run.stopped, run.steps) == ((None, 18) if chosen else ("nothing to win", 0))
+    assert chosen or run.best_step == 0
     assert chosen or torch.equal(tiny.weights(job), seen[0])  # those before training
     assert any("became NaN" in note for note in job.notes) == bool(np.isnan(gains).any())
 
 
-def test_a_found_rate_trains_as_a_given_one(tmp_path, accelerator):
+def test_a_found_rate_trains_as_a_given_one_and_a_resumed_run_keeps_it(tmp_path):
     found, _ = automatic(tmp_path / "found")
-    rate = loop.train(found, accelerator).learning_rate
-    assert rate == loop.RATES[-1]
-    given_ = tiny.job(tmp_path / "given", weight_decay=0.0, learning_rate=rate)
-    loop.train(given_, accelerator)
-    assert torch.equal(tiny.weights(found), tiny.weights(given_))
-
-
-def test_a_resumed_run_keeps_its_rate(tmp_path, accelerator):
-    whole, _ = automatic(tmp_path / "whole")
-    run = loop.train(whole, accelerator)
-    killed_after(automatic(tmp_path / "killed")[0], 3 + len(run.tried), accelerator)
+    run = train(found)
+    assert run.learning_rate == loop.RATES[-1]
+    same = trained(tmp_path / "given", weight_decay=0.0, learning_rate=run.learning_rate)
+    assert torch.equal(tiny.weights(found), tiny.weights(same))
+    killed_after(automatic(tmp_path / "killed")[0], 3 + len(run.tried))
     job, seen = automatic(tmp_path / "killed")
-    resumed = loop.train(job, accelerator)
-    assert (resumed.tried, len(seen)) == (run.tried, 2)
-    assert torch.equal(tiny.weights(job), tiny.weights(whole))
+    assert (train(job).tried, len(seen)) == (run.tried, 2)
+    assert torch.equal(tiny.weights(job), tiny.weights(found))
 
 
 def test_answers_that_do_not_depend_on_the_input():
@@ -335,17 +313,16 @@ def test_answers_that_do_not_depend_on_the_input():
     assert not loop.is_collapsed(scores, one_class[:, :1], np.arange(5.0))
 
 
-def test_patience_or_missing_room_ends_the_run(tmp_path, accelerator):
-    outcome = loop.train(scored(tiny.job(tmp_path, num_evals=6, patience=2), -1, -2, -3), accelerator)
+def test_patience_or_missing_room_ends_the_run(tmp_path):
+    outcome = train(scored(tiny.job(tmp_path, num_evals=6, patience=2), -1, -2, -3))
     assert (outcome.steps, outcome.best_step, outcome.stopped) == (9, 3, "no gain in 2 evaluations")
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="checkpoints cannot be written"):
-        loop.train(tiny.job(tmp_path / "file"), accelerator)
+        trained(tmp_path / "file")
 
 
-def test_two_processes_do_what_one_does(tmp_path, accelerator):
-    one = tiny.job(tmp_path / "one")
-    loop.train(one, accelerator)
+def test_two_processes_do_what_one_does(tmp_path):
+    one = trained(tmp_path / "one")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
     done = subprocess.run(
         [*command, str(HERE / "two_processes.py"), str(tmp_path / "two")],
@@ -378,16 +355,11 @@ def test_every_epoch_sees_every_row_once(seed, epoch, size):
     batches = loop.epoch_batches(data, size, seed, epoch)
     assert sorted(np.concatenate(batches)) == sorted(data.rows)
     assert all(len(batch) <= size for batch in batches)
-    again = loop.epoch_batches(data, size, seed, epoch)
+    again, other = (loop.epoch_batches(data, size, seed, number) for number in (epoch, epoch + 1))
     assert all(np.array_equal(a, b) for a, b in zip(batches, again, strict=True))
+    assert not np.array_equal(np.concatenate(batches), np.concatenate(other))
     assert not set(data.rows) & set(data.held_out)
     assert len(data.rows) + len(data.held_out) == tiny.ROWS
-
-
-def test_epochs_differ():
-    data = loop.divide(tiny.sentences(), 0, 0.2, 0)
-    first, second = (np.concatenate(loop.epoch_batches(data, 16, 0, epoch)) for epoch in (0, 1))
-    assert not np.array_equal(first, second)
 
 
 @pytest.mark.parametrize(("most", "steps"), [(None, 15), (4, 4), (100, 15)])
@@ -424,7 +396,7 @@ def test_a_process_that_fails_alone_waits_for_none(monkeypatch, capsys, error, l
     with pytest.raises((UserError, RuntimeError, SystemExit)) if error else nullcontext(), loop.join_group():
         if error:
             raise error
-    assert seen == ended
+    assert seen[:1] == ended  # a real `_exit` does not return
     said = "process 0 failed and stops the training, RuntimeError: alone\n"
     assert capsys.readouterr().err.endswith(said) == (ended == ["exit 1"])
 
@@ -456,38 +428,25 @@ def test_the_last_step_is_always_judged(steps, evaluations):
     assert len(due) == min(steps, evaluations)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"epochs": 0}, {"learning_rate": 0}, {"holdout": 0}, {"lr_scheduler_type": "step"}, {"epoch": 3}],
-)
-def test_settings_out_of_range(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        Training(**wrong)
-
-
-def test_a_distillation_without_parts():
-    with pytest.raises(ValueError, match="nothing to learn from"):
-        Distill(logits=0, hidden=0)
-
-
-def test_a_checkpoint_that_a_full_disk_stops_leaves_nothing(tmp_path, accelerator, monkeypatch):
+def test_a_checkpoint_that_a_full_disk_stops_leaves_nothing(tmp_path, monkeypatch):
     def full(folder):
         (Path(folder) / "half").write_text("half")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(accelerator, "save_state", full)
+    monkeypatch.setattr(Accelerator, "save_state", lambda _, folder: full(folder))
     with pytest.raises(UserError, match=r"checkpoints cannot be written into .*No space left"):
-        loop.train(tiny.job(tmp_path), accelerator)
+        trained(tmp_path)
     assert not [*tmp_path.glob(".step-*")]
 
 
-def test_checkpoints_that_a_signal_left_of_a_finished_training_go(tmp_path, monkeypatch, accelerator):
+def test_checkpoints_that_a_signal_left_of_a_finished_training_go(tmp_path, monkeypatch):
     left = tmp_path / "seed-0" / finetune.CHECKPOINTS / "step-00000002"
     left.mkdir(parents=True)
     monkeypatch.setattr(finetune, "_identity", lambda *_: {})
     monkeypatch.setattr(finetune, "_read_finished", lambda *_: "stored")
     request, settings = SimpleNamespace(folder=tmp_path), SimpleNamespace(seed=0)
-    assert finetune._train_seed(request, SimpleNamespace(judged=[]), settings, accelerator) == "stored"
+    main = SimpleNamespace(is_main_process=True)
+    assert finetune._train_seed(request, SimpleNamespace(judged=[]), settings, main) == "stored"
     assert not left.parent.exists()
 
 

@@ -14,7 +14,7 @@ from qdqbench.quantize.training.student import save_modelopt
 from qdqbench.quantize.utils.system.quiet import quiet
 
 from ...support.modelopt_folder import load_modelopt
-from ...support.tiny_bert import Quantized, calibrate, padded_batch, recipe_with
+from ...support.tiny_bert import Quantized, assert_same_state, calibrate, padded_batch, recipe_with
 
 SMOOTH: dict[str, Any] = {"calibration": {"smoothing": 0.5}}
 RECIPES: dict[str, dict[str, Any]] = {
@@ -43,10 +43,9 @@ def test_every_bit_comes_back(tiny_bert: Path, tmp_path: Path, fake_quant: Quant
     loaded = load_modelopt(tmp_path)
     assert methods == (PreTrainedModel.save_pretrained, PreTrainedModel.from_pretrained.__func__)
     assert not loaded.training
-    ours, theirs = model.state_dict(), loaded.state_dict()
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-    assert any(name.endswith("_pre_quant_scale") for name in ours) == bool(record.smoothing.inputs)
+    assert_same_state(model, loaded)
+    factors = [name for name in model.state_dict() if name.endswith("_pre_quant_scale")]
+    assert bool(factors) == bool(record.smoothing.inputs)
     assert quantizers.list_quantizers(model).keys() == quantizers.list_quantizers(loaded).keys()
     assert torch.equal(quantizers.forward(model, padded_batch()), quantizers.forward(loaded, padded_batch()))
 
@@ -96,9 +95,7 @@ def test_modelopt_itself_reads_it(tiny_bert: Path, tmp_path: Path) -> None:
     save_modelopt(model, tmp_path)
     with quiet("transformers"):
         theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
-    ours, state = model.state_dict(), theirs.state_dict()
-    assert ours.keys() == state.keys()
-    assert [name for name in ours if not torch.equal(ours[name], state[name])] == []
+    assert_same_state(model, theirs)
     expected = quantizers.forward(model, padded_batch())
     torch.testing.assert_close(quantizers.forward(theirs, padded_batch()), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(quantizers.forward(load_modelopt(tmp_path), padded_batch()), expected)

@@ -16,7 +16,7 @@ from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.schema import find_recipe
 from qdqbench.quantize.recipe.sections import Calibration, Reconstruction
 from qdqbench.quantize.training import reconstruct as module
-from qdqbench.quantize.training.reconstruct import LayerStore, Rows, draw_rows, read_rows, reconstruct
+from qdqbench.quantize.training.reconstruct import LayerStore, draw_rows, read_rows, reconstruct
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 from ...support.families import write_model
@@ -38,13 +38,11 @@ def made(tiny_bert: Path) -> Quantized:
     return calibrate(tiny_bert, recipe_with("bert-int8-attention", calibration=SPLIT))
 
 
-def rebuilt(
-    made: Quantized, folder: Path, store: Path, settings: Reconstruction = SETTINGS, rows: Rows | None = None
-) -> tuple[Any, Any]:
+def rebuilt(made: Quantized, folder: Path, store: Path, **changes: Any) -> tuple[Any, Any]:
     """A reconstructed model as it is exported, and what was said of it."""
     model, teacher = copy.deepcopy(made.model), load_model(str(folder))
-    rows = rows or draw_rows(samples(), settings, 0)
-    store_of = LayerStore(store, "of this test")
+    settings, store_of = SETTINGS.model_copy(update=changes), LayerStore(store, "of this test")
+    rows = draw_rows(samples(), settings, 0)
     return model, reconstruct(model, teacher, made.plan, made.record, rows, settings, store_of)
 
 
@@ -65,16 +63,15 @@ def test_layers_come_nearer_and_stay_plain(made: Quantized, tiny_bert: Path, tmp
 
 
 def test_the_same_seed_gives_the_same_weights(made: Quantized, tiny_bert: Path, tmp_path: Path) -> None:
-    short = SETTINGS.model_copy(update={"steps": 3})
-    one, other = (rebuilt(made, tiny_bert, tmp_path / name, short)[0] for name in ("one", "other"))
+    one, other = (rebuilt(made, tiny_bert, tmp_path / name, steps=3)[0] for name in ("one", "other"))
     assert_same_state(one, other)
 
 
 def test_a_killed_one_goes_on_with_the_next_layer(
     made: Quantized, tiny_bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short, trained = SETTINGS.model_copy(update={"steps": 10}), []
-    whole, _ = rebuilt(made, tiny_bert, tmp_path / "whole", short)
+    trained = []
+    whole, _ = rebuilt(made, tiny_bert, tmp_path / "whole", steps=10)
     first, last = sorted((tmp_path / "whole").iterdir())
     last.write_bytes(last.read_bytes()[:100])  # not whole
     train = module.Reconstructor.train
@@ -84,7 +81,7 @@ def test_a_killed_one_goes_on_with_the_next_layer(
         return train(self, layer, *given)
 
     monkeypatch.setattr(module.Reconstructor, "train", noted)
-    again, run = rebuilt(made, tiny_bert, tmp_path / "whole", short)
+    again, run = rebuilt(made, tiny_bert, tmp_path / "whole", steps=10)
     assert trained == [1]
     assert any("resumed" in note for note in run.notes)
     assert_same_state(whole, again)
@@ -92,8 +89,7 @@ def test_a_killed_one_goes_on_with_the_next_layer(
 
 
 def test_what_comes_no_nearer_is_ptq_as_it_was(made: Quantized, tiny_bert: Path, tmp_path: Path) -> None:
-    wild = SETTINGS.model_copy(update={"learning_rate": 0.9, "amax_learning_rate": 0.9, "steps": 5})
-    model, run = rebuilt(made, tiny_bert, tmp_path, wild)
+    model, run = rebuilt(made, tiny_bert, tmp_path, learning_rate=0.9, amax_learning_rate=0.9, steps=5)
     assert not any(row.kept for row in run.layers)
     assert not run.gained
     assert any("PTQ is kept" in note for note in run.notes)
@@ -111,7 +107,7 @@ def test_a_layer_whose_loss_becomes_nan_is_ptq_and_the_others_are_trained(
         return made_of * torch.nan if learns else made_of
 
     monkeypatch.setattr(module.Chain, "run", poisoned)
-    model, run = rebuilt(made, tiny_bert, tmp_path, SETTINGS.model_copy(update={"steps": 20}))
+    model, run = rebuilt(made, tiny_bert, tmp_path, steps=20)
     first, second = run.layers
     assert (first.after_db, first.kept) == (None, False)
     assert second.kept
@@ -125,10 +121,9 @@ def test_refusals(made: Quantized, tiny_bert: Path) -> None:
     teacher = load_model(str(tiny_bert))
     with torch.no_grad():
         teacher.classifier.bias.fill_(torch.nan)
-    model = copy.deepcopy(made.model)
     rest = made.plan, made.record, draw_rows(samples(8), SETTINGS, 0), SETTINGS
     with pytest.raises(CheckFailed, match="NaN or infinite"):
-        reconstruct(model, teacher, *rest)
+        reconstruct(copy.deepcopy(made.model), teacher, *rest)
 
 
 def test_a_shared_layer_comes_nearer_in_all_its_runs(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from qdqbench.quantize.lint.inspection import inspect_layers, read_graph
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import resolve
-from qdqbench.quantize.recipe.schema import parse_recipe
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 from ....support import tiny_bert as bert
@@ -35,8 +34,6 @@ READERS = {
     "bert.encoder.layer.0.attention.output": ["query", "key", "value"],
     "bert.encoder.layer.0.output": ["intermediate.dense"],
 }
-NORMS = sorted(f"/{name.replace('.', '/')}/LayerNorm/LayerNormalization" for name in ADDERS)
-NORMS = [name.replace("layer/", "layer.") for name in NORMS]
 BATCHES = [bert.padded_batch((9, 4, 16)), bert.padded_batch((12, 12, 3, 7), seed=1)]
 WAYS = {
     "plain": {},
@@ -99,40 +96,19 @@ def rescaled(graph, module, factor, kinds=QDQ):
     return broken
 
 
+def path_of(module):
+    """The module in names of nodes."""
+    return f"/{module.replace('.', '/').replace('layer/', 'layer.')}"
+
+
 def _of(node, module):
-    return node.name.startswith(f"/{module.replace('.', '/').replace('layer/', 'layer.')}/residual_quantizer")
+    return node.name.startswith(f"{path_of(module)}/residual_quantizer")
+
+
+NORMS = sorted(f"{path_of(name)}/LayerNorm/LayerNormalization" for name in ADDERS)
 
 
 # recipe and plan
-
-
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        (
-            "residual: int8, precision: {never_quantize: [softmax]}",
-            "add layernorm to precision.never_quantize",
-        ),
-        ("residual: int8, rules: []", "needs INT8 linears that read the same tensors"),
-        ("residual: yes", "residual: Input should be 'fp16' or 'int8'"),
-        (
-            "rules: [{match: '*', type: Residual, method: mse}]",
-            "calibrated as the linears that read the same",
-        ),
-        (
-            "rules: [{match: '*', type: Residual, weights: int8/per-tensor, input: int8/per-tensor}]",
-            "only Linear",
-        ),
-    ],
-)
-def test_recipes_that_make_no_sense(text, why):
-    rules = (
-        ""
-        if "rules" in text
-        else "rules: [{match: '*', weights: int8/per-channel, input: int8/per-tensor}], "
-    )
-    with pytest.raises(UserError, match=why):
-        parse_recipe(f"{{version: 1, name: x, {rules}{text}}}", "x")
 
 
 @pytest.mark.parametrize(
@@ -224,32 +200,23 @@ def test_a_residual_is_rounded_as_its_readers_round_it(made, way):
 def test_what_a_layernorm_adds_is_rounded(made, way):
     model = made[way].model
     for name in ADDERS:
-        module, seen = model.get_submodule(name), {}
-        hooks = [
-            module.dense.register_forward_hook(lambda _, __, out, to=seen: to.update(dense=out)),
-            module.register_forward_pre_hook(lambda _, args, to=seen: to.update(plain=args[1])),
-            module.LayerNorm.register_forward_pre_hook(lambda _, args, to=seen: to.update(sum=args[0])),
-        ]
-        quantizers.forward(model, BATCHES[0])
-        for hook in hooks:
-            hook.remove()
-        quantizer = module.residual_quantizer
+        quantizer = model.get_submodule(name).residual_quantizer
+        read, output = [f"{name}.LayerNorm", f"{name}.residual_quantizer"], [f"{name}.dense"]
+        with bert.watched(model, read, inputs=True) as seen, bert.watched(model, output) as given:
+            quantizers.forward(model, BATCHES[0])
+        (total,), (plain,), (dense,) = *seen.values(), *given.values()
         factors = 1 if quantizer.pre_quant_scale is None else quantizer.pre_quant_scale
         scale = quantizer.amax / 127
-        wanted = (seen["plain"] * factors / scale).round().clamp(-128, 127) * scale / factors
-        added = seen["sum"] - seen["dense"]
-        assert (added - wanted).abs().max() < 1e-5
-        assert (added - seen["plain"]).abs().max() > 1e-3  # so the rounding shows
+        wanted = (plain * factors / scale).round().clamp(-128, 127) * scale / factors
+        assert (total - dense - wanted).abs().max() < 1e-5
+        assert (total - dense - plain).abs().max() > 1e-3  # so the rounding shows
 
 
 def test_smoothing_changes_nothing_without_rounding(tiny_bert, made):
-    from qdqbench.quantize.calibration.fakequant.quantizers import quantizers_off
-
-    plain = load_model(str(tiny_bert))
-    model = load_model(str(tiny_bert))
+    plain, model = load_model(str(tiny_bert)), load_model(str(tiny_bert))
     record = made["smoothed"].record.model_copy(update={"biases": {}})
     ptq.restore(model, made["smoothed"].plan, record)
-    with quantizers_off(model):
+    with quantizers.quantizers_off(model):
         assert quantizers.forward(model, BATCHES[0]).equal(quantizers.forward(plain, BATCHES[0]))
 
 
@@ -382,7 +349,7 @@ def built(tmp_path):
     def run(graph, plan):
         path = tmp_path / "x.onnx"
         export.save(graph, path, "x")
-        names = [f"/{name.replace('.', '/').replace('layer/', 'layer.')}/MatMul" for name in plan.int8]
+        names = [f"{path_of(name)}/MatMul" for name in plan.int8]
         return path, build(
             path,
             tmp_path / "x.engine",
@@ -421,13 +388,10 @@ def test_float_residuals_fail_the_proof(made, graphs, built):
 
 
 def test_a_graph_without_them_expects_none(tiny_bert, made):
-    model, plan, _ = bert.quantized(tiny_bert)
-    settings = export.ExportSettings(20, "fp16", "factored")
-    graph = export.finish_graph(export.trace(model, 20), plan, settings)
+    graph = bert.exported(tiny_bert, weights="factored")
     assert list_int8_norms(graph) == []
     missing = check_model(graph, expected_quantized=expected(made["plain"].plan)).findings
-    adds = (f"/{name.replace('.', '/').replace('layer/', 'layer.')}/Add" for name in ADDERS)
-    assert sorted(row.node for row in missing) == sorted(adds)
+    assert sorted(row.node for row in missing) == sorted(f"{path_of(name)}/Add" for name in ADDERS)
 
 
 def test_a_chain_without_end_is_not_followed():
