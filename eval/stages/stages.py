@@ -250,7 +250,7 @@ def parity(session: Session) -> list[Path]:
         few = {name: rows[:LAYER_SAMPLES] for name, rows in next(_parity_batches(session)).items()}
         moved = get_state_shifts(session.ptq_record)
         with session.fp32_shifted() as fp32:
-            errors = layer_errors(model, fp32, list(plan.int8), [few], biases, moved)
+            errors = layer_errors(model, fp32, list(plan.int8), few, biases, moved)
     return [
         write_outcome(session.folder / "parity.json", found),
         write_outcome(session.folder / graphs.LAYER_ERRORS, errors),

@@ -8,7 +8,6 @@ tensor makes the builder keep it and can change what it fuses: when the fault va
 import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from qdqbench.quantize.engine.cuda.tokens import pack_tokens
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.engine.sidecar import check_sidecar
 from qdqbench.quantize.engine.target import computes_fp16
-from qdqbench.quantize.graph.index import MATMULS, SAME_VALUES, GraphIndex, module_of, tensor_values
+from qdqbench.quantize.graph.index import MATMULS, SAME_VALUES, GraphIndex, module_of
 from qdqbench.quantize.graph.read import read_model
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.inputs import MASK, select_inputs
@@ -63,10 +62,9 @@ class Deviation:
 
 
 def likely_cause(evidence: Deviation) -> tuple[str, str]:
-    for rule in (_overflow, _mask, _scale_or_bias):
-        if (found := rule(evidence)) is not None:
-            return found
-    return "unknown", "compare the kernels named above with those of another backend version, and report it"
+    found = filter(None, (rule(evidence) for rule in (_overflow, _mask, _scale_or_bias)))
+    advice = "compare the kernels named above with those of another backend version, and report it"
+    return next(found, ("unknown", advice))
 
 
 def _overflow(evidence: Deviation) -> tuple[str, str] | None:
@@ -158,7 +156,6 @@ def _dequantizer(index: GraphIndex, name: str) -> onnx.NodeProto | None:
     return node if node is not None and node.op_type == "DequantizeLinear" else None
 
 
-BLOCK_LIMIT = 0.1  # relative error of a block; rounding flips of a correct one reached 0.08 of its output
 INNER_LIMIT = 0.05  # of a tensor inside of a block
 JUMP = 3.0  # over the largest error of the tensors it is made from
 PER_STEP = 8  # tensors marked in one engine
@@ -194,34 +191,30 @@ def bisect(  # noqa: PLR0913
     run_reference: GraphRunner,
     *,
     family: Family,
-    inputs: Mapping[str, Array] | None = None,
-    limits: Mapping[str, float] | None = None,
+    tensors: Mapping[str, blocks.BlockTensors],
     suspects: Collection[str] = (),
     layers: Sequence[LayerRow] = (),
-    per_step: int = PER_STEP,
 ) -> BisectResult:
     """Find the first tensor of a graph that `run_engine` gets wrong and `run_reference` right.
 
     Args:
         feeds: int64 [B, L] arrays of the graph's own inputs.
-        inputs: hidden state [B, L, hidden] of the reference before each block, by block name; by default
-            those that `run_reference` has.
-        limits: relative error that a block may have, by block name; BLOCK_LIMIT for the others.
+        tensors: of the reference by block: their inputs are fed, and a block may be off by what quantization
+            costs there.
         suspects: blocks that are known to be wrong, such as by a verification of more samples.
         layers: layer table of the deployed engine.
-        per_step: tensors marked in one engine.
 
     Raises:
         UserError: the graph cannot be read or cut, or the engine cannot be built.
     """
-    model = read_model(onnx_path)
-    stitched = blocks.stitch(model, family)
-    given = dict(feeds) | stitched.feeds(inputs or _own_inputs(model, stitched, feeds, run_reference))
-    mask = np.asarray(feeds["attention_mask"], bool)
+    stitched = blocks.stitch(read_model(onnx_path), family)
+    given, mask = dict(feeds) | stitched.feeds(tensors), np.asarray(feeds[MASK], bool)
     got, expected = run_engine(stitched.model, given), run_reference(stitched.model, given)
     result = BisectResult(blocks={}, engines=1)
     for block in stitched.blocks:
-        name, limit = block.output, (limits or {}).get(block.name, BLOCK_LIMIT)
+        name, exact = block.output, tensors[block.name]
+        cost = compare_tensors(block.name, exact.unquantized, exact.output, mask, 0.0).error
+        limit = max(MIN_LIMIT, cost or 0.0)
         result.blocks[block.name] = compare_tensors(name, got[name], expected[name], mask, limit)
     bad = [name for name, row in result.blocks.items() if not row.holds or name in suspects]
     if not bad:
@@ -235,8 +228,8 @@ def bisect(  # noqa: PLR0913
     if len(bad) > 1:
         result.notes.append(f"wrong on their own too: {', '.join(bad[1:])}")
     search = _Search(stitched, given, run_engine, run_reference, mask, result)
-    search.run(per_step)
-    _explain(search, layers)
+    search.run()
+    search.explain(layers)
     return result
 
 
@@ -326,13 +319,13 @@ class _Search:
         self.expected: dict[str, Array] = {}
         self.good: list[TensorError] = []
 
-    def run(self, per_step: int) -> None:
+    def run(self) -> None:
         """Mark tensors chunk by chunk until one is wrong; record it, or where the fault vanished."""
         result, output = self.result, self.block.output
         candidates = [name for name in blocks.computed_floats(self.alone) if name != output]
         vanished: list[str] = []
-        for start in range(0, len(candidates), per_step):
-            chunk = candidates[start : start + per_step]
+        for start in range(0, len(candidates), PER_STEP):
+            chunk = candidates[start : start + PER_STEP]
             wrong = next((row for row in self._compare(chunk) if self._jumps(row)), None)
             if wrong is not None:
                 result.error, result.tensor = wrong, wrong.tensor
@@ -388,47 +381,21 @@ class _Search:
         output, limit = self.block.output, self.result.blocks[self.block.name].limit
         return compare_tensors(output, self.got[output], self.expected[output], self.mask, limit).holds
 
+    def explain(self, layers: Sequence[LayerRow]) -> None:
+        """Record what made the tensor that `run` found: node, kernels and likely cause."""
+        result, index, name = self.result, GraphIndex(self.stitched.model), str(self.result.tensor)
+        node = index.producers[name.removesuffix(blocks.TURNED_BACK).removesuffix(blocks.OF_HEAD)]
+        result.node, result.operator = node.name, node.op_type
+        result.layers = [row.name for row in layers if node.name in row.onnx or node.name in row.name]
+        nonfinite = result.error is not None and result.error.error is None
+        got, expected = self.got.get(name), self.expected.get(name)
+        evidence = Deviation(index, node, got, expected, self.mask, nonfinite)
+        result.cause, result.advice = likely_cause(evidence)
+
 
 def nodes_before(index: GraphIndex, tensor: str) -> set[str]:
     _, *before = index.back(tensor, lambda node: node.input, sys.maxsize)
     return {name for name, _ in before}
-
-
-def _own_inputs(
-    model: onnx.ModelProto, stitched: blocks.Stitched, feeds: Feeds, run_reference: GraphRunner
-) -> dict[str, Array]:
-    """Return hidden states between the blocks in the reference's own run of the whole graph."""
-    marked, values = deepcopy(model), tensor_values(model)
-    sources = {b.name: b.input.removesuffix(blocks.FED) for b in stitched.blocks if b.input is not None}
-    turned = {block.output.removesuffix(blocks.TURNED_BACK) for block in stitched.blocks} - {
-        block.output for block in stitched.blocks
-    }
-    marked.graph.output.extend(
-        onnx.helper.make_tensor_value_info(name, values[name].elem_type, None)
-        for name in dict.fromkeys(sources.values())
-    )
-    made = run_reference(marked, feeds)
-    return {
-        name: np.swapaxes(made[source], 0, 1) if source in turned else made[source]
-        for name, source in sources.items()
-    }
-
-
-def _explain(search: _Search, layers: Sequence[LayerRow]) -> None:
-    result, index = search.result, GraphIndex(search.stitched.model)
-    tensor = str(result.tensor).removesuffix(blocks.TURNED_BACK).removesuffix(blocks.OF_HEAD)
-    node = index.producers[tensor]
-    result.node, result.operator = node.name, node.op_type
-    result.layers = [row.name for row in layers if node.name in row.onnx or node.name in row.name]
-    evidence = Deviation(
-        index=index,
-        node=node,
-        got=search.got.get(str(result.tensor)),
-        expected=search.expected.get(str(result.tensor)),
-        mask=search.mask,
-        nonfinite=result.error is not None and result.error.error is None,
-    )
-    result.cause, result.advice = likely_cause(evidence)
 
 
 def bisect_lines(result: BisectResult) -> list[str]:
@@ -497,16 +464,13 @@ def bisect_run(folder: Path) -> BisectResult:
     with blocks.open_reference(session) as (reference, fp32):
         half = computes_fp16(session.recipe, built.backend)
         tensors = blocks.reference_blocks(reference, fp32, batch, half=half)
-    mask = batch["attention_mask"].astype(bool)
-    costs = {n: compare_tensors(n, t.unquantized, t.output, mask, 0.0).error for n, t in tensors.items()}
     return bisect(
         path,
         select_inputs(reference, batch),
         run_engine,
         run_onnxruntime,
         family=session.plan.family,
-        inputs={name: t.input for name, t in tensors.items() if t.input is not None},
-        limits={name: max(MIN_LIMIT, cost or 0.0) for name, cost in costs.items()},
+        tensors=tensors,
         suspects={row.name for row in rows if not row.holds},
         layers=built.layers,
     )

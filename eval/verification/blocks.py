@@ -6,8 +6,7 @@ blocks stay in one "stitched" graph, so one engine judges them, and what is insi
 with what) is as in the deployed graph.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,13 +19,15 @@ import onnx
 from onnx import TensorProto, helper
 
 from qdqbench.eval.metrics.results import LayerError, LayerErrors
-from qdqbench.eval.verification.checks import kept_positions
+from qdqbench.eval.verification.checks import MIN_LIMIT, BlockSums
+from qdqbench.eval.verification.results import BlockCheck
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, name_outputs, smooth_input
 from qdqbench.quantize.graph.index import module_of, prune, replace_nodes, tensor_values
 from qdqbench.quantize.graph.rewrites import list_sequence_first, transpose_hidden
 from qdqbench.quantize.models.attention import UNROUNDED
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import family_of
+from qdqbench.quantize.models.inputs import MASK, select_inputs
 from qdqbench.quantize.models.modules import get_hidden, record_first_inputs, resume_from
 from qdqbench.quantize.models.rounding import fold_rounding
 from qdqbench.quantize.pipeline.session import Session
@@ -57,6 +58,15 @@ class Block:
     output: str  # graph output: hidden state [batch, length, hidden], of the head one kind of answers
 
 
+@dataclass
+class BlockTensors:
+    """Tensors of the reference in one block."""
+
+    input: Float32 | None  # [batch, length, hidden]; None for the embeddings
+    output: Float32  # hidden state, or the logits
+    unquantized: Float32  # output of the FP32 model's block for the same input
+
+
 @dataclass(frozen=True)
 class Stitched:
     """A graph whose blocks do not depend on each other."""
@@ -65,22 +75,13 @@ class Stitched:
     blocks: tuple[Block, ...]  # in graph order
     types: dict[str, np.dtype[Any]]  # of the new graph inputs
 
-    def feeds(self, inputs: Mapping[str, Float32]) -> dict[str, Array]:
-        """Return hidden states by block name as feeds of the graph, in its types."""
+    def feeds(self, tensors: Mapping[str, BlockTensors]) -> dict[str, Array]:
+        """Return the reference's inputs of the blocks, by their names, as feeds of the graph in its types."""
         return {
-            block.input: inputs[block.name].astype(self.types[block.input])
+            block.input: np.asarray(tensors[block.name].input, self.types[block.input])
             for block in self.blocks
             if block.input is not None
         }
-
-
-@dataclass
-class BlockTensors:
-    """Tensors of the reference in one block."""
-
-    input: Float32 | None  # [batch, length, hidden]; None for the embeddings
-    output: Float32  # hidden state, or the logits
-    unquantized: Float32  # output of the FP32 model's block for the same input
 
 
 def stitch(model: onnx.ModelProto, family: Family) -> Stitched:
@@ -254,6 +255,33 @@ def reference_blocks(
     return first | found | heads
 
 
+def check_blocks(  # noqa: PLR0913, PLR0917
+    stitched: Stitched,
+    run: Callable[[dict[str, Array]], Mapping[str, Array]],
+    model: "PreTrainedModel",
+    unquantized: "PreTrainedModel | None",
+    batches: Iterable[Batch],
+    rounding: float = MIN_LIMIT,
+) -> list[BlockCheck]:
+    """Feed each block the input that it has in the reference, and judge its output.
+
+    Args:
+        run: the stitched graph, or an engine of it.
+        model: and `unquantized`, as of `reference_blocks`.
+        batches: int64 [B, L] arrays.
+        rounding: as of `BlockSums.check`.
+    """
+    half = np.dtype(np.float16) in stitched.types.values()
+    sums = {block.name: BlockSums(block.name) for block in stitched.blocks}
+    for batch in batches:
+        tensors = reference_blocks(model, unquantized, batch, half=half)
+        got = run(select_inputs(model, batch) | stitched.feeds(tensors))
+        for block in stitched.blocks:
+            made, output = tensors[block.name], got[block.output]
+            sums[block.name].add(output, made.output, made.unquantized, batch[MASK])
+    return [each.check(rounding) for each in sums.values()]
+
+
 @contextmanager
 def _half_biases(model: "PreTrainedModel") -> Iterator[None]:
     """Round the biases of linears: those behind centered inputs are large, and so is what they lose."""
@@ -289,29 +317,11 @@ def _array(value: "torch.Tensor") -> Float32:
     return array
 
 
-class _Sums:
-    """Squared norms of differences and of FP32's values, by name."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-
-    def add(self, name: str, made: Array, exact: Array, mask: Array) -> None:
-        """Add two tensors, both [B, L, ...] or [B, ...], without padding."""
-        ours, theirs = kept_positions(made, mask), kept_positions(exact, mask)
-        self.sums[name][0] += float(np.square(ours - theirs).sum())
-        self.sums[name][1] += float(np.square(theirs).sum())
-
-    def error(self, name: str) -> float | None:
-        """Return the relative error; None where FP32's values are zero, or one side is not finite."""
-        noise, power = self.sums[name]
-        return float(np.sqrt(noise / power)) if power and np.isfinite([noise, power]).all() else None
-
-
 def layer_errors(  # noqa: PLR0913, PLR0917
     model: "PreTrainedModel",
     fp32: "PreTrainedModel",
     linears: Sequence[str],
-    batches: Iterable[Batch],
+    batch: Batch,
     corrections: Mapping[str, list[float]],
     moved: Mapping[int, list[float]] | None = None,
 ) -> LayerErrors:
@@ -321,71 +331,48 @@ def layer_errors(  # noqa: PLR0913, PLR0917
         model: the fake-quant model, `frozen`.
         fp32: the model that it was made from, with its shifts.
         linears: in INT8, full names.
-        batches: int64 [B, L] arrays; padding is left out.
+        batch: int64 [B, L] arrays; padding is left out.
         corrections: what bias correction added, by linear; it is part of what is judged.
         moved: what shifts add to hidden states, by their number; errors are relative to FP32's own values.
     """
-    alone, far, n = _Sums(), _Sums(), 0
+    from torch.nn import functional
+
+    mask, alone, far = batch[MASK], dict[str, BlockSums](), dict[str, BlockSums]()
+
+    def add(sums: dict[str, BlockSums], name: str, made: Array, exact: Array) -> None:
+        sums.setdefault(name, BlockSums(name)).add(made, exact, exact, mask)
+
+    def compare(name: str, linear: Any, args: "tuple[torch.Tensor, ...]", output: "torch.Tensor") -> None:
+        """Add what a linear made, and what it would make of the same input unrounded."""
+        bias = linear.bias
+        if (correction := corrections.get(name)) is not None:
+            bias = bias - bias.new_tensor(correction)
+        weight = linear.__dict__.get(UNROUNDED, linear.weight)
+        exact = functional.linear(smooth_input(linear.input_quantizer, args[0]), weight, bias)
+        add(alone, name, _array(output), _array(exact))
+
+    with ExitStack() as hooks:
+        for name in linears:
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(compare, name)))
+        blocks = reference_blocks(model, fp32, batch, half=False)
     own = {
         f"layer.{number - 1}" if number else EMBEDDINGS: np.asarray(values, np.float32)
         for number, values in (moved or {}).items()
     }
-    for batch in batches:
-        mask = batch["attention_mask"].astype(bool)
-        n += len(mask)
-        with ExitStack() as hooks:
-            for name in linears:
-                watch = partial(_beside, name, alone, mask, corrections.get(name))
-                hooks.enter_context(model.get_submodule(name).register_forward_hook(watch))
-            blocks = reference_blocks(model, fp32, batch, half=False)
-        exact = _states(fp32, batch)
-        for name, block in blocks.items():
-            back = own.get(name, 0.0)
-            alone.add(name, block.output - back, block.unquantized - back, mask)
-            if name in exact:
-                far.add(name, block.output - back, exact[name] - back, mask)
-    rows = []
-    for name in dict.fromkeys([*linears, *alone.sums]):
-        if (error := alone.error(name)) is not None:
-            row = LayerError(
-                name=name,
-                what="linear" if name in linears else "block",
-                isolated=error,
-                cumulative=far.error(name),
-            )
-            rows.append(row)
-    return LayerErrors(n=n, rows=rows)
-
-
-def _beside(  # noqa: PLR0913, PLR0917
-    name: str,
-    sums: _Sums,
-    mask: Array,
-    correction: list[float] | None,
-    linear: Any,
-    args: "tuple[torch.Tensor, ...]",
-    output: "torch.Tensor",
-) -> None:
-    """Add what a linear made, and what it would make of the same input unrounded."""
-    from torch.nn import functional
-
-    bias = linear.bias
-    if correction is not None:
-        bias = bias - bias.new_tensor(correction)
-    weight = linear.__dict__.get(UNROUNDED, linear.weight)
-    exact = functional.linear(smooth_input(linear.input_quantizer, args[0]), weight, bias)
-    sums.add(name, _array(output), _array(exact), mask)
-
-
-def _states(model: "PreTrainedModel", batch: Batch) -> dict[str, Array]:
-    """Return hidden states after the layers of a model, and its answers, by block."""
-    found: dict[str, Array] = {}
-
-    def keep(_: Any, __: Any, output: Any) -> None:
-        found[f"layer.{len(found)}"] = _array(get_hidden(output))
-
-    with ExitStack() as hooks:
-        for path in dict.fromkeys(family_of(model.config).runs(model)):
-            hooks.enter_context(model.get_submodule(path).register_forward_hook(keep))
-        answers = forward(model, batch)
-    return found | {HEAD: _array(answers)}
+    exact = reference_blocks(fp32, None, batch, half=False)
+    for name, block in blocks.items():
+        back = own.get(name, 0.0)
+        add(alone, name, block.output - back, block.unquantized - back)
+        if name == HEAD or name.startswith("layer."):
+            add(far, name, block.output - back, exact[name].output - back)
+    rows = [
+        LayerError(
+            name=name,
+            what="linear" if name in linears else "block",
+            isolated=error,
+            cumulative=far[name].relative_error if name in far else None,
+        )
+        for name in dict.fromkeys([*linears, *alone])
+        if name in alone and (error := alone[name].relative_error) is not None
+    ]
+    return LayerErrors(n=len(mask), rows=rows)

@@ -13,7 +13,7 @@ import onnx
 from qdqbench.eval.metrics.logits import read_logits
 from qdqbench.eval.metrics.runners import Predict
 from qdqbench.eval.verification import checks
-from qdqbench.eval.verification.blocks import Uncut, open_reference, reference_blocks, stitch
+from qdqbench.eval.verification.blocks import Uncut, check_blocks, open_reference, stitch
 from qdqbench.eval.verification.results import BlockCheck, Verification
 from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.hazards import find_hazards
@@ -23,7 +23,6 @@ from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.runtime.runners import CompiledEngine, open_engine, open_runner
 from qdqbench.quantize.engine.sidecar import Sidecar, check_sidecar
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.pipeline.graphs import expected_gemms, graph_path
 from qdqbench.quantize.pipeline.outcomes import Skipped, read_built
 from qdqbench.quantize.pipeline.session import Session
@@ -302,8 +301,6 @@ def _run_blocks(
     from qdqbench.quantize.calibration.fakequant.native import use_frozen_weights
 
     stitched = stitch(read_model(graph_path(session)), session.plan.family)
-    half = np.dtype(np.float16) in stitched.types.values()
-    sums = {block.name: checks.BlockSums(block.name) for block in stitched.blocks}
     lengths, seed = data.encoded.lengths, session.config.seed
     taking = [profile for profile in sidecar.profiles if lengths.min() <= profile.max[1]]
     cases = [case for profile in taking for case in block_cases(lengths, profile, seed)]
@@ -313,12 +310,5 @@ def _run_blocks(
         nullcontext() if fp32 is None else use_frozen_weights(model),
         engine_of(stitched.model, sidecar, expected_gemms(session), runtime_cache) as (engine, built),
     ):
-        for case in track("blocks", cases):
-            batch = batch_of(data.encoded, case, session.pad_id)
-            tensors = reference_blocks(model, fp32, batch, half=half)
-            inputs = {name: t.input for name, t in tensors.items() if t.input is not None}
-            got = engine.run(select_inputs(model, batch) | stitched.feeds(inputs))
-            for block in stitched.blocks:
-                made, output = tensors[block.name], got[block.output]
-                sums[block.name].add(output, made.output, made.unquantized, batch["attention_mask"])
-    return [each.check(rounding) for each in sums.values()], built.int8_gemms
+        batches = (batch_of(data.encoded, case, session.pad_id) for case in track("blocks", cases))
+        return check_blocks(stitched, engine.run, model, fp32, batches, rounding), built.int8_gemms

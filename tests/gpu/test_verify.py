@@ -10,6 +10,7 @@ from onnx import numpy_helper
 from qdqbench.eval.runs.collect import collect
 from qdqbench.eval.stages import stages
 from qdqbench.eval.verification.bisect import bisect, bisect_run, run_onnxruntime
+from qdqbench.eval.verification.blocks import open_reference, reference_blocks
 from qdqbench.eval.verification.engine import engine_of
 from qdqbench.eval.verification.results import Verification
 from qdqbench.quantize.engine.sidecar import check_sidecar
@@ -96,8 +97,9 @@ def test_bisecting_names_the_tensor(linears):
         "attention_mask": mask,
         "token_type_ids": np.zeros_like(mask),
     }
-    result = bisect(
-        linears / "model.int8.onnx", feeds, run_engine, run_onnxruntime, family=BERT, suspects=["layer.1"]
-    )
+    with open_reference(Session(read_config(linears), linears)) as (model, fp32):
+        how = {"family": BERT, "tensors": reference_blocks(model, fp32, feeds, half=True)}
+    onnx_path = linears / "model.int8.onnx"
+    result = bisect(onnx_path, feeds, run_engine, run_onnxruntime, suspects=["layer.1"], **how)
     assert result.block == "layer.1"
     assert result.node == "/bert/encoder/layer.1/output/dense/Add"

@@ -521,19 +521,18 @@ def test_blocks_are_cut_in_the_order_of_the_model(straight, graphs):
     onnx.checker.check_model(stitched.model, full_check=True)
     batch = tiny.padded_batch((16, 3, 9))
     tensors = reference_blocks(straight.model, None, batch, half=True)
-    feeds = stitched.feeds({name: t.input for name, t in tensors.items() if t.input is not None})
-    got = run_onnxruntime(stitched.model, {**batch, **feeds})
+    got = run_onnxruntime(stitched.model, batch | stitched.feeds(tensors))
     for block in stitched.blocks:
         wanted = tensors[block.name].output
         assert got[block.output].shape == wanted.shape
         assert np.linalg.norm(got[block.output] - wanted) < 0.03 * np.linalg.norm(wanted), block.name
 
 
-def test_bisect_finds_no_fault_in_a_right_graph(graphs, tmp_path):
-    """Its own hidden states, cut where the graph has them the other way."""
+def test_bisect_finds_no_fault_in_a_right_graph(straight, graphs, tmp_path):
     onnx.save(graphs["fp16"], tmp_path / "model.onnx")
     batch = tiny.padded_batch((16, 3, 9))
-    found = bisect(tmp_path / "model.onnx", batch, run_onnxruntime, run_onnxruntime, family=BERT)
+    how = {"family": BERT, "tensors": reference_blocks(straight.model, None, batch, half=True)}
+    found = bisect(tmp_path / "model.onnx", batch, run_onnxruntime, run_onnxruntime, **how)
     assert found.block is None
     assert len(found.blocks) == tiny.LAYERS + 2
 

@@ -10,10 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
 
+from qdqbench.eval.verification import bisect as under_test
 from qdqbench.eval.verification.bisect import BisectResult, bisect, bisect_lines, bisect_run, run_onnxruntime
+from qdqbench.eval.verification.blocks import reference_blocks
 from qdqbench.eval.verification.checks import compare_tensors, kept_positions
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.models.families.known import BERT
+from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.pipeline.pipeline import open_run
 from qdqbench.quantize.pipeline.session import RunConfig
 from qdqbench.quantize.recipe.schema import load_recipe
@@ -21,7 +24,7 @@ from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.system import gpu
 
-from ...support.tiny_bert import HIDDEN, LAYERS, exported, padded_batch, tensor
+from ...support.tiny_bert import HIDDEN, LAYERS, exported, padded_batch, quantized, tensor
 from ...support.tiny_layer import give, store
 
 MODULE = "bert.encoder.layer.1"
@@ -48,10 +51,17 @@ def scaled(name, factor):
     return edit
 
 
-def found(folder, edit, graph, tmp_path, **options):
-    path = tmp_path / "model.onnx"
-    onnx.save(graph, path)
-    return bisect(path, BATCH, faulty(edit), run_onnxruntime, family=BERT, **options)
+@pytest.fixture
+def found(tiny_bert, tmp_path):
+    """The result for an engine that runs the graph of a recipe with this fault."""
+
+    def search(edit, recipe="bert-int8-linears", **options):
+        path, model = tmp_path / "model.onnx", quantized(tiny_bert, recipe).model
+        onnx.save(exported(tiny_bert, recipe), path)
+        options["tensors"] = reference_blocks(model, load_model(str(tiny_bert)), BATCH, half=True)
+        return bisect(path, BATCH, faulty(edit), run_onnxruntime, family=BERT, **options)
+
+    return search
 
 
 def linear(name):
@@ -70,14 +80,14 @@ def linear(name):
 )
 @pytest.mark.parametrize("per_step", [1, 8, 100])
 def test_the_first_wrong_tensor_is_named(  # noqa: PLR0917
-    tiny_bert, tmp_path, part, value, node, cause, per_step
+    found, monkeypatch, part, value, node, cause, per_step
 ):
+    monkeypatch.setattr(under_test, "PER_STEP", per_step)
     node, edit = linear(node), scaled(f"{MODULE}.{part}", value)
     kernels = {"kernel": ["/other", node], f"{node}_myl0_3": [], "other": ["/other"]}
     none = dict.fromkeys(("inputs", "constants", "outputs"), ())
     rows = [LayerRow(name=name, kind="gemm", onnx=nodes, **none) for name, nodes in kernels.items()]
-    how = {"layers": rows, "per_step": per_step, "suspects": [BLOCK]}
-    result = found(tiny_bert, edit, exported(tiny_bert), tmp_path, **how)
+    result = found(edit, layers=rows, suspects=[BLOCK])
     assert (result.block, result.node) == (BLOCK, node)
     assert cause in result.cause
     assert result.layers == ["kernel", f"{node}_myl0_3"]
@@ -89,19 +99,19 @@ def test_the_first_wrong_tensor_is_named(  # noqa: PLR0917
     BisectResult.model_validate_json(result.model_dump_json())
 
 
-def test_a_right_engine_has_no_bad_block(tiny_bert, tmp_path):
-    result = found(tiny_bert, lambda graph: None, exported(tiny_bert), tmp_path)
+def test_a_right_engine_has_no_bad_block(found):
+    result = found(lambda graph: None)
     assert (result.block, result.tensor, result.engines) == (None, None, 1)
     assert list(result.blocks) == ["embeddings", *(f"layer.{i}" for i in range(LAYERS)), "head"]
     assert "no block is wrong" in bisect_lines(result)
 
 
-def test_the_first_of_two_bad_blocks_is_searched_and_the_other_named(tiny_bert, tmp_path):
+def test_the_first_of_two_bad_blocks_is_searched_and_the_other_named(found):
     def edit(graph):
         for layer in range(LAYERS):
             scaled(f"bert.encoder.layer.{layer}.output.dense.weight_scale", 3.0)(graph)
 
-    result = found(tiny_bert, edit, exported(tiny_bert), tmp_path)
+    result = found(edit)
     assert result.block == "layer.0"
     assert any("layer.1" in note for note in result.notes)
 
@@ -122,47 +132,48 @@ def overflow(after, size):
     return lambda graph: multiply(graph, after, factors)
 
 
-def test_an_overflow_after_an_int8_gemm(tiny_bert, tmp_path):
+def test_an_overflow_after_an_int8_gemm(found):
     node = linear("attention/self/value/MatMul")
-    result = found(tiny_bert, overflow(node, HIDDEN), exported(tiny_bert), tmp_path)
+    result = found(overflow(node, HIDDEN))
     assert (result.block, result.node) == (BLOCK, node)
     assert result.error is not None
     assert result.error.error is None
     assert result.cause.startswith("FP16 overflow after the INT8 GEMM")
 
 
-def test_an_overflowing_norm(tiny_bert, tmp_path):
+def test_an_overflowing_norm(found):
     node = linear("attention/output/LayerNorm/LayerNormalization")
-    result = found(tiny_bert, overflow(node, HIDDEN), exported(tiny_bert, "bert-fp16"), tmp_path)
+    result = found(overflow(node, HIDDEN), "bert-fp16")
     assert result.node == node
     assert result.cause.startswith("LayerNorm in FP16")
 
 
-def test_a_wrong_mask(tiny_bert, tmp_path):
+def test_a_wrong_mask(found):
     def edit(graph):
         for node in graph.graph.node:
             if node.op_type == "Add" and node.name == linear("attention/self/Add"):
                 node.op_type = "Sub"
 
-    result = found(tiny_bert, edit, exported(tiny_bert), tmp_path)
+    result = found(edit)
     assert result.block == BLOCK
     assert "attention mask" in result.cause
 
 
-def test_a_fault_that_vanishes_when_marked_is_said(tiny_bert, tmp_path):
+def test_a_fault_that_vanishes_when_marked_is_said(found, monkeypatch):
     """An engine that is wrong only while the GELU is fused, and so not an output: another mark shows it."""
 
     def edit(graph):
         if not any("Gelu" in value.name for value in graph.graph.output):
             scaled(f"{MODULE}.output.dense.weight_scale", 4.0)(graph)
 
-    result = found(tiny_bert, edit, exported(tiny_bert), tmp_path, per_step=1)
+    monkeypatch.setattr(under_test, "PER_STEP", 1)
+    result = found(edit)
     assert result.block == BLOCK
     assert (result.vanished, result.node) == (False, linear("output/dense/MatMul"))
     assert any("vanishes" in note and "Gelu_output_0" in note for note in result.notes)
 
 
-def test_a_fault_of_a_fused_pair_only(tiny_bert, tmp_path):
+def test_a_fault_of_a_fused_pair_only(found):
     """Any mark inside of the block repairs it."""
 
     def edit(graph):
@@ -170,7 +181,7 @@ def test_a_fault_of_a_fused_pair_only(tiny_bert, tmp_path):
         if not inner:
             scaled(f"{MODULE}.output.dense.weight_scale", 4.0)(graph)
 
-    result = found(tiny_bert, edit, exported(tiny_bert), tmp_path)
+    result = found(edit)
     assert result.block == BLOCK
     assert result.vanished
     assert any("vanishes" in note for note in result.notes)

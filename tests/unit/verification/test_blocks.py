@@ -1,6 +1,7 @@
 """The cut graph computes what the fake-quant model computes, and a fault shows in its block alone."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import onnx
@@ -11,18 +12,17 @@ from qdqbench.eval.verification import blocks
 from qdqbench.eval.verification.bisect import run_onnxruntime
 from qdqbench.eval.verification.blocks import (
     HEAD,
+    check_blocks,
     computed_floats,
     extract,
     layer_errors,
     reference_blocks,
     stitch,
 )
-from qdqbench.eval.verification.checks import BlockSums
 from qdqbench.quantize.calibration.fakequant.native import use_frozen_weights
 from qdqbench.quantize.calibration.record import get_state_shifts
 from qdqbench.quantize.calibration.techniques.bias_correction import add_biases_temporarily
 from qdqbench.quantize.models.families.known import BERT, MODERNBERT
-from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_model, prepare_model
 from qdqbench.quantize.models.rounding import ROUNDING, set_rounding
 from qdqbench.quantize.utils.errors import UserError
@@ -51,21 +51,14 @@ FAULTY = "layer.1"
 MODULE = "bert.encoder.layer.1"
 
 
-def judged(folder, graph, name, half=True):
-    return judge(stitch(graph, BERT), quantized(folder, name).model, load_model(str(folder)), BATCHES, half)
+def judged(folder, graph, name):
+    return judge(graph, BERT, quantized(folder, name).model, load_model(str(folder)))
 
 
-def judge(stitched, model, fp32, batches, half=True):
-    sums = {block.name: BlockSums(block.name) for block in stitched.blocks}
-    for batch in batches:
-        made = reference_blocks(model, fp32, batch, half=half)
-        assert [*made] == [*sums]
-        feeds = stitched.feeds({n: t.input for n, t in made.items() if t.input is not None})
-        got = run_onnxruntime(stitched.model, batch | feeds)
-        for block in stitched.blocks:
-            t = made[block.name]
-            sums[block.name].add(got[block.output], t.output, t.unquantized, batch["attention_mask"])
-    return {block: each.check() for block, each in sums.items()}
+def judge(graph, family, model, fp32, batches=BATCHES):
+    cut = stitch(graph, family)
+    checks = check_blocks(cut, partial(run_onnxruntime, cut.model), model, fp32, batches)
+    return {row.name: row for row in checks}
 
 
 def failing(checks):
@@ -78,7 +71,7 @@ def failing(checks):
 def test_the_right_graph_passes_in_every_block(tiny_bert, name, weights, compute):
     graph = exported(tiny_bert, name, compute, weights)
     before = graph.SerializeToString(deterministic=True)
-    checks = judged(tiny_bert, graph, name, compute == "fp16")
+    checks = judged(tiny_bert, graph, name)
     assert list(checks) == NAMES
     assert failing(checks) == []
     assert all(checks[f"layer.{i}"].quantization_error > 0.005 for i in range(LAYERS))
@@ -89,8 +82,7 @@ def test_the_right_graph_passes_in_every_block(tiny_bert, name, weights, compute
 def test_layers_that_end_with_a_sum_are_cut_behind_it():
     made = of_modernbert(new_modernbert(), attention=True)
     graph = exported_of(made.model, made.plan, "factored", "fp16")
-    stitched, batch = stitch(graph, MODERNBERT), select_inputs(made.model, BATCHES[0])
-    checks = judge(stitched, made.model, prepare_model(new_modernbert()), [batch])
+    checks = judge(graph, MODERNBERT, made.model, prepare_model(new_modernbert()), BATCHES[:1])
     assert [*checks] == ["embeddings", *(f"layer.{n}" for n in range(4)), HEAD]
     for name, row in checks.items():
         assert row.holds
@@ -153,7 +145,7 @@ def test_a_block_alone_computes_the_same(tiny_bert, name):
     model = quantized(tiny_bert).model
     made = reference_blocks(model, None, batch, half=True)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    feeds = batch | stitched.feeds({n: t.input for n, t in made.items() if t.input is not None})
+    feeds = batch | stitched.feeds(made)
     alone, output = extract(stitched, name), stitched.blocks[NAMES.index(name)].output
     assert len(alone.graph.node) < len(stitched.model.graph.node)
     own, whole = (run_onnxruntime(graph, feeds)[output] for graph in (alone, stitched.model))
@@ -215,12 +207,6 @@ def test_a_fault_fails_its_block_and_no_other(tiny_bert, fault, name):
     assert bool(checks[FAULTY].nonfinite) == (fault is nan)
 
 
-def test_types_of_feeds(tiny_bert):
-    stitched = stitch(exported(tiny_bert), BERT)
-    values = {name: np.ones((1, 2, HIDDEN), np.float32) for name in NAMES[1:]}
-    assert {array.dtype for array in stitched.feeds(values).values()} == {np.dtype(np.float16)}
-
-
 BATCH = padded_batch((16, 4, 9, 16, 12, 7), 3)
 
 
@@ -233,7 +219,7 @@ def errors(made, tiny_bert, corrections=None):
     model, fp32 = made.model, load_model(str(tiny_bert))
     hooks = [len(module._forward_hooks) for module in model.modules()]
     with use_frozen_weights(model):
-        found = layer_errors(model, fp32, [*made.plan.int8], [BATCH], corrections or {})
+        found = layer_errors(model, fp32, [*made.plan.int8], BATCH, corrections or {})
     assert [len(module._forward_hooks) for module in model.modules()] == hooks
     assert found.n == 6
     return {row.name: row for row in found.rows}
@@ -279,7 +265,7 @@ def test_shifted_hidden_states_are_no_error(tiny_bert):
     before = {name: value.clone() for name, value in fp32.state_dict().items()}
     added = [shift.added for shift in made.record.shifts.values()]
     with use_frozen_weights(made.model), add_biases_temporarily(fp32, added):
-        found = layer_errors(made.model, fp32, [*made.plan.int8], [BATCH], {}, moved)
+        found = layer_errors(made.model, fp32, [*made.plan.int8], BATCH, {}, moved)
     assert all(torch.equal(value, before[name]) for name, value in fp32.state_dict().items())
     rows = {row.name: row for row in found.rows}
     assert rows["embeddings"].isolated < 1e-5

@@ -1,6 +1,7 @@
 """Weights that run several times (ALBERT): calibrated over all runs, stored once, and judged run by run."""
 
 from collections import Counter
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,8 +12,7 @@ from qdqbench.eval.metrics.parity import compare_layers
 from qdqbench.eval.metrics.runners import session_of
 from qdqbench.eval.selection.search.workspace import count_multiply_adds, int8_share, make_space
 from qdqbench.eval.verification.bisect import run_onnxruntime
-from qdqbench.eval.verification.blocks import reference_blocks, stitch
-from qdqbench.eval.verification.checks import BlockSums
+from qdqbench.eval.verification.blocks import check_blocks, stitch
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.calibration.record import CalibrationRecord
@@ -152,15 +152,9 @@ def failing(made, graph):
     stitched = stitch(graph, ALBERT)
     names = ["embeddings", *(f"layer.{run}" for run in range(RUNS)), "head"]
     assert [block.name for block in stitched.blocks] == names
-    sums = {name: BlockSums(name) for name in names}
-    for batch in BATCHES:
-        reference = reference_blocks(made.model, load_model(made.folder), batch, half=True)
-        feeds = stitched.feeds({n: t.input for n, t in reference.items() if t.input is not None})
-        got = run_onnxruntime(stitched.model, batch | feeds)
-        for block in stitched.blocks:
-            t = reference[block.name]
-            sums[block.name].add(got[block.output], t.output, t.unquantized, batch["attention_mask"])
-    return [name for name, each in sums.items() if not each.check().holds]
+    run = partial(run_onnxruntime, stitched.model)
+    checks = check_blocks(stitched, run, made.model, load_model(made.folder), BATCHES)
+    return [row.name for row in checks if not row.holds]
 
 
 def test_check_knows_the_runs(made):
