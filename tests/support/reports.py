@@ -17,13 +17,16 @@ from qdqbench.eval.selection.search.results import Source
 from qdqbench.eval.selection.sensitivity.report import sensitivity_report
 from qdqbench.quantize.calibration.techniques.softmax_scale import SoftmaxRow
 from qdqbench.quantize.pipeline.pipeline import Timing
+from qdqbench.quantize.report import document as doc
 
 from .benches import bench_that_is, many_shapes, odd_bench, sample_bench
 from .choices import NOTHING, sample_auto, sample_calibrations, sample_search, sample_sensitivity
 from .compared import sample_comparison
 from .records import comparison, speedup
 from .runs import (
+    answer,
     bare,
+    changed,
     effects,
     engine,
     failed,
@@ -35,12 +38,13 @@ from .runs import (
     verification,
     without_engine,
 )
-from .trainings import failed_run, finetuning, qat_run, run_of
+from .trainings import failed_run, finetuning, log_of, qat_run, run_of, twice_trained
 
 MEASURED = Path(__file__).parents[2] / "docs" / "measured"
 MNLI = ("validation_matched", "validation_mismatched")
 
 
+BEGUN = log_of(2)[:9]  # of a seed that failed
 STOPPED = run_of(1, stopped="no gain in 3 evaluations", steps=276, processes=2, samples_per_s=1402.5)
 
 
@@ -80,7 +84,8 @@ def unclear_run():
     drop = GateIssue(code="accuracy", state="within_noise", stage="engine", metric="accuracy", **numbers)
     gate = Gate(passed=True, max_drop=0.01, issues=[drop, drop.model_copy(update={"state": "inconclusive"})])
     quick = speedup(1.31, 1.2, 1.4).model_copy(update={"quick": True})
-    uncut = verification(blocks=[], blocks_not_checked="the layers do not end with a LayerNorm")
+    why = "the layers do not end with a LayerNorm"
+    uncut = verification(blocks=[], blocks_not_checked=why, passed=False)
     notes = ["mine.csv has semicolons between its fields"]
     return sample(2, gate=gate, speed=[quick], notes=notes, warnings=[], verification=uncut)
 
@@ -93,6 +98,16 @@ def wrong_engine():
     nothing = dict.fromkeys(("drop", "disagreements", "mean_abs_logit_diff", "ks_statistic", "ks_p"))
     answers = right["predictions"] | nothing | {"nonfinite": 9}
     return verification(blocks=blocks, predictions=answers, passed=False)
+
+
+def moved_scores():
+    """A regression whose scores moved more often than are listed, without labels and margins."""
+    unknown = dict.fromkeys(("label", "margin", "fp32_margin"))
+    rows = [answer(number, "moved", fp32="2.5", prediction="2.6", **unknown) for number in range(12)]
+    results = regression()
+    for row in results.quantizers:
+        row.amax_spread = None
+    return results.model_copy(update={"changed_predictions": changed(rows, count=90, moved=90)})
 
 
 def share_search():
@@ -134,14 +149,54 @@ def stages():
     return stages_report(results, Path("runs/a"))
 
 
+TABLE = doc.Table(
+    ["name", "ms", "remark"],
+    [
+        doc.row(doc.code("layer.0"), doc.Cell("1.50", short="1.5", sort=1.5), None, chosen=True),
+        doc.row("<b>|x|", doc.Cell("0.90x", "bad", note="slower"), doc.Cell(state="good", tip="why")),
+        doc.row("third", doc.Cell("failed: *why*", "bad")),
+    ],
+    texts=(0, -1),
+    look="full sortable",
+    foot=[doc.row("mean", "2")],
+    anchor="times",
+    screen=(0, 1),
+    most=2,
+    on=doc.EVERYWHERE,
+)
+DOCUMENT = doc.Report(
+    doc.Page("speed", "bert", ["sst2"], "2026-07-01T12:00:00+00:00", "qdqbench bench", "bench.json", {}),
+    [
+        doc.Section(
+            "speed",
+            "Speed of `x`",
+            [
+                "Run `a|b` *now*.",
+                doc.Prose("only seen on a screen", "bad", doc.SCREEN),
+                TABLE,
+                doc.Fold("More", [doc.Pairs([("seed", "7")], "settings"), doc.Bullets(["a fault"], "bad")]),
+                doc.Columns([[doc.Chart(lambda: "<svg></svg>")], [doc.Chart(lambda: "")]]),
+                doc.Code("a: 1", "yaml", doc.TEXT),
+            ],
+            "good",
+        ),
+        doc.Section("layers", "Layers", [doc.Prose("only on the page", on=doc.PAGE)], on=doc.PAGE),
+    ],
+    verdict=doc.Verdict("unclear", "Too few samples", "INT8 is `fast`", ["it failed"], ["it is open"]),
+    tiles=[doc.Tile("speed", "0.9x", "over `FP16`", "bad")],
+    warnings=[f"warning {number}" for number in range(6)],
+    notes=["a note"],
+)
 REPORTS = {
+    "document": lambda: DOCUMENT,
     "run": lambda: run_report(timed_run(), sample_bench(), Path("runs/a")),
     "run-alone": lambda: run_report(sample()),
-    "run-qat": lambda: run_report(qat_run(layers=2)),
+    "run-qat": lambda: run_report(twice_trained(layers=2)),
+    "run-unlogged": lambda: run_report(qat_run(layers=2, training=run_of(0, log=[], samples_per_s=None))),
     "run-failed": lambda: run_report(failed().model_copy(update={"verification": wrong_engine()})),
     "run-planned": lambda: run_report(without_engine()),
     "run-two-splits": lambda: run_report(mnli()),
-    "run-regression": lambda: run_report(regression()),
+    "run-regression": lambda: run_report(moved_scores()),
     "run-fp32": lambda: run_report(bare()),
     "run-unclear": lambda: run_report(unclear_run()),
     "run-unscored": lambda: run_report(unscored()),
@@ -162,8 +217,10 @@ REPORTS = {
     "search-nothing": lambda: search_report(sample_search(**NOTHING)),
     "auto": lambda: auto_report(sample_auto()),
     "auto-nothing": lambda: auto_report(sample_auto(passed=False)),
-    "finetune": lambda: finetuning_report(finetuning([run_of(0), STOPPED, failed_run(2)])),
+    "finetune": lambda: finetuning_report(finetuning([run_of(0), STOPPED, failed_run(2, log=BEGUN)])),
     "finetune-one": lambda: finetuning_report(finetuning([run_of(7)])),
-    "finetune-failed": lambda: finetuning_report(finetuning([failed_run(0), failed_run(1, reason=None)])),
+    "finetune-failed": lambda: finetuning_report(
+        finetuning([failed_run(0, log=BEGUN), failed_run(1, reason=None)])
+    ),
     "study": lambda: study_report(measured_study()),
 }

@@ -109,6 +109,14 @@ def qat_run(gain: float = 0.0147, within: bool = False, ptq: float = -0.017, **c
     return sample(**(fields | changes))
 
 
+def twice_trained(**changes: Any) -> Results:
+    """A run with both trainings, whose stages say what each won."""
+    run = qat_run(reconstruction=reconstruction(), **changes)
+    stages = {name: run.stages[name] for name in ("fp32", "ptq")}
+    stages["reconstructed"] = run.stages["fake_quant"]
+    return run.model_copy(update={"stages": stages | run.stages})
+
+
 def hostile_finetuning() -> Finetuning:
     """Every string of the file is an attack."""
     result = finetuning([run_of(0, notes=["resumed"]), failed_run(1)])

@@ -1,4 +1,4 @@
-"""Every kind of report as Markdown and on 80 columns, some as pages too, held to `tests/golden/reports`.
+"""Reports of every kind as Markdown and on 80 columns, some as pages too, and sentences, as they were.
 
 A change that is meant to change a report writes the files anew, to be read as a diff:
 
@@ -16,14 +16,14 @@ from qdqbench.quantize.report.render import render_html, render_markdown
 from ...support.findings import LINTED
 from ...support.pages import on_terminal
 from ...support.reports import REPORTS
+from ...support.words import WORDS
 
 HELD = REPORTS | LINTED
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "reports"
+GOLDEN = Path(__file__).parents[2] / "golden"
 BESIDES = ("run-alone", "run-two-splits", "bench-many-shapes", "bench-measured")  # shown by others as well
 
-
-PAGES = ("run", "compare", "bench", "check")
+PAGES = ("document", "run", "compare", "bench", "check")
 
 
 def on_page(report):
@@ -45,13 +45,22 @@ def test_a_report_is_as_it_was(name):
     texts = {"md": render_markdown(report), "txt": on_screen(report)}
     texts |= {"html": on_page(report)} if name in PAGES else {}
     for kind, text in texts.items():
-        path = GOLDEN / f"{name}.{kind}"
-        if os.environ.get("RECORD_GOLDEN"):
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        assert text == path.read_text(encoding="utf-8"), f"{path.name}: {__doc__}"
+        hold(GOLDEN / "reports" / f"{name}.{kind}", text)
+
+
+def hold(path, text):
+    if os.environ.get("RECORD_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    assert text == path.read_text(encoding="utf-8"), f"{path.name}: {__doc__}"
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_sentences_are_as_they_were(name):
+    hold(GOLDEN / "words" / f"{name}.txt", "\n".join(line.rstrip() for line in WORDS[name]()) + "\n")
 
 
 def test_no_file_is_left_over():
     held = {name for name in HELD if name not in BESIDES}
-    assert {path.stem for path in GOLDEN.iterdir()} == held
+    assert {path.stem for path in (GOLDEN / "reports").iterdir()} == held
+    assert {path.stem for path in (GOLDEN / "words").iterdir()} == {*WORDS}

@@ -27,26 +27,6 @@ def test_inverted_labels_are_below_and_random_weights_at_the_majority(value, rea
 RIGHT = np.array([0, 1, 2] * 40)
 
 
-@pytest.mark.parametrize(
-    ("order", "values", "said"),
-    [
-        ([1, 2, 0], (), "the model's 0 is the data's 1, 1 is the data's 2, 2 is the data's 0, which makes"),
-        ([1, 0, 2], (), "0 is the data's 1, 1 is the data's 0, which makes accuracy 1.0000; number column"),
-        (
-            [1, 0, 2],
-            ("bad", "good", "so-so"),
-            """; write `id2label`: {"0": "good", "1": "bad", "2": "so-so"} into the model's config.json""",
-        ),
-        ([2, 1, 0], ("1", "2", "3"), "; number column 'label' of the data as the model does"),
-    ],
-)
-def test_labels_in_another_order_are_told_with_the_order(order, values, said):
-    """`order[i]` is what the data call the model's class i."""
-    task = get_task("mnli").model_copy(update={"name": "own", "values": values})
-    logits = np.eye(3, dtype=np.float32)[np.argsort(order)[RIGHT]]
-    assert said in find_label_order(task, logits, RIGHT, Baseline(0, 1 / 3), 0.04)
-
-
 def test_no_order_mends_a_model_that_does_not_know_the_task():
     guessed = np.random.default_rng(0).integers(0, 3, len(RIGHT))
     task = get_task("mnli")
