@@ -9,10 +9,10 @@ from qdqbench.cli.schemas import HandedOver, Pushed, TritonRepository
 from qdqbench.cli.terminal import plain, say
 from qdqbench.eval.runs.report.report import deploy as write
 from qdqbench.eval.runs.report.report import where_to_begin
+from qdqbench.quantize.deployment import triton
 from qdqbench.quantize.deployment.opened import open_served
 from qdqbench.quantize.deployment.options import PredictOptions, ServeOptions
 from qdqbench.quantize.deployment.predict import predict_files
-from qdqbench.quantize.deployment.triton import export as triton
 from qdqbench.quantize.deployment.write import push_folder
 from qdqbench.quantize.pipeline.ownership import locked_for_reading
 from qdqbench.quantize.utils.errors import MissingDevice, UserError

@@ -115,8 +115,8 @@ def save_tokenizer(session: Session, length: int) -> dict[str, bytes]:
         about["tokenizer_class"] = "PreTrainedTokenizerFast"
     longest = {"max_seq_length": length, "do_lower_case": False}  # for TEI and sentence-transformers
     return content | {
-        "tokenizer_config.json": _encode(about),
-        "sentence_bert_config.json": _encode(longest),
+        "tokenizer_config.json": encode(about),
+        "sentence_bert_config.json": encode(longest),
     }
 
 
@@ -133,8 +133,8 @@ def describe_sentences(session: Session, pooling: identity.Pooling) -> dict[str,
     mode = next(flag for flag, known in identity.FLAGS.items() if known == pooling.mode)
     flags = {flag: flag == mode for flag in (*identity.FLAGS, *identity.OTHER_FLAGS)}
     content = {
-        "modules.json": _encode(modules),
-        "1_Pooling/config.json": _encode({"word_embedding_dimension": width, **flags}),
+        "modules.json": encode(modules),
+        "1_Pooling/config.json": encode({"word_embedding_dimension": width, **flags}),
     }
     if pooling.dense:
         content |= _describe_dense(session, pooling.dense, width, commit)
@@ -150,7 +150,7 @@ def describe_sentences(session: Session, pooling: identity.Pooling) -> dict[str,
     }
     if known or added:
         about = own | {"prompts": kept | added} if added else own
-        content[identity.SENTENCE_CONFIG] = _encode(about)
+        content[identity.SENTENCE_CONFIG] = encode(about)
     return content
 
 
@@ -175,7 +175,7 @@ def _describe_dense(
         "bias": dense.bias,
         "activation_function": f"torch.nn.modules.{module}.{dense.activation}",
     }
-    return {"2_Dense/config.json": _encode(about), "2_Dense/model.safetensors": save(kept)}
+    return {"2_Dense/config.json": encode(about), "2_Dense/model.safetensors": save(kept)}
 
 
 def add_hidden_state(source: Path, target: Path, recipe: str, width: int) -> Path:
@@ -285,5 +285,5 @@ def describe_card(session: Session, results: MeasuredRun, *, title: str, openvin
     return str(yaml.safe_dump(card, sort_keys=False, allow_unicode=True))
 
 
-def _encode(about: Any) -> bytes:
+def encode(about: Any) -> bytes:
     return (json.dumps(about, indent=2, ensure_ascii=False) + "\n").encode()

@@ -167,9 +167,9 @@ class Answering:
     def open_infer(self, threads: int | None = None) -> EngineRunner | Streams:
         """Load the engine; on a CPU, without `threads`, in as many streams as the build found the fastest."""
         streams = 1 if threads else min(self.streams, find_cpu().cores)
-        return (
-            self.open_engine(threads) if streams == 1 else Streams(partial(self.open_engine, None), streams)
-        )
+        if streams == 1:
+            return self.open_engine(threads)
+        return Streams(partial(self.open_engine, None), streams)
 
     def open_fp32(self) -> Callable[..., Any]:
         """Load the FP32 model on this CPU."""

@@ -257,15 +257,12 @@ def predict_files(options: PredictOptions) -> Predicted:
         UserError: input that cannot be used; parts that are finished stay.
         MissingDevice: no engine, or no device for it.
     """
-    _require_free(options.out, options.overwrite)
-    return answer_files(Answering.of(options.run), options)
-
-
-def _require_free(out: Path, overwrite: bool) -> None:
+    out = options.out
     if out.suffix != ".parquet":
         raise UserError(f"--out {out} is no .parquet file; answers are written as Parquet")
-    if (out.exists() or out.is_symlink()) and not (overwrite and out.is_file()):
+    if (out.exists() or out.is_symlink()) and not (options.overwrite and out.is_file()):
         raise UserError(f"{out} exists; give another --out" + ", or --overwrite" * out.is_file())
+    return answer_files(Answering.of(options.run), options)
 
 
 def answer_files(answering: Answering, options: PredictOptions, size: int = ROWS) -> Predicted:

@@ -229,15 +229,10 @@ def write_deploy(
     """
     with tempfile.TemporaryDirectory(prefix="qdqbench-deploy-") as made:
         content = _collect(session, results, verdict, Path(made), fp32)
-        encoded = {
-            name: value.encode() if isinstance(value, str) else value for name, value in content.items()
-        }
-        place(out or session.folder / DEPLOY, encoded, link=out is None)
+        place(out or session.folder / DEPLOY, content, link=out is None)
 
 
-def _collect(
-    session: Session, results: MeasuredRun, verdict: RunVerdict, made: Path, fp32: bool
-) -> dict[str, str | bytes | Path]:
+def _collect(session: Session, results: MeasuredRun, verdict: RunVerdict, made: Path, fp32: bool) -> Content:
     """Return the files of the folder; graphs that the run does not have are written into `made`."""
     graph = graphs.graph_path(session)
     if not graph.is_file():
@@ -259,7 +254,7 @@ def _collect(
         return hub.add_hidden_state(source, made / source.name, recipe, width)
 
     model = deployed(graph)
-    content: dict[str, str | bytes | Path] = {
+    content: dict[str, bytes | Path] = {
         MODEL: model,
         hub.INT8 if session.recipe.quantizes else hub.PLAIN: model,
         **hub.save_tokenizer(session, model_json["max_length"]),
@@ -280,7 +275,6 @@ def _collect(
         "gpu": gpu_graph is not None,
         "gpu_model": MODEL if gpu_graph in (None, model) else GPU_MODEL,
         "hub": hub,
-        "kind": task.kind.name,
         "optimum": task.kind.model_class.replace("Auto", "ORT"),
         "fp32": fp32,
         "no_ir": no_ir,
@@ -304,29 +298,25 @@ def _collect(
         shapes = dict.fromkeys(model_json["inputs"], (-1, -1))
         # of an engine that is built elsewhere: the recipe's, else those that the run has
         built = [r.sidecar.profiles for r in runtimes if r.sidecar and r.sidecar.compute_capability]
-        profiles = data_profiles.recipe_profiles(session.recipe) or (
-            built[0] if built else data_profiles.engine_profiles(session)
-        )
+        profiles = data_profiles.recipe_profiles(session.recipe) or next(iter(built), [])
+        profiles = profiles or data_profiles.engine_profiles(session)
         context["trtexec"] = build_options(context["gpu_model"], "built", shapes, profiles)
-        content[BUILD_SCRIPT] = render("build_tensorrt.sh", context)
+        content[BUILD_SCRIPT] = render("build_tensorrt.sh", context).encode()
     for runtime in runtimes:
         if runtime.engine is not None:
             content[f"{runtime.backend}.engine"] = runtime.engine
         if runtime.backend == "cuda":
             content |= collect_modules(load_engine.__module__)
         variables = {"backend": runtime.backend, "title": runtime.title, "script": runtime.script}
-        content[runtime.script] = render("run.py", context | variables)
+        content[runtime.script] = render("run.py", context | variables).encode()
     title = f"{name}-{session.recipe.name}"
     context["card"] = hub.describe_card(session, results, title=title, openvino=not no_ir)
-    return content | {
-        **standalone_modules(),
-        "serve.py": render("serve.py", context),
-        TOLD: json.dumps(model_json, indent=2, ensure_ascii=False) + "\n",
-        "config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
-        "recipe.yaml": dump_recipe(session.recipe),
-        "requirements.txt": render("requirements.txt", context),
-        "README.md": render("README.md", context),
+    rendered = {
+        name: render(name, context).encode() for name in ("serve.py", "requirements.txt", "README.md")
     }
+    written = {TOLD: hub.encode(model_json), "config.json": hub.encode(config)}
+    recipe = {"recipe.yaml": dump_recipe(session.recipe).encode()}
+    return {**content, **standalone_modules(), **rendered, **written, **recipe}
 
 
 def standalone_modules() -> dict[str, bytes]:
@@ -339,17 +329,16 @@ def standalone_modules() -> dict[str, bytes]:
     return {name: (folder.parent / name).read_bytes() for name in found}
 
 
-def collect_modules(name: str) -> dict[str, str | bytes | Path]:
+def collect_modules(name: str) -> dict[str, bytes]:
     """Return a module and all of ours that it imports, as files of one package."""
-    found: dict[str, str | bytes | Path] = {}
-    waiting = [name]
+    found, waiting = dict[str, bytes](), [name]
     for module in waiting:
         path = f"{CUDA_MODULES}/{module.rpartition('.')[2]}.py"
         if path in found:
             raise QdqError(f"two modules would be {path} of the deployed folder; rename {module}")
         source = Path(import_module(module).__file__ or "").read_text(encoding="utf-8")
         waiting += [each for each in dict.fromkeys(_OURS.findall(source)) if each not in waiting]
-        found[path] = _IMPORT.sub(r"from .\1 import", source)
+        found[path] = _IMPORT.sub(r"from .\1 import", source).encode()
     return found
 
 
@@ -441,9 +430,8 @@ def place(folder: Path, content: Content, *, link: bool) -> None:
         with files.atomic_folder(folder) as temporary:
             for name, source in content.items():
                 _write(temporary / name, source, link)
-            files.write_text(
-                temporary / files.SUMS, "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
-            )
+            lines = (f"{sums[name]}  {name}\n" for name in sorted(sums))
+            files.write_text(temporary / files.SUMS, "".join(lines))
     except OSError as error:
         raise UserError(
             f"cannot write {folder}: {error.strerror}; make room, or choose another folder"

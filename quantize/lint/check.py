@@ -16,7 +16,16 @@ from onnx import TensorProto, numpy_helper
 
 from qdqbench.quantize.engine.layers import format_nodes
 from qdqbench.quantize.graph import index
-from qdqbench.quantize.graph.index import MOVES, QDQ, ResidualAdd, attribute, is_qdq, operator, type_name
+from qdqbench.quantize.graph.index import (
+    MOVES,
+    QDQ,
+    ResidualAdd,
+    argument,
+    attribute,
+    is_qdq,
+    operator,
+    type_name,
+)
 from qdqbench.quantize.graph.read import read_model, validate_names, validate_tensors
 from qdqbench.quantize.lint.findings import (
     WORST_FIRST,
@@ -54,6 +63,7 @@ State = Literal["INT8", "refused", "not INT8", "floating point"]
 _HALVES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _FLOATS = (*_HALVES, TensorProto.FLOAT, TensorProto.DOUBLE)
 _NORMS = (*index.NORMS, "com.microsoft.SkipLayerNormalization")
+_BEHIND = (*MOVES, *QDQ, "Mul", "Div")  # a product, where a finding concerns it
 # Operators through which a large constant stays as large.
 _CARRIES = (*MOVES, "Add", "Sub", "Mul", "Div", "Where", "Concat", "Neg", "Max", "Sum")
 
@@ -238,29 +248,29 @@ def _list_unreadable(model: onnx.ModelProto, opset: int) -> list[FindingRow]:
 
 def _find_invalid(model: onnx.ModelProto) -> FindingRow | None:
     """Return what onnx.checker says about the structure, without weights so that none is copied."""
-    bare = onnx.ModelProto(ir_version=model.ir_version)
-    bare.opset_import.extend(model.opset_import)
-    bare.functions.extend(model.functions)
-    bare.graph.name = model.graph.name or "graph"
-    bare.graph.node.extend(model.graph.node)
-    bare.graph.output.extend(model.graph.output)
-    for value in bare.graph.output:  # ONNX Runtime and TensorRT find a shape that is left out
-        if value.type.HasField("tensor_type"):
-            value.type.tensor_type.shape.SetInParent()
-    bare.graph.input.extend(model.graph.input)
-    inputs = {value.name for value in model.graph.input}
+    given = {value.name for value in model.graph.input}
     stored = [*model.graph.initializer, *(sparse.values for sparse in model.graph.sparse_initializer)]
-    bare.graph.input.extend(
+    weights = [
         onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
         for tensor in stored
-        if tensor.name not in inputs
+        if tensor.name not in given
+    ]
+    bare = onnx.GraphProto(
+        name=model.graph.name or "graph",
+        node=model.graph.node,
+        input=[*model.graph.input, *weights],
+        output=model.graph.output,
     )
+    for value in bare.output:  # ONNX Runtime and TensorRT find a shape that is left out
+        if value.type.HasField("tensor_type"):
+            value.type.tensor_type.shape.SetInParent()
+    imports = {"opset_import": model.opset_import, "functions": model.functions}
     try:
-        onnx.checker.check_model(bare)
+        onnx.checker.check_model(onnx.ModelProto(ir_version=model.ir_version, graph=bare, **imports))
     except onnx.checker.ValidationError as error:
         reason, _, context = str(error).partition("==> Context:")
         name = context.partition("Name: ")[2].partition(" OpType:")[0]
-        return find_at("invalid-onnx", name or bare.graph.name, " ".join(reason.split()) or "not valid ONNX")
+        return find_at("invalid-onnx", name or bare.name, " ".join(reason.split()) or "not valid ONNX")
     incomplete = ((node, missing_arguments(node)) for node in model.graph.node)
     return next((find_at("invalid-onnx", node, why) for node, why in incomplete if why), None)
 
@@ -275,9 +285,8 @@ def _apply_rules(report: CheckReport, graph: CheckGraph, expected: Collection[st
         whole = attention.is_whole and all(map(graph.is_int8, attention.operands.values()))
         names = report.attention_quantized if whole else report.attention_not_quantized
         names.append(finding_label(attention.softmax))
-    report.attention_not_quantized += [
-        finding_label(node) for node in graph.nodes if operator(node) == "Attention"
-    ]
+    own = (node for node in graph.nodes if operator(node) == "Attention")
+    report.attention_not_quantized += map(finding_label, own)
     _advise_on_mixes(graph)
     report.findings = [
         *graph.mixes,
@@ -319,22 +328,19 @@ def _list_gemms(graph: CheckGraph, findings: Sequence[FindingRow]) -> list[GemmR
     gemms = []
     for node in graph.nodes:
         if node.op_type in PRODUCTS and node.output:
-            name = finding_label(node)
-            touching = [row for label in (name, *_list_behind(graph, node)) for row in by_node.get(label, ())]
+            name, read = finding_label(node), graph.operands.get(node.output[0], ())
+            inputs = [argument(node, at) for at in (0, PRODUCTS[node.op_type])]
+            behind = (maker for each in inputs for _, maker in graph.index.back(each, _BEHIND))
+            qdq = (finding_label(maker) for maker in behind if maker is not None and is_qdq(maker))
+            touching = [row for label in (name, *qdq) for row in by_node.get(label, ())]
             of_node = list(dict.fromkeys(row.code for row in touching))
             if slow and node.op_type in index.MATMULS and ORDER not in of_node and _is_stored_kn(graph, node):
                 of_node.append(ORDER)
             state = _state(graph, node, touching, name in apart)
-            linear = _has_weights(graph, node)
+            linear = any(operand.constant for operand in read) or any(map(graph.is_constant, inputs))
             gemm = GemmRow(node=name, operator=node.op_type, linear=linear, state=state, codes=of_node)
             gemms += [gemm] * (2 if operator(node) == "Attention" else 1)  # q times k, and the result times v
     return gemms
-
-
-def _has_weights(graph: CheckGraph, node: onnx.NodeProto) -> bool:
-    inputs = (name for at, name in enumerate(node.input) if at in (0, PRODUCTS[node.op_type]))
-    read = graph.operands.get(node.output[0], ())
-    return any(operand.constant for operand in read) or any(map(graph.is_constant, inputs))
 
 
 def _state(graph: CheckGraph, node: onnx.NodeProto, touching: Sequence[FindingRow], apart: bool) -> State:
@@ -348,14 +354,6 @@ def _state(graph: CheckGraph, node: onnx.NodeProto, touching: Sequence[FindingRo
         return "refused"
     lost = apart or "not INT8" in effects or not all(map(graph.is_int8, operands))
     return "not INT8" if lost else "INT8"
-
-
-def _list_behind(graph: CheckGraph, node: onnx.NodeProto) -> Iterator[str]:
-    for position in (0, PRODUCTS[node.op_type]):
-        name = node.input[position] if position < len(node.input) else ""
-        for _, maker in graph.index.back(name, (*MOVES, *QDQ, "Mul", "Div")):
-            if maker is not None and is_qdq(maker):
-                yield finding_label(maker)
 
 
 def _compare(

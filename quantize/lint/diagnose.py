@@ -332,18 +332,16 @@ def _implicit(evidence: Evidence) -> Iterator[Finding]:
 
 def _log_lines(evidence: Evidence, log: LogFile) -> Iterator[Finding]:
     """Find what the lines of a log say; none that a build was refused where it passed in the end."""
-    kinds = read_kinds("log")
-    told = [
-        code for code in kinds if log.signs[code] and not (log.passed and kinds[code].effect == "refused")
-    ]
-    if any(kinds[code].effect == "refused" for code in told if code not in _GENERAL):
+    effects = {code: kind.effect for code, kind in read_kinds("log").items() if log.signs[code]}
+    told = [code for code, effect in effects.items() if not (log.passed and effect == "refused")]
+    if any(effects[code] == "refused" for code in told if code not in _GENERAL):
         told = [code for code in told if code not in _GENERAL]
     for code in told:
         nodes, count = log.names.get(code, []), log.signs[code]
         where = name_list(nodes)
         names = where or "what the log does not name"
         yield evidence.find(code, ["log"], nodes, where=where, n=count, names=names)
-    known = any(kinds[code].effect == "refused" for code in told)
+    known = any(effects[code] == "refused" for code in told)
     if log.errors and not known and not log.passed:
         yield evidence.find("build-failed", ["log"], errors=len(log.errors), first=log.errors[0])
 

@@ -52,10 +52,10 @@ class Kind:
 
     effect: Effect
     title: str
-    fixes: tuple[str, ...]
+    fixes: Sequence[str]
     severity: Severity
     why: str = ""
-    signs: tuple[str, ...] = ()  # texts of which a line in a build log holds one
+    signs: Sequence[str] = ()  # texts of which a line in a build log holds one
     named: str = ""  # pattern of what such a line names
 
     @property
@@ -70,13 +70,7 @@ def read_kinds(section: str = "") -> dict[str, Kind]:
     tables = yaml.load(Path(__file__).with_name("findings.yaml").read_text(encoding="utf-8"), _LOADER)  # noqa: S506
     sections = [section] if section else [name for name, rows in tables.items() if isinstance(rows, dict)]
     rows = {code: row for name in sections for code, row in tables[name].items()}
-    return {code: _read_kind(row) for code, row in rows.items()}
-
-
-def _read_kind(row: Mapping[str, Any]) -> Kind:
-    fields: dict[str, Any] = {"severity": severity_of(row["effect"])}
-    fields |= {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-    return Kind(**fields)
+    return {code: Kind(**{"severity": severity_of(row["effect"])} | row) for code, row in rows.items()}
 
 
 def fill(text: str, values: Mapping[str, object] | None = None, *, strict: bool = False) -> str:

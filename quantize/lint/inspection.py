@@ -227,7 +227,11 @@ def inspect_layers(
         profiles=profiles,
         kernel_counts=dict(Counter(map(tables.kernel_kind, rows)).most_common()),
         time=None if times is None else split_time(ran, times),
-        kernels=[_describe_kernel(row, times or {}) for row in layers],
+        kernels=[
+            {**row.model_dump(), "what": tables.kernel_kind(row), "block": tables.kernel_block(row)}
+            | {"ms": None if times is None else times.get(row.name)}
+            for row in layers
+        ],
         rows=rows,
         count=tables.format_count(ran),
         graph=graph,
@@ -244,11 +248,6 @@ def inspect_layers(
     if expected is not None:
         found.failures += [fault.place for fault in faults if fault.code == "float-residual"]
     return found
-
-
-def _describe_kernel(row: LayerRow, times: Mapping[str, float]) -> dict[str, Any]:
-    kind, block = tables.kernel_kind(row), tables.kernel_block(row)
-    return row.model_dump() | {"what": kind, "block": block, "ms": times.get(row.name)}
 
 
 def _follow_linears(rows: Sequence[LayerRow], graph: Graph) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
@@ -22,7 +22,7 @@ MAX_NAME = 200
 KEPT = 200  # names and errors of each kind
 
 # Lines that other rules ask for, as those of `findings.yaml`: the texts, and where the name stands.
-_SIGNS: dict[str, tuple[tuple[str, ...], str]] = {
+_SIGNS: dict[str, tuple[Sequence[str], str]] = {
     "missing-scale": (("Missing scale and zero-point for tensor",), r"for tensor (.{1,500}?), expect"),
     "calibrates": (
         ("Starting Calibration", "Calibrator is not being used", "mplicit quantization has been deprecated"),
@@ -34,7 +34,7 @@ _SIGNS: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @cache
-def list_signs() -> dict[str, tuple[tuple[str, ...], re.Pattern[str] | None]]:
+def list_signs() -> dict[str, tuple[Sequence[str], re.Pattern[str] | None]]:
     """Return what a line of a log says, by code: texts of which it holds one, and where a name stands."""
     signs = _SIGNS | {code: (kind.signs, kind.named) for code, kind in read_kinds("log").items()}
     return {code: (texts, re.compile(name) if name else None) for code, (texts, name) in signs.items()}

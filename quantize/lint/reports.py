@@ -203,7 +203,10 @@ def inspect_report(found: Inspection, sidecar: Sidecar | None, every: bool, shap
     groups: dict[str, list[str]] = defaultdict(list)
     for node in found.not_int8:
         groups[found.why_not_int8[node]].append(node)
-    lost = [f"not INT8 {format_nodes(_in_order(nodes))}: {why}" for why, nodes in groups.items()]
+    lost = [
+        f"not INT8 {format_nodes(sorted(nodes, key=lambda node: block_order(block_of_node(node))))}: {why}"
+        for why, nodes in groups.items()
+    ]
     notes = list(found.findings)
     if sidecar:
         for cc in sidecar.compute_capability:
@@ -217,10 +220,6 @@ def inspect_report(found: Inspection, sidecar: Sidecar | None, every: bool, shap
         *(_time_blocks(found.time, shape) if found.time else ()),
     ]
     return report_of("inspect", found.target, blocks)
-
-
-def _in_order(nodes: Sequence[str]) -> list[str]:
-    return sorted(nodes, key=lambda node: block_order(block_of_node(node)))
 
 
 def _made(sidecar: Sidecar | None) -> str:

@@ -115,11 +115,9 @@ def measure_ranges(model: onnx.ModelProto, tensors: Collection[str], feeds: Feed
     """
     tapped = onnx.ModelProto()
     tapped.CopyFrom(model)
-    known = {value.name for value in tapped.graph.output}
-    tapped.graph.output.extend(
-        onnx.ValueInfoProto(name=name) for name in dict.fromkeys(tensors) if name not in known
-    )
     names, total = [*dict.fromkeys(tensors)], max(map(len, feeds.values()), default=1)
+    known = {value.name for value in tapped.graph.output}
+    tapped.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in known)
     try:
         return _largest(_run(tapped, feeds, names, alone=True), names)
     except UserError as error:

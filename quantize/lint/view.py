@@ -203,7 +203,8 @@ class CheckGraph:
         """Return the last size of the Reshape that splits q into heads, where it is a constant."""
 
         def unsplit(node: onnx.NodeProto) -> Iterable[str]:
-            if operator(node) in _RESHAPES or (operator(node) == "Transpose" and not _keeps_last(node)):
+            turn = permutation_of(node) if operator(node) == "Transpose" else (0,)
+            if operator(node) in _RESHAPES or turn is None or turn[-1:] != (len(turn) - 1,):
                 return ()
             return [*node.input[:1]] if is_qdq(node) else self._data_of(node)
 
@@ -253,11 +254,6 @@ class CheckGraph:
             if node is not None and is_dequantize(node):
                 quantized = quantized or not self.is_constant(node.input[0])
         return None, quantized
-
-
-def _keeps_last(node: onnx.NodeProto) -> bool:
-    permutation = permutation_of(node)
-    return permutation is not None and permutation[-1:] == (len(permutation) - 1,)
 
 
 def walk_types(model: onnx.ModelProto) -> tuple[dict[str, int], list[FindingRow]]:

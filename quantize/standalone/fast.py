@@ -49,10 +49,8 @@ class FastTokenizer:
 
 def open_fast(told: Any, tokenizer: str, texts: Sequence[str]) -> FastTokenizer | None:
     """Return the faster tokenizer where it is installed and gives the same ids for these texts."""
-    plain = (
-        len(told["texts"]) == 1 and not told["words"] and not told["over_tokens"] and told["side"] == "right"
-    )
-    if not plain or not texts:
+    single = len(told["texts"]) == 1 and not told["words"] and not told["over_tokens"]
+    if not single or told["side"] != "right" or not texts:
         return None
     try:
         fast = FastTokenizer(tokenizer, told["max_length"])

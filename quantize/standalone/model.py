@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from .answers import ANSWERS, Answer, Rows
 from .runtimes import Infer, Launched, launch, open_runtime, read
-from .texts import Coded, Encoder, Refused
+from .texts import Coded, Refused, make_encoder
 
 PACKED_TOKENS = 16_384  # of a batch, for an engine that needs no padding
 
@@ -37,13 +37,7 @@ class Model:
         fast: Any = None,
     ) -> None:
         self.told, self.infer, self.batch = told, infer, batch or told["batch"]
-        options = {name: told[name] for name in ("words", "stride", "truncation", "side")}
-        self.encoder = Encoder(tokenizer, told["max_length"], **options, fast=fast)
-
-    @property
-    def packs(self) -> bool:
-        """Return whether rows need no padding."""
-        return bool(getattr(self.infer, "launch", None))
+        self.encoder = make_encoder(told, tokenizer, fast)
 
     def predict(self, samples: Sequence[Any], prompt: str | None = None) -> list[Answer]:
         """Return an answer for each sample.
@@ -94,7 +88,7 @@ class Model:
 
     def split(self, lengths: npt.NDArray[Any]) -> list[int]:
         """Return where batches begin, and the end: by tokens where rows are not padded."""
-        if not self.packs:
+        if not getattr(self.infer, "launch", None):
             return [*range(0, len(lengths), self.batch), len(lengths)]
         ends, bounds = lengths.cumsum(), [0]
         while (start := bounds[-1]) < len(lengths):

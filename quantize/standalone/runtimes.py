@@ -236,9 +236,8 @@ def open_tensorrt(module: str, folder: Path, told: Told) -> Infer:
     if engine is None:
         raise SystemExit(f"{file} is for another GPU or version of {module}: see README.md")
     context, stream = engine.create_execution_context(), torch.cuda.Stream()
-    profiles = [
-        engine.get_tensor_profile_shape(mark, number) for number in range(engine.num_optimization_profiles)
-    ]
+    numbers = range(engine.num_optimization_profiles)
+    profiles = [engine.get_tensor_profile_shape(mark, number) for number in numbers]
 
     def infer(tokens: Arrays) -> npt.NDArray[Any]:
         rows, longest = tokens[mark].shape

@@ -150,6 +150,12 @@ class Encoder:
         return self.tokenizer.encode_batch([*texts], add_special_tokens=False)
 
 
+def make_encoder(told: Mapping[str, Any], tokenizer: Any, fast: Any = None) -> Encoder:
+    """Return the encoder of a model, as model.json describes it."""
+    options = {name: told[name] for name in ("words", "stride", "truncation", "side")}
+    return Encoder(tokenizer, told["max_length"], **options, fast=fast)
+
+
 def split_windows(counts: Sequence[int]) -> list[slice]:
     """Return runs of samples of at most `MOST_WINDOWS` windows together."""
     ends, total = list[int](), 0

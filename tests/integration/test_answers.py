@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from qdqbench.quantize.deployment.triton.export import export_triton
+from qdqbench.quantize.deployment.triton import export_triton
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.system.cpu import find_cpu
 

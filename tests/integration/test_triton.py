@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import yaml
 
-from qdqbench.quantize.deployment.triton import export
-from qdqbench.quantize.deployment.triton.export import export_triton
+from qdqbench.quantize.deployment import triton
+from qdqbench.quantize.deployment.triton import export_triton
 from qdqbench.quantize.utils.errors import UserError
 
 from ..support.triton_stub import Loaded, column
@@ -104,7 +104,7 @@ def test_deployment_files_are_yaml_that_fit_each_other(exported):
 
 
 def test_files_that_come_into_the_folder_meanwhile_stay(finished_run, tmp_path, monkeypatch):
-    out, write = tmp_path / "out", export._render
+    out, write = tmp_path / "out", triton._render
 
     def write_meanwhile(template, context):
         if template == "config.pbtxt":
@@ -112,7 +112,7 @@ def test_files_that_come_into_the_folder_meanwhile_stay(finished_run, tmp_path, 
             (out / "mine.txt").write_text("mine")
         return write(template, context)
 
-    monkeypatch.setattr(export, "_render", write_meanwhile)
+    monkeypatch.setattr(triton, "_render", write_meanwhile)
     with pytest.raises(UserError, match="got files of somebody else meanwhile; give an empty or new folder"):
         export_triton(finished_run / "deploy", out, "sst2")
     assert [path.name for path in tmp_path.rglob("*")] == ["out", "mine.txt"]

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from ..answers import ANSWERS, Rows
 from ..fast import FastTokenizer
-from ..texts import Coded, Encoder, Refused
+from ..texts import Coded, Encoder, Refused, make_encoder
 from .interfaces import Interfaces, Refusal, Samples
 from .metrics import Counts
 from .settings import ENGINE, FP32, Served, Settings
@@ -84,7 +84,10 @@ class Front:
 
     def __post_init__(self) -> None:
         self.interfaces = Interfaces(self.served, self.settings)
-        self.encoder, self._slow_encoder = (self._make_encoder(each) for each in (self.fast, None))
+        self.encoder, self._slow_encoder = (
+            make_encoder(self.served.told, Tokenizer.from_str(self.served.tokenizer), each)
+            for each in (self.fast, None)
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         shape = self.slots.shape
         firsts = [shape.first(self.place, number) for number in range(len(self.models))]
@@ -102,11 +105,6 @@ class Front:
         loop.add_reader(self.pipe.fileno(), self._take_answers)
         self._sweep()
         self.counts.set("qdqbench_workers", "front", 1)
-
-    def _make_encoder(self, fast: FastTokenizer | None) -> Encoder:
-        told = self.served.told
-        options = {name: told[name] for name in ("words", "stride", "truncation", "side")}
-        return Encoder(Tokenizer.from_str(self.served.tokenizer), told["max_length"], **options, fast=fast)
 
     # Admission
 
@@ -128,9 +126,8 @@ class Front:
         return Refusal(503, f"{why}; try again later", headers)
 
     def _alive(self, model: str) -> list[int]:
-        return [
-            number for number, each in enumerate(self.models) if each == model and self.board.alive[number]
-        ]
+        alive = self.board.alive
+        return [number for number, each in enumerate(self.models) if each == model and alive[number]]
 
     def room(self, model: str = ENGINE) -> int:
         """Return how many rows a model can take now."""
@@ -219,13 +216,11 @@ class Front:
 
     def _encode_slowly(self, asked: Asked) -> None:
         """Tokenize in a thread; where that hangs, no request after this one could be answered."""
-        alarms = list[asyncio.TimerHandle]()
-        hang_s = self.settings.timeout
+        alarms, hang_s = list[asyncio.TimerHandle](), self.settings.timeout
+        reason = f"the tokenizer takes more than {hang_s:g} s"
 
         def begin() -> None:  # from when the thread begins: requests before this one may have kept it
-            alarms.append(
-                self.loop.call_later(hang_s, self.give_up, f"the tokenizer takes more than {hang_s:g} s")
-            )
+            alarms.append(self.loop.call_later(hang_s, self.give_up, reason))
 
         def work() -> Coded:
             self.loop.call_soon_threadsafe(begin)
@@ -241,9 +236,8 @@ class Front:
             except Exception as error:
                 self._fail(asked, error)
 
-        self._thread.submit(work).add_done_callback(
-            lambda future: self.loop.call_soon_threadsafe(end, future)
-        )
+        future = self._thread.submit(work)
+        future.add_done_callback(lambda done: self.loop.call_soon_threadsafe(end, done))
 
     def encode(self, samples: Sequence[Any], encoder: Encoder | None = None) -> Coded:
         """Return the rows of samples; raises a Refusal where a context would take too many."""
@@ -370,9 +364,8 @@ class Front:
         if not np.isfinite(np.concatenate(made) if told["over_tokens"] else made).all():
             raise Refusal(500, "the engine gives NaN or infinite answers; see its run's verification")
         ends = [0, *accumulate(len(asked.about.samples) for asked in done)]
-        numbers = np.concatenate(
-            [start + coded.numbers for start, coded in zip(ends[:-1], all_coded, strict=True)]
-        )
+        starts = zip(ends, all_coded, strict=False)
+        numbers = np.concatenate([start + coded.numbers for start, coded in starts])
         rows = Rows(numbers, [row for coded in all_coded for row in coded.rows], made)
         answered = ANSWERS[told["kind"]](samples, rows, told["labels"])
         return [answered[start:end] for start, end in pairwise(ends)]

@@ -144,9 +144,7 @@ class Connection(asyncio.Protocol):
         if self.ended:
             return
         if self.busy or self.transport.is_closing():
-            self.eager = (
-                True  # a client that does not wait for an answer: a thousand such would keep others waiting
-            )
+            self.eager = True  # it does not wait for an answer: a thousand such would keep others waiting
             return
         if not self.method:
             self.head_bytes += len(data)
@@ -281,10 +279,9 @@ class Connection(asyncio.Protocol):
         transport.write(head if self.method == "HEAD" else head + body)
         path = self.path()
         name = path if path in self.site.paths else "other"
+        seconds = time.monotonic() - self.begun if self.begun else 0.0
         front.counts.add("qdqbench_requests_total", f"{name}{status}")
-        front.counts.observe(
-            "qdqbench_request_seconds", name, time.monotonic() - self.begun if self.begun else 0.0
-        )
+        front.counts.observe("qdqbench_request_seconds", name, seconds)
         self.answered += 1
         self._end_post()
         read, self.busy = self.complete, False

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -86,13 +86,6 @@ OWN_FORMS: dict[str, tuple[str, Any, Callable[[Any], Sequence[Any]]]] = {
 }
 
 
-class Form(NamedTuple):
-    """A path: how its body is decoded, and what it asks."""
-
-    decoder: Any
-    read: Callable[[Any], Samples]
-
-
 def encode(value: Any) -> bytes:
     return msgspec.json.encode(value, enc_hook=lambda array: array.tolist())
 
@@ -105,15 +98,15 @@ class Interfaces:
     def __init__(self, served: Served, settings: Settings) -> None:
         self.served, self.settings, told = served, settings, served.told
         kind, pair = told["kind"], len(told["texts"]) == 2
-        self.embeds = kind.startswith("embedding")
+        embeds = kind.startswith("embedding")
         name, struct, listed = OWN_FORMS.get(
             kind, ("predict", PAIRS, lambda asked: asked.pairs) if pair else ("predict", TEXTS, self._texts)
         )
-        if self.embeds:
+        if embeds:
             name, struct, listed = "embed", PROMPTED, self._texts
         self.endpoint = f"/v1/{name}"
         forms: dict[str, tuple[Any, Any]] = {self.endpoint: (struct, partial(self._read_own, listed))}
-        if self.embeds:
+        if embeds:
             forms["/v1/embeddings"] = OPENAI, self._openai
             forms["/embed"] = forms["/"] = TEI_EMBED, self._tei_embed
         elif name == "rank":
@@ -121,23 +114,21 @@ class Interfaces:
         elif name == "predict":
             forms["/predict"] = TEI_PREDICT, self._tei_predict
             forms["/"] = TEI_PREDICT, partial(self._tei_predict, nested=True)  # as clients of the hub expect
-        self.forms = {
-            path: Form(msgspec.json.Decoder(struct), read) for path, (struct, read) in forms.items()
-        }
+        self.readers = {path: read for path, (_, read) in forms.items()}
+        self.forms = {path: msgspec.json.Decoder(struct) for path, (struct, _) in forms.items()}
         self.kind = name
 
     # Requests
 
     def read(self, path: str, body: bytes) -> Samples:
         """Return what a body asks; raises a Refusal."""
-        form = self.forms[path]
         try:
-            asked = form.decoder.decode(body)
+            asked = self.forms[path].decode(body)
         except msgspec.ValidationError as error:
             raise Refusal(422, f"the body has another form: {flat(str(error))}; see GET /v1/model") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise Refusal(400, f"the body is not JSON: {flat(str(error))}") from None
-        about = form.read(asked)
+        about: Samples = self.readers[path](asked)
         self._check(about)
         return about
 
@@ -273,7 +264,7 @@ class Interfaces:
             "kind": told["kind"],
             "endpoint": self.endpoint,
             "endpoints": [*self.forms],
-            "fields": {path: [*form.decoder.type.__struct_fields__] for path, form in self.forms.items()},
+            "fields": {path: [*decoder.type.__struct_fields__] for path, decoder in self.forms.items()},
             "columns": told["texts"],
             "classes": told["labels"],
             "recipe": served.recipe,

@@ -1,4 +1,4 @@
-"""What makes a deployed embedding model one of sentence-transformers, of every pooling."""
+"""What makes a deployed model one of sentence-transformers, and what its card says."""
 
 import json
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import onnxruntime as ort
 import pytest
 from safetensors.numpy import load, load_file
 
-from qdqbench.quantize.deployment.hub import add_hidden_state, describe_sentences
+from qdqbench.quantize.deployment.hub import add_hidden_state, describe_sentences, find_base, find_license
 from qdqbench.quantize.graph.export import save, trace
 from qdqbench.quantize.models.identity import Pooling
 from qdqbench.quantize.models.load import load_model
@@ -60,3 +60,43 @@ def test_the_dense_layer_is_that_of_the_model(trained, tmp_path):
     before = load_file(folder / "2_Dense" / "model.safetensors")
     np.testing.assert_allclose(made["linear.weight"], before["linear.weight"] + trained, atol=1e-6)
     np.testing.assert_array_equal(made["linear.bias"], before["linear.bias"])
+
+
+@pytest.mark.parametrize(
+    ("card", "license_name"),
+    [
+        ("---\nlicense: mit\nlanguage: en\n---\n# Model\n", "mit"),
+        ("---\nlicense: other\nlicense_name: my  own\n---\n", "my own"),
+        ("---\nlanguage: en\n---\nlicense: mit\n", None),
+        ("# Model\nlicense: mit\n", None),
+        ("---\ntags: [a]\nlicense: 'apache-2.0'  # of the weights\n---\n", "apache-2.0"),
+        ("---\ndate: 2023-02-30\nx: !!int ''\ny: " + "[" * 9000 + "\nlicense: mit\n---\n", "mit"),
+        ("---\na: &a [x]\nlicense: &b [*a, *a]\n---\n", None),
+        ("---\nlicense:\n- mit\n---\n", None),
+        ("---\nlicense: " + "1" * 5000 + "\n---\n", None),
+        ("---\nlicense: [\n---\n", None),
+        ("---\n- license\n---\n", None),
+        (b"\xff\xfe\x00", None),
+        (None, None),
+    ],
+)
+def test_the_head_of_the_card(tmp_path, card, license_name):
+    if card is not None:
+        (tmp_path / "README.md").write_bytes(card if isinstance(card, bytes) else card.encode())
+    assert find_license(str(tmp_path), None) == license_name
+
+
+@pytest.mark.parametrize(
+    ("card", "saved_as", "base"),
+    [
+        ("base_model: owner/name", "", "owner/name"),
+        ("base_model:\n- 'owner/name'\n- other/name", "x/y", "owner/name"),
+        ("language: en", "intfloat/e5-small", "intfloat/e5-small"),
+        ("language: en", "models/all-mpnet-base-v2", None),  # a folder of whoever saved it
+        ("base_model: &a [x]", "/root/.cache/model", None),
+    ],
+)
+def test_the_base_of_a_folder(tmp_path, card, saved_as, base):
+    (tmp_path / "README.md").write_text(f"---\n{card}\n---\n")
+    (tmp_path / "config.json").write_text(json.dumps({"_name_or_path": saved_as}))
+    assert find_base(str(tmp_path)) == ({"base_model": base} if base else {})

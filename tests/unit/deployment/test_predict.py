@@ -53,18 +53,10 @@ class Numbers(Answering):
 
 
 def numbers(**fields) -> Numbers:
-    known = {
-        "backend": "onnxruntime",
-        "made_with": "fake",
-        "int8": True,
-        "task": "fake",
-        "recipe": "fake",
-        "columns": ("text",),
-        "told": TOLD,
-        "outputs": (),
-        "max_drop": 0.0,
-    }
-    return Numbers(**known, tokenizer="", engine=NO_FILE, graph=NO_FILE, **fields)
+    known = dict.fromkeys(("made_with", "task", "recipe", "tokenizer"), "fake")
+    known |= {"backend": "onnxruntime", "int8": True, "max_drop": 0.0, "told": TOLD}
+    known |= {"columns": ("text",), "outputs": (), "engine": NO_FILE, "graph": NO_FILE}
+    return Numbers(**known | fields)
 
 
 def write(path: Path, texts) -> Path:
@@ -156,51 +148,47 @@ def test_every_form_of_data_gives_its_rows_in_order(tmp_path):
     table = pa.table({"n": [*range(7)], "text": texts})
     pa.parquet.write_table(table, tmp_path / "a.parquet")
     pa.csv.write_csv(table, tmp_path / "a.csv")
-    (tmp_path / "windows.csv").write_bytes("text;n\r\nünï;1\r\nb;2\r\n".encode("cp1252"))
-    (tmp_path / "a.tsv").write_text("n\ttext\n1\tone\n2\ttwo, three\n")
-    rows = [json.dumps(row) for row in table.to_pylist()]
-    (tmp_path / "a.jsonl").write_text("\n".join(rows))
-    for name in ("a.txt", "one.csv"):  # an empty line is a text there, and no row of several columns
-        (tmp_path / name).write_text("text\n" * name.startswith("one") + "one\n\nthree")
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in table.to_pylist()))
     datasets.Dataset(table).save_to_disk(tmp_path / "saved")
     (tmp_path / "several").mkdir()
     for place in range(7):
         pa.parquet.write_table(table.slice(place, 1), tmp_path / "several" / f"{place}.parquet")
-    for name in ("a.parquet", "a.csv", "a.jsonl", "saved", "several"):
-        assert texts_of(open_rows(tmp_path / name, {"text"})) == texts, name
-    assert texts_of(open_rows(tmp_path / "windows.csv", {"text"})) == ["ünï", "b"]
-    assert texts_of(open_rows(tmp_path / "a.tsv", {"text"})) == ["one", "two, three"]
-    for name in ("a.txt", "one.csv"):
-        assert texts_of(open_rows(tmp_path / name, {"text"})) == ["one", "", "three"]
-
-
-def bad_data(folder: Path) -> dict[str, tuple[object, str]]:
-    """What cannot be answered, by the file's name: its content, and what is told."""
-    return {
-        "none.parquet": (None, "none.parquet does not exist; give a file"),
-        "a.xlsx": (b"", r"a.xlsx is none of \.parquet"),
-        "damaged.parquet": (b"PAR1 no", "cannot read .*damaged.parquet as parquet"),
-        "empty.csv": (b"", "cannot read .*empty.csv as csv|has no rows"),
-        "header.csv": (b"text\n", "has no rows; give a file with some"),
-        "ragged.csv": (b"text,n\na,1\nb,2,3\n", "cannot read .*ragged.csv as csv .*2 columns, got 3"),
-        "open.csv": (b'text,n\n"a,1\n"b",2\n', "line 2 opens a quote that is not closed up to line 3"),
-        "twice.csv": (b"text,text\na,b\n", "more than one column 'text'|more than one column text"),
-        "other.csv": (b"title,n\na,1\n", "no column text; its columns are title, n; name those"),
-        "list.json": (b'[{"text": "a"}]', "is one list of JSON; write a row in each line"),
-        "broken.jsonl": (b'{"text": "a"}\n{"text": \n', "cannot read .*broken.jsonl as json"),
-        "numbers.jsonl": (b'{"text": 1}\n', "column text holds int64, not texts"),
-        "pairs.jsonl": (b'{"text": ["1", "2"]}\n', "column text holds list.*, not texts"),
-        "bytes.txt": (b"\xff\xfe\xfd", "cannot read .*bytes.txt as text"),
-        "twins.jsonl": (
-            b'{"text": "a", "predicted_score": 1}\n',
-            "has a column predicted_score, as the",
-        ),
+    expected = dict.fromkeys(("a.parquet", "a.csv", "a.jsonl", "saved", "several"), texts)
+    others = {
+        "windows.csv": ("text;n\r\nünï;1\r\nb;2\r\n".encode("cp1252"), ["ünï", "b"]),
+        "a.tsv": (b"n\ttext\n1\tone\n2\ttwo, three\n", ["one", "two, three"]),
+        # an empty line is a text there, and no row of several columns
+        "a.txt": (b"one\n\nthree", ["one", "", "three"]),
+        "one.csv": (b"text\none\n\nthree", ["one", "", "three"]),
     }
+    for name, (data, found) in others.items():
+        (tmp_path / name).write_bytes(data)
+        expected[name] = found
+    assert {name: texts_of(open_rows(tmp_path / name, {"text"})) for name in expected} == expected
 
 
-@pytest.mark.parametrize("name", bad_data(Path()))
+BAD = {  # what cannot be answered, by the file's name: its content, and what is told
+    "none.parquet": (None, "none.parquet does not exist; give a file"),
+    "a.xlsx": (b"", r"a.xlsx is none of \.parquet"),
+    "damaged.parquet": (b"PAR1 no", "cannot read .*damaged.parquet as parquet"),
+    "empty.csv": (b"", "cannot read .*empty.csv as csv|has no rows"),
+    "header.csv": (b"text\n", "has no rows; give a file with some"),
+    "ragged.csv": (b"text,n\na,1\nb,2,3\n", "cannot read .*ragged.csv as csv .*2 columns, got 3"),
+    "open.csv": (b'text,n\n"a,1\n"b",2\n', "line 2 opens a quote that is not closed up to line 3"),
+    "twice.csv": (b"text,text\na,b\n", "more than one column 'text'|more than one column text"),
+    "other.csv": (b"title,n\na,1\n", "no column text; its columns are title, n; name those"),
+    "list.json": (b'[{"text": "a"}]', "is one list of JSON; write a row in each line"),
+    "broken.jsonl": (b'{"text": "a"}\n{"text": \n', "cannot read .*broken.jsonl as json"),
+    "numbers.jsonl": (b'{"text": 1}\n', "column text holds int64, not texts"),
+    "pairs.jsonl": (b'{"text": ["1", "2"]}\n', "column text holds list.*, not texts"),
+    "bytes.txt": (b"\xff\xfe\xfd", "cannot read .*bytes.txt as text"),
+    "twins.jsonl": (b'{"text": "a", "predicted_score": 1}\n', "has a column predicted_score, as the"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
 def test_bad_data_is_one_sentence_and_leaves_nothing(name, tmp_path):
-    content, told = bad_data(tmp_path)[name]
+    content, told = BAD[name]
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=told) as caught:
@@ -227,13 +215,6 @@ def test_folders_of_other_things_are_refused(tmp_path):
 
 
 def test_predictor_answers_a_table_as_ray_gives_it():
-    class Here(Numbers):
-        pass
-
-    predictor = Predictor(Here(**{name: getattr(numbers(), name) for name in Numbers.__dataclass_fields__}))
-    made = predictor(pa.table({"text": ["7", None, "3"], "more": [1, 2, 3]}))
-    assert made.to_pydict() == {
-        "text": ["7", None, "3"],
-        "more": [1, 2, 3],
-        "predicted_score": [7.0, None, 3.0],
-    }
+    given = {"text": ["7", None, "3"], "more": [1, 2, 3]}
+    made = Predictor(numbers())(pa.table(given))
+    assert made.to_pydict() == given | {"predicted_score": [7.0, None, 3.0]}

@@ -82,11 +82,10 @@ def test_weights_that_layers_share_are_not_made_uint8(shared, tmp_path, monkeypa
     (tmp_path / "cpuinfo").write_text("flags : sse avx2")
     told = TOLD | {"onnxruntime": "ORT_ENABLE_ALL", "int8_dot": ["vnni"], "shared_layers": shared}
     (tmp_path / "model.onnx").write_bytes(b"graph")
-    (tmp_path / "SHA256SUMS").write_text(f"{hashlib.sha256(b'graph').hexdigest()}  model.onnx\n")
+    seal(tmp_path, "model.onnx")
     runtimes.open_runtime("onnxruntime", tmp_path, told)
-    assert (made, options.graph_optimization_level) == (
-        ({}, 0) if shared else ({"session.x64quantprecision": "1"}, 9)
-    )
+    expected = ({}, 0) if shared else ({"session.x64quantprecision": "1"}, 9)
+    assert (made, options.graph_optimization_level) == expected
 
 
 @pytest.fixture(params=["classification"])
@@ -110,18 +109,20 @@ def deployed(request, tmp_path, monkeypatch):
     return tmp_path
 
 
+def seal(folder: Path, *names: str, sums: str = "SHA256SUMS") -> None:
+    digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    (folder / sums).write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
+
+
 def tell(folder: Path, about: dict) -> None:
     (folder / "model.json").write_text(json.dumps(about))
-    names = ("model.json", "tokenizer.json", "tensorrt_rtx.engine")
-    digests = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
-    (folder / "SHA256SUMS").write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
+    seal(folder, "model.json", "tokenizer.json", "tensorrt_rtx.engine")
 
 
 def replace_engine(folder: Path, data: bytes) -> None:
     """As `build_tensorrt.sh` does."""
     (folder / "tensorrt_rtx.engine").write_bytes(data)
-    digest = hashlib.sha256(data).hexdigest()
-    (folder / "tensorrt_rtx.engine.sha256").write_text(f"{digest}  tensorrt_rtx.engine\n")
+    seal(folder, "tensorrt_rtx.engine", sums="tensorrt_rtx.engine.sha256")
 
 
 class TestTensorRT:
@@ -205,22 +206,23 @@ def test_a_failed_run_warns_with_each_use(deployed, monkeypatch, capsys):
     assert json.loads(told.out) == {"label": "bad", "scores": {"bad": 0.5, "good": 0.5}}
 
 
-@pytest.mark.parametrize("name", ["model.json", "tokenizer.json", "SHA256SUMS"])
-def test_no_file_that_changed_or_went_is_used(deployed, name):
-    with (deployed / name).open("a") as stream:
-        stream.write(" ")
-    if name != "SHA256SUMS":
-        told = f"{name} is not what was deployed or built here: see SHA256SUMS"
-        with pytest.raises(SystemExit, match=told):
-            open_folder(deployed, "onnxruntime")
+CHANGED = r"%s is not what was deployed or built here: see SHA256SUMS"
+GONE = r"%s: No such file or directory; deploy the run again"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "told"),  # None: it is gone
+    [
+        *((name, b"{} ", CHANGED % name) for name in ("model.json", "tokenizer.json")),
+        ("SHA256SUMS", b"\xff\xfe\n", CHANGED % "model.json"),  # no text
+        *((name, None, GONE % name) for name in ("model.json", "tokenizer.json", "SHA256SUMS")),
+    ],
+)
+def test_no_file_that_changed_or_went_is_used(deployed, name, data, told):
     (deployed / name).unlink()
-    with pytest.raises(SystemExit, match=rf"{name}: No such file or directory; deploy the run again"):
-        open_folder(deployed, "onnxruntime")
-
-
-def test_sums_that_are_no_text_are_a_sentence(deployed):
-    (deployed / "SHA256SUMS").write_bytes(b"\xff\xfe\n")
-    with pytest.raises(SystemExit, match=r"model\.json is not what was deployed"):
+    if data is not None:
+        (deployed / name).write_bytes(data)
+    with pytest.raises(SystemExit, match=told):
         open_folder(deployed, "onnxruntime")
 
 

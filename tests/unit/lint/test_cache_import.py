@@ -44,15 +44,21 @@ def found(folder):
     return {name: states[f"{name}.input_quantizer"].amax for name in tiny.LINEARS}
 
 
+def line(name, scale):
+    return f"{name}: {struct.pack('>f', scale).hex()}"
+
+
+def written(path, *lines, head="TRT-8601-EntropyCalibration2"):
+    path.write_text("\n".join([head, *lines, ""]))
+    return path
+
+
 def write_cache(path, graph, amax, *, without=()):
     """What TensorRT's calibrator writes: scales by tensor, of more tensors than linears read."""
-    lines = {"input_ids": 1 / 127, "logits": 0.02}
+    lines = [line("input_ids", 1 / 127), line("logits", 0.02)]
     for linear, names in input_tensors(graph, tiny.LINEARS, "bert").items():
-        if linear not in without:
-            lines[names[0][0]] = amax[linear] / 127
-    text = "".join(f"{name}: {struct.pack('>f', scale).hex()}\n" for name, scale in lines.items())
-    path.write_text(f"TRT-8601-EntropyCalibration2\n{text}")
-    return path
+        lines += [] if linear in without else [line(names[0][0], amax[linear] / 127)]
+    return written(path, *lines)
 
 
 def test_amax_of_a_cache_become_those_of_the_run(folder, graph, file, found, tmp_path):
@@ -120,7 +126,7 @@ def test_what_a_cache_lacks_is_calibrated_and_named(folder, graph, file, found, 
 
 
 def test_a_cache_of_another_network_is_refused(folder, file, tmp_path):
-    (tmp_path / "c").write_text("TRT-8601-EntropyCalibration2\nconv1: 3c010a14\nconv2: 3c010a14\n")
+    written(tmp_path / "c", "conv1: 3c010a14", "conv2: 3c010a14")
     with pytest.raises(UserError, match=r"cannot be matched .* \(conv1, conv2, ...\)"):
         recipe_from_cache(tmp_path / "c", str(folder), file)
 
@@ -170,15 +176,6 @@ def test_a_maximum_of_int8_codes_is_that_of_the_values():
 
 
 # the reader
-
-
-def line(name, scale):
-    return f"{name}: {struct.pack('>f', scale).hex()}"
-
-
-def written(path, *lines, head="TRT-8601-EntropyCalibration2"):
-    path.write_text("\n".join([head, *lines, ""]))
-    return path
 
 
 def test_scales_are_those_that_were_written(tmp_path):
@@ -235,8 +232,6 @@ def test_a_shared_layer_gets_the_largest_amax_of_its_runs(tmp_path):
     onnx.save(graph, tmp_path / "model.onnx")
     linear = "albert.encoder.albert_layer_groups.0.albert_layers.0.ffn"
     first, second = input_tensors(graph, [linear], "albert")[linear]
-    lines = {first[0]: 1.0, second[0]: 2.0}
-    text = "".join(f"{name}: {struct.pack('>f', scale / 127).hex()}\n" for name, scale in lines.items())
-    (tmp_path / "c").write_text(f"TRT-8601-EntropyCalibration2\n{text}")
+    written(tmp_path / "c", line(first[0], 1 / 127), line(second[0], 2 / 127))
     made = recipe_from_cache(tmp_path / "c", str(folder), tmp_path / "model.onnx")
     assert made.given == {f"{linear}.input_quantizer": pytest.approx(2.0)}

@@ -23,7 +23,7 @@ from ...support.broken_layers import CASES, IDS
 from ...support.build_logs import POLYGRAPHY, line, missing_scale, trtexec
 from ...support.foreign_layer import float_layer, write_static
 from ...support.layer_tables import bert, inspector_json
-from ...support.tiny_layer import LINEARS, healthy
+from ...support.tiny_layer import LINEARS, healthy, skip_qdq
 
 HERE = Path(__file__).parent
 BUILDS = yaml.safe_load((HERE / "builds.yaml").read_text(encoding="utf-8"))
@@ -198,13 +198,8 @@ def test_the_worst_comes_first(tmp_path):
 def test_shares_are_of_flops(tmp_path):
     """Three of six equal GEMMs of one row of tokens touch about their part."""
     model = healthy("factored")
-    for name in LINEARS[:2]:
-        node = next(n for n in model.graph.node if n.name == name)
-        pair = next(n for n in model.graph.node if n.output[0] == node.input[0])
-        dq = next(n for n in model.graph.node if n.output[0] == pair.input[0])
-        q = next(n for n in model.graph.node if n.output[0] == dq.input[0])
-        cast = next(n for n in model.graph.node if n.output[0] == q.input[0])
-        node.input[0] = cast.input[0]
+    for name in ("query", "key"):
+        skip_qdq(model, f"/layer/{name}/input")
     report = diagnose([saved(tmp_path, model)])
     half = one(report, "half-quantized")
     assert half.nodes == LINEARS[:2]

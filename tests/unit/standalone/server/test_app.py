@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -213,12 +213,17 @@ async def test_one_bad_answer_or_text_is_no_fault_of_the_others(site, monkeypatc
 
 @on_site(fake_served(per_batch=0.2))
 async def test_requests_of_an_engine_that_ended_are_503_and_no_answer_comes_late(site):
-    asked = asyncio.create_task(post(site, ["1", "2"]))
+    asked, answers = asyncio.create_task(post(site, ["1", "2"])), site.setup.fronts[0][1]
     await asyncio.sleep(0.05)
-    send(site.setup.fronts[0][1], np.array([(ENGINE_GONE, 0)], RECORD).tobytes())
+    slots = [slot for slot, owner in enumerate(site.front.owners) if owner]
+    late = np.array([(slot, site.front.slots.epochs[slot]) for slot in slots], RECORD)
+    send(answers, np.array([(ENGINE_GONE, 0)], RECORD).tobytes())
     check_refusal(await asked, 503, "the engine failed")
     assert site.front.queued == 0
-    assert scores(await post(site, ["5", "6"])) == [5, 6]  # in the slots of those
+    again = asyncio.create_task(post(site, ["5", "6"]))  # in the slots of those
+    await asyncio.sleep(0.01)
+    send(answers, late.tobytes())
+    assert scores(await again) == [5, 6]
     site.front.board.alive[0] = 0.0
     check_refusal(await post(site, ["1"]), 503, "no engine is ready")
     assert (await called(site, "GET", "/health/ready"))[0] == 503
@@ -379,6 +384,7 @@ def test_an_idle_engine_prepares_itself_and_answers_meanwhile():
 
 
 @given(st.lists(st.integers(1, 128), max_size=200), st.integers(1, 40))
+@example([100] * 8 + [60] * 8, 40)
 def test_batches_hold_all_rows_and_little_padding(lengths, most):
     lengths = sorted(lengths, reverse=True)
     bounds = engine.split_lengths(lengths, most)

@@ -31,7 +31,7 @@ from ....support.http_client import Client
 from ....support.site import as_test, working
 
 ROOT = Path(__file__).parents[4]
-LARGE = b"x" * (4 << 20)
+LARGE = b"x" * (8 << 20)
 
 
 @asynccontextmanager
@@ -70,6 +70,7 @@ async def test_a_connection_whose_request_does_not_come_is_closed(site):
 @as_test(partial(listening, 0.8))
 async def test_a_client_that_does_not_read_is_closed_and_one_that_reads_slowly_is_not(site):
     never = await asyncio.open_connection("127.0.0.1", site.port)
+    never[1].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
     never[1].write(b"GET /large HTTP/1.1\r\nhost: x\r\n\r\n" * 30)
     start, size = time.monotonic(), 0
     reader, writer = await asyncio.open_connection("127.0.0.1", site.port, limit=1 << 16)
