@@ -8,9 +8,8 @@ if TYPE_CHECKING:
     from qdqbench._auto import auto
     from qdqbench._bench import bench
     from qdqbench._models import Exported, Quantized, check, export, load, load_embedder, quantize
-    from qdqbench._predict import predict
     from qdqbench._progress import StageProgress
-    from qdqbench._runs import build, evaluate, load_recipe, qat, resume, run
+    from qdqbench._runs import build, evaluate, load_recipe, predict, qat, resume, run
     from qdqbench._train import finetune
     from qdqbench.eval.bench.results import Bench
     from qdqbench.eval.metrics.mteb import mteb_encoder
@@ -28,9 +27,8 @@ _HOMES = {
     "_auto": "auto",
     "_bench": "bench",
     "_models": "Exported Quantized check export load load_embedder",
-    "_predict": "predict",
     "_progress": "StageProgress",
-    "_runs": "build evaluate load_recipe qat resume run",
+    "_runs": "build evaluate load_recipe predict qat resume run",
     "_train": "finetune",
     "eval.selection.auto.results": "Auto",
     "eval.bench.results": "Bench",

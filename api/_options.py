@@ -34,7 +34,7 @@ def save_data(value: Any) -> Any:
     if value is None or isinstance(value, str | os.PathLike):
         return value
     from qdqbench.quantize.pipeline.ownership import RUNS
-    from qdqbench.quantize.tasks.memory import save_rows
+    from qdqbench.quantize.tasks.data.files import save_rows
 
     return save_rows(value, RUNS / "data")
 

@@ -1,4 +1,4 @@
-"""A run directory: the whole path, or the stages up to one."""
+"""A run directory: the whole path, the stages up to one, and answers of its engine."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +11,8 @@ from qdqbench.eval.bench.quick import time_backends
 from qdqbench.eval.runs.results import Results
 from qdqbench.eval.runs.run import require_inputs, run_stages, run_until
 from qdqbench.eval.runs.tracked import tracking
+from qdqbench.quantize.deployment.options import PredictOptions
+from qdqbench.quantize.deployment.predict import Predicted, predict_files
 from qdqbench.quantize.engine.backend import choose_backend, preferred_backend
 from qdqbench.quantize.engine.build import list_targets
 from qdqbench.quantize.lint.machines import describe_gain, explain_kernels
@@ -191,3 +193,20 @@ def build(folder: str | Path, progress: Progress = None) -> Results:
     with open_session(path_of(folder, "folder")) as session, displayed(progress, "stage"):
         here = find_gpu() or session.target.on_cpu
         return run_until(session, "verify" if here else "build")
+
+
+@take_options
+def predict(options: PredictOptions, *, progress: Progress = None) -> Predicted:
+    """Answer the rows of files with a run's engine, and write them in order; a killed call resumes.
+
+    With several processes, a script calls it under `if __name__ == "__main__"`.
+
+    Args:
+        progress: True for a bar (default in notebooks), or a function that is called with what is being done.
+
+    Raises:
+        UserError: input that cannot be used; parts that are finished stay.
+        MissingDevice: no engine, or no device for it.
+    """
+    with displayed(progress):
+        return predict_files(options)

@@ -10,9 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from qdqbench._progress import displayed, reset_clock
-from qdqbench.cli.examples import epilog
 from qdqbench.cli.options import take_typed
-from qdqbench.cli.table import COMMANDS, Command
+from qdqbench.cli.table import COMMANDS, EXAMPLES, PAGES, Command
 from qdqbench.cli.terminal import Html, Json, command_line, complain
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
 from qdqbench.quantize.utils.options import Options
@@ -49,7 +48,9 @@ for panel, rows in COMMANDS.items():
     for name, row in rows.items():
         group, _, own = name.rpartition(" ")
         more: dict[str, Any] = {"rich_help_panel": panel} if not group else {}
-        add = (recipes_app if group else app).command(own, epilog=epilog(name), help=row.help, **more)
+        page, example = EXAMPLES[name]
+        end = f"Example: qdqbench {example}\n\nMore: {PAGES}/{page}"
+        add = (recipes_app if group else app).command(own, epilog=end, help=row.help, **more)
         add(_typed(row))
 
 

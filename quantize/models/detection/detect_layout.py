@@ -60,11 +60,6 @@ class Flow:
     replaceable: set[str] = field(default_factory=set)  # modules that call transformers' AttentionInterface
     tuples: set[str] = field(default_factory=set)  # modules that return one
     outputs: frozenset[int] = frozenset()  # steps that the logits come from
-    ahead: bool = True  # tokens see those behind them
-    behind: bool = True  # and those before them
-    padded: bool = True  # padding changes no answer
-    same: bool = True  # the attention that can be quantized gives the same logits as the model's own
-    replaced: tuple[str, ...] = ()  # modules that the model exchanged for others when it ran
 
     def of(self, kind: Kind) -> list[FlowStep]:
         return [step for step in self.steps if step.kind == kind]
@@ -79,38 +74,56 @@ class Flow:
 def trace_flow(model: PreTrainedModel) -> Flow:
     """Record what two random samples, one of them padded, do in a model with transformers' eager attention.
 
-    It keeps the attention that can be quantized, and wider weights. What the model raises is raised.
+    It keeps the attention that can be quantized, and wider weights. A UserError where it is no encoder that
+    can be served as it is; what the model raises is raised.
     """
+    name = model.config.model_type
     tokens, mask, _ = BERT.inputs
     taken = inspect.signature(model.forward).parameters
     ids = torch.arange(2 * LENGTH).reshape(2, LENGTH) % 5 + 5
-    given = {name: torch.zeros_like(ids) for name in BERT.inputs if name in taken} | {tokens: ids}
+    given = {each: torch.zeros_like(ids) for each in BERT.inputs if each in taken} | {tokens: ids}
     if mask in given:
         given[mask] = torch.ones_like(ids)
         given[mask][1, LENGTH // 2 :] = 0
     recorder = _Recorder(model)
-    for name, value in given.items():
-        recorder.add("input", name, (), value)
+    for each, value in given.items():
+        recorder.add("input", each, (), value)
     with torch.no_grad():
         expected = model(**given)[0]
         after = dict(model.named_modules())
-        recorder.flow.replaced = tuple(n for n, made in recorder.modules.items() if after.get(n) is not made)
-        if recorder.flow.replaced:
-            return recorder.flow
+        if replaced := [each for each, made in recorder.modules.items() if after.get(each) is not made]:
+            raise UserError(
+                f"a {name!r} of this configuration replaces its own modules when it reads a text "
+                f"({', '.join(replaced[:2])}), so an answer depends on the texts before it. Choose one form "
+                'in its config.json, such as "attention_type": "original_full" of BigBird'
+            )
         # whether the last hidden state of a token depends on the token before it, and on the one behind it
-        sample = {name: given[name][:1] for name in (tokens, mask) if name in given}
+        sample = {each: given[each][:1] for each in (tokens, mask) if each in given}
         changes = torch.eye(LENGTH, dtype=torch.long)[1:3]
         one, first, second = (
             model.base_model(**(sample | {tokens: sample[tokens] + change}))[0][0]
             for change in (torch.zeros_like(changes[0]), *changes)
         )
-        recorder.flow.behind = not torch.equal(one[2], first[2])
-        recorder.flow.ahead = not torch.equal(one[1], second[1])
+        if torch.equal(one[1], second[1]):
+            if torch.equal(one[2], first[2]):
+                raise UserError(
+                    f"no token of a {name!r} sees another one, at least on a CPU; give another model"
+                )
+            raise UserError(
+                f"a {name!r} is a decoder, as no token sees those after it; only encoders are supported"
+            )
         with recorder.watching():
             output = model(**given)[0]
     recorder.flow.outputs = recorder.sources(output)
-    recorder.flow.same = bool(torch.allclose(expected, output, atol=1e-5))
-    recorder.flow.padded = mask not in given or _answers_padded_alike(model, given)
+    if not torch.allclose(expected, output, atol=1e-5):
+        raise UserError(
+            f"a {name!r} gives other logits with the attention and the mask that are used here; {BY_HAND}"
+        )
+    if mask in given and not _answers_padded_alike(model, given):
+        raise UserError(
+            f"a {name!r} gives a text other logits when it is padded, so what a batch answers depends on its "
+            "longest text; give another model"
+        )
     return recorder.flow
 
 
@@ -130,10 +143,11 @@ def _answers_padded_alike(model: PreTrainedModel, given: Mapping[str, torch.Tens
     return not apart > 1e-3 * alone.abs().max()
 
 
-class _Recorder:
+class _Recorder(TorchFunctionMode):
     """State of one pass: where every tensor so far comes from."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
         self.flow, self.model = Flow(), model
         self.modules = dict(model.named_modules())
         self.names = {id(module): name for name, module in self.modules.items()}
@@ -158,18 +172,10 @@ class _Recorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        recorder = self
-
-        class Mode(TorchFunctionMode):
-            def __torch_function__(
-                self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-            ) -> Any:
-                return recorder.called(function, args, kwargs or {})
-
         self._register_attention()
         self.model.config._attn_implementation = RECORDED
         # on each module: torch 2.13 never forgets a global hook `with_kwargs`, and compiled modules warn
-        with ExitStack() as hooks, Mode():
+        with ExitStack() as hooks, self:
             for module in self.modules.values():
                 hooks.callback(module.register_forward_pre_hook(self._enter).remove)
                 hooks.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
@@ -185,7 +191,10 @@ class _Recorder:
         def recorded(module: nn.Module, query: Any, key: Any, *args: Any, **given: Any) -> Any:
             if key.shape[1] != query.shape[1]:
                 heads = f"{query.shape[1]} and {key.shape[1]}"
-                raise UserError(f"has more heads of queries than of keys ({heads}), as no kernel here does")
+                raise UserError(
+                    f"a {self.model.config.model_type!r} of this configuration has more heads of queries "
+                    f"than of keys ({heads}), as no kernel here does; give another encoder"
+                )
             self.flow.replaceable.add(self.names[id(module)])
             return attention(module, query, key, *args, **given)
 
@@ -203,8 +212,10 @@ class _Recorder:
         if (kind := module_kind(module)) and output is not None:
             self.add(kind, name, tuple(_tensors(operands[:1])), output)
 
-    def called(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = function(*args, **kwargs)
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = function(*args, **(kwargs or {}))
         name, module = getattr(function, "__name__", ""), self.inside[-1] if self.inside else ""
         operands = tuple(_tensors((args, kwargs)))
         before = self.sources(operands)
@@ -556,48 +567,20 @@ class Recognized:
     attention: str  # inside a layer, also where it cannot be exchanged
 
 
-def _trace_encoder(model: PreTrainedModel) -> Flow:
-    """Return the flow of a model; UserError where it is no encoder that can be served as it is."""
+def detect_layout(model: PreTrainedModel) -> Recognized:
+    """Describe the family of a model that is on the CPU, with weights of its own or random ones."""
     name = model.config.model_type
     try:
         with quiet("transformers"):
             flow = trace_flow(model)
-    except UserError as error:
-        raise UserError(f"a {name!r} of this configuration {error}; give another encoder") from None
+    except UserError:
+        raise
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(
             f"a {name!r} of this configuration does not run on a sample of text ({text}); give an encoder of "
             "text of another type"
         ) from error
-    if flow.replaced:
-        raise UserError(
-            f"a {name!r} of this configuration replaces its own modules when it reads a text "
-            f"({', '.join(flow.replaced[:2])}), so an answer depends on the texts before it. Choose one form "
-            'in its config.json, such as "attention_type": "original_full" of BigBird'
-        )
-    if not (flow.ahead or flow.behind):
-        raise UserError(f"no token of a {name!r} sees another one, at least on a CPU; give another model")
-    if not flow.ahead:
-        raise UserError(
-            f"a {name!r} is a decoder, as no token sees those after it; only encoders are supported"
-        )
-    if not flow.same:
-        raise UserError(
-            f"a {name!r} gives other logits with the attention and the mask that are used here; {BY_HAND}"
-        )
-    if not flow.padded:
-        raise UserError(
-            f"a {name!r} gives a text other logits when it is padded, so what a batch answers depends on its "
-            "longest text; give another model"
-        )
-    return flow
-
-
-def detect_layout(model: PreTrainedModel) -> Recognized:
-    """Describe the family of a model that is on the CPU, with weights of its own or random ones."""
-    name = model.config.model_type
-    flow = _trace_encoder(model)
     found = find_attention_roles(flow)
     if not found.attentions:
         strange = _join_reasons(find_other_products(flow, found))

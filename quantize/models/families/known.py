@@ -20,15 +20,9 @@ def _linears(
     ffn_in: str = "intermediate.dense",
     ffn_out: str = "output.dense",
 ) -> dict[str, Role]:
-    query, key, value = (f"{attention}.{name}" for name in qkv.split())
-    return {
-        query: "query",
-        key: "key",
-        value: "value",
-        output: "output",
-        ffn_in: "ffn-in",
-        ffn_out: "ffn-out",
-    }
+    paths = [*(f"{attention}.{name}" for name in qkv.split()), output, ffn_in, ffn_out]
+    roles: list[Role] = ["query", "key", "value", "output", "ffn-in", "ffn-out"]
+    return dict(zip(paths, roles, strict=True))
 
 
 BERT = Family(

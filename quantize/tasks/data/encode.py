@@ -188,10 +188,6 @@ class CalibrationBatches:
     batch_size: int
     pad_id: int
 
-    @property
-    def rows(self) -> int:
-        return len(self.split.dataset)
-
     def __iter__(self) -> Iterator[Batch]:
         samples = iter_encoded(self.split, self.task, self.tokenizer, self.max_length)
         for _, batch in equal_length_batches(samples, self.batch_size, pad_id=self.pad_id):

@@ -195,16 +195,11 @@ interruption = Interruption()  # of this process
 
 def end_interrupted() -> None:
     """End the process after a signal: its children first, then what Python does at its end."""
+    import psutil
+
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
-    _end_children()
-    exit_fast(interruption.status)
-
-
-def _end_children() -> None:
-    import psutil
-
     children = psutil.Process().children(recursive=True)
     for child in children:
         with suppress(psutil.Error):
@@ -212,6 +207,7 @@ def _end_children() -> None:
     for child in psutil.wait_procs(children, timeout=GRACE_S)[1]:
         with suppress(psutil.Error):
             child.kill()
+    exit_fast(interruption.status)
 
 
 def exit_fast(status: int) -> None:

@@ -10,8 +10,7 @@ import pytest
 
 from qdqbench.cli import run, schemas
 from qdqbench.cli.app import main
-from qdqbench.cli.examples import EXAMPLES, PAGES
-from qdqbench.cli.table import COMMANDS
+from qdqbench.cli.table import COMMANDS, EXAMPLES, PAGES
 from qdqbench.eval.runs.results import Results
 from qdqbench.quantize.recipe.schema import shipped_files
 from qdqbench.quantize.utils.errors import CheckFailed

@@ -6,8 +6,8 @@ import datasets
 import pandas
 import pytest
 
+from qdqbench.quantize.tasks.data.files import save_rows
 from qdqbench.quantize.tasks.data.load import load_split
-from qdqbench.quantize.tasks.memory import save_rows
 from qdqbench.quantize.tasks.task import get_task
 from qdqbench.quantize.utils.errors import UserError
 
