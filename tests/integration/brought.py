@@ -3,6 +3,7 @@
 import json
 
 from ..support import families
+from ..support.tables import write_table
 from ..support.tiny_embedder import MEAN, write_modules
 from . import heads, tiny
 
@@ -21,7 +22,7 @@ def bring(name, folder):
         heads.write_model(model, name, steps=80)
         make = heads.tagged if name == "tokens" else heads.asked
         for seed, (split, rows) in enumerate({"train": 160, "validation": 64}.items()):
-            heads.write_table(data / f"{split}.jsonl", make(rows, seed))
+            write_table(data / f"{split}.jsonl", make(rows, seed))
     elif name == "embed":
         _write_texts(data := folder / "lines.txt")
         write_modules(families.write_model(model, "xlm-roberta", tiny.entries()), MEAN)

@@ -46,15 +46,6 @@ def asked(rows, seed, longest=40):
     return table
 
 
-def write_table(path, table):
-    """JSON lines, as one writes own data."""
-    import json
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-
-
 def new_model(kind, model_type="bert"):
     """A model of random weights in which a word's value has a direction of its own, as in `tiny`."""
     import torch

@@ -8,11 +8,12 @@ from .tiny_bert import VOCABULARY
 UNKNOWN = CONFIGS["without recipes"]
 
 
-def config_for(model_type, entries: int = len(VOCABULARY)):
+def config_for(model_type, entries: int = len(VOCABULARY), **changes):
     """A tiny configuration."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(model_type, vocab_size=entries, num_labels=2, **UNKNOWN[model_type])
+    fields = UNKNOWN.get(model_type, {}) | changes
+    return AutoConfig.for_model(model_type, vocab_size=entries, num_labels=2, **fields)
 
 
 def write_config(folder, model_type):

@@ -3,15 +3,21 @@
 import json
 
 import numpy as np
+import onnx
 import pytest
+import torch
 from safetensors.numpy import load_file
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig
 
+import qdqbench
+from qdqbench.quantize.calibration.fakequant.quantizers import forward
+from qdqbench.quantize.graph import export
 from qdqbench.quantize.models.load import load_matching_tokenizer, load_model
 from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.tasks.types.reranking import RERANKING
-from qdqbench.quantize.utils.errors import UserError
 
 from ...support.known_embedders import KNOWN, write_known
+from ...support.refusals import edit_json, refusal
 from ...support.tiny_bert import VOCABULARY, calibration_batches, padded_batch, plan_of, recipe_with, run_onnx
 from ...support.tiny_embedder import expected, hidden_states, write_sentence_folder
 
@@ -20,9 +26,6 @@ OWN = "their layers are code of their own, which is never run"
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_it_answers_as_its_own_library_does(name, tmp_path):
-    import torch
-    from transformers import AutoModelForSequenceClassification
-
     known, folder = KNOWN[name], write_known(tmp_path, name)
     kind = PAIRS if known.mode else RERANKING
     model = load_model(str(folder), kind=kind)
@@ -34,9 +37,7 @@ def test_it_answers_as_its_own_library_does(name, tmp_path):
         made = model(**{key: torch.from_numpy(value) for key, value in batch.items()})[0].numpy()
     if not known.mode:
         theirs = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-        with torch.inference_mode():
-            logits = theirs(**{key: torch.from_numpy(value) for key, value in batch.items()}).logits
-        np.testing.assert_allclose(made, logits.numpy(), atol=2e-6)
+        np.testing.assert_allclose(made, forward(theirs, batch), atol=2e-6)
         return
     states, mask = hidden_states(folder, batch), batch["attention_mask"]
     wanted = expected(states, mask, known.mode, normalize=not known.dense)
@@ -45,18 +46,6 @@ def test_it_answers_as_its_own_library_does(name, tmp_path):
         wanted = np.tanh(wanted @ weights["linear.weight"].T + weights["linear.bias"])
         wanted /= np.linalg.norm(wanted, axis=1, keepdims=True)
     np.testing.assert_allclose(made, wanted, atol=5e-6)
-
-
-def edit(folder, **changes):
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def list_modules(folder, *types):
-    listed = [
-        {"idx": n, "name": str(n), "path": f"{n}" * (n > 0), "type": each} for n, each in enumerate(types)
-    ]
-    (folder / "modules.json").write_text(json.dumps(listed))
 
 
 @pytest.mark.parametrize(
@@ -84,10 +73,8 @@ def list_modules(folder, *types):
     ],
 )
 def test_a_model_that_would_answer_something_else_is_refused(changes, told, tmp_path):
-    edit(write_sentence_folder(tmp_path), **changes)
-    with pytest.raises(UserError) as error:
-        load_model(str(tmp_path), kind=PAIRS)
-    assert told in str(error.value)
+    edit_json(write_sentence_folder(tmp_path) / "config.json", **changes)
+    assert told in refusal(load_model, tmp_path, kind=PAIRS)
 
 
 SPARSE = "sentence_transformers.sparse_encoder.models"
@@ -109,23 +96,16 @@ SPARSE = "sentence_transformers.sparse_encoder.models"
 )
 def test_sparse_and_multi_vector_models_are_refused_by_name(types, told, tmp_path):
     folder = write_sentence_folder(tmp_path)
+    (folder / "modules.json").unlink()
     if types:
-        list_modules(folder, *types)
+        listed = [{"path": f"{n}" * (n > 0), "type": each} for n, each in enumerate(types)]
+        (folder / "modules.json").write_text(json.dumps(listed))
     else:
-        (folder / "modules.json").unlink()
-        edit(folder, architectures=["HF_ColBERT"])
-    with pytest.raises(UserError) as error:
-        load_model(str(folder), kind=PAIRS)
-    assert told in str(error.value)
+        edit_json(folder / "config.json", architectures=["HF_ColBERT"])
+    assert told in refusal(load_model, folder, kind=PAIRS)
 
 
 def test_a_splade_model_is_quantized_from_python(tmp_path):
-    import onnx
-    import torch
-    from transformers import AutoModelForMaskedLM, BertConfig
-
-    import qdqbench
-
     config = BertConfig(**{**KNOWN["bge-small-en-v1.5"].config, "hidden_size": 32, "num_hidden_layers": 1})
     config.num_attention_heads, config.intermediate_size, config.vocab_size = 2, 64, len(VOCABULARY)
     model = AutoModelForMaskedLM.from_config(config).eval()
@@ -133,20 +113,13 @@ def test_a_splade_model_is_quantized_from_python(tmp_path):
     path = quantized.export(tmp_path / "model.onnx").path
     batch = padded_batch()
     made = run_onnx(onnx.load(path), batch)
-    with torch.inference_mode():
-        logits = model(**{name: torch.from_numpy(array) for name, array in batch.items()}).logits.numpy()
-    np.testing.assert_allclose(made, logits, atol=0.05)
+    np.testing.assert_allclose(made, forward(model, batch), atol=0.05)
     assert (len(quantized.plan.int8), made.shape) == (6, (*batch["input_ids"].shape, len(VOCABULARY)))
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
 def test_word_embeddings_are_fp16_where_a_graph_would_be_too_large(compute, tmp_path, monkeypatch):
     """As of bge-m3, bge-reranker-v2-m3 and multilingual-e5-large, whose FP32 weights exceed 2 GiB."""
-    import onnx
-    import torch
-
-    from qdqbench.quantize.graph import export
-
     folder = write_known(tmp_path, "bge-reranker-v2-m3")
     monkeypatch.setattr("qdqbench.quantize.models.load.LARGEST", 0)
     model = load_model(str(folder), kind=RERANKING)
@@ -156,6 +129,6 @@ def test_word_embeddings_are_fp16_where_a_graph_would_be_too_large(compute, tmp_
     assert table.data_type == onnx.TensorProto.FLOAT16
     export.save(graph, tmp_path / "model.onnx", "")
     batch = {name: array for name, array in padded_batch().items() if name != "token_type_ids"}
-    with torch.inference_mode():
-        logits = model(**{name: torch.from_numpy(array) for name, array in batch.items()}).logits.numpy()
-    np.testing.assert_allclose(run_onnx(graph, batch), logits, atol=1e-5 if compute == "fp32" else 2e-2)
+    np.testing.assert_allclose(
+        run_onnx(graph, batch), forward(model, batch), atol=1e-5 if compute == "fp32" else 2e-2
+    )

@@ -3,8 +3,10 @@
 import logging
 
 import pytest
-from transformers import AutoConfig
+import torch
+from torch import nn
 
+from qdqbench.quantize.models import attention
 from qdqbench.quantize.models.detection import detect_layout as layouts
 from qdqbench.quantize.models.detection.detect_layout import detect_layout, list_modules
 from qdqbench.quantize.models.families.known import BERT, FAMILIES
@@ -17,13 +19,11 @@ from ....support.unknown import config_for
 KNOWN = [each for family in FAMILIES if not family.shared_layers for each in family.model_types]
 
 
-def recognized(model_type):
-    return detect_layout(create_untrained("tiny", config_for(model_type)))
+def recognized(model_type, **changes):
+    return detect_layout(create_untrained("tiny", config_for(model_type, **changes)))
 
 
 def linears_of(model):
-    from torch import nn
-
     return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
@@ -31,19 +31,18 @@ def linears_of(model):
 def test_a_known_family_is_recognized_as_it_is_described(model_type):
     """Names say nothing to the one, and all to the other."""
     described = next(family for family in FAMILIES if model_type in family.model_types)
-    config = AutoConfig.for_model(model_type, vocab_size=80, **SIZES[model_type])
-    model = create_untrained("tiny", config)
+    model = create_untrained("tiny", config_for(model_type, **SIZES[model_type]))
     found = detect_layout(model)
     names = linears_of(model)
     assert {n: found.family.role(n) for n in names} == {n: described.role(n) for n in names}
     assert found.left == {}
     assert found.attention == described.attention
-    for name in ("layers", "norms", "embeddings", "embeddings_norm", "embeddings_linear", "pooler"):
+    for name in (
+        *("layers", "norms", "embeddings", "embeddings_norm", "embeddings_linear", "pooler", "activation"),
+        *("intermediate", "head_size", "layers_return_tuples", "positions_follow_padding"),
+    ):
         assert getattr(found.family, name) == getattr(described, name), name
-    for name in ("activation", "intermediate", "head_size", "layers_return_tuples"):
-        assert getattr(found.family, name) == getattr(described, name), name
-    assert found.family.positions_follow_padding == described.positions_follow_padding
-    assert set(found.family.dropouts) >= {*config.to_dict()}.intersection(described.dropouts)
+    assert set(found.family.dropouts) >= {*model.config.to_dict()}.intersection(described.dropouts)
     assert set(found.family.inputs) >= set(described.inputs)
     assert found.gated == described.gated
 
@@ -131,90 +130,69 @@ def test_what_is_not_recognized_is_named_with_a_reason(model_type, left, monkeyp
     assert sum(row.number for row in rows if row.class_name == "Linear") == len(linears_of(model))
 
 
+FEW_KEYS = SIZES["bert"] | {"num_attention_heads": 4, "num_key_value_heads": 2}
+FEW_KEYS |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 3}
+
+
 @pytest.mark.parametrize(
-    ("model_type", "why"),
+    ("model_type", "changes", "why"),
     [
-        ("gpt2", r"model tiny is a 'gpt2', a causal language model; only encoders of text"),
-        ("layoutlm", r"is a 'layoutlm', which reads bbox, the place of each word on a page"),
-        ("convbert", r"a 'convbert' gives a text other logits when it is padded"),
-        ("mobilebert", r"a 'mobilebert' gives a text other logits when it is padded"),
-        ("t5", r"model tiny is a 't5', an encoder with a decoder"),
-        ("squeezebert", r"no attention .* 'squeezebert', .*\.\*\.attention\.query: a convolution"),
-        ("big_bird", r"replaces its own modules .*layer\.0\.attention\.self, .* \"original_full\" of"),
-        ("fnet", r"no attention was recognized in a 'fnet'"),
-        ("funnel", r"layers of a 'funnel' stand in several lists \(funnel\.encoder\.blocks\.0, "),
-        ("longformer", r"no linears of a 'longformer' .* as query: .*query: it is key and query"),
-        ("esm", r"the configuration of a 'esm' has no field for activation of its feed-forward"),
+        ("gpt2", {}, r"model tiny is a 'gpt2', a causal language model; only encoders of text"),
+        ("layoutlm", {}, r"is a 'layoutlm', which reads bbox, the place of each word on a page"),
+        ("convbert", {}, r"a 'convbert' gives a text other logits when it is padded"),
+        ("mobilebert", {}, r"a 'mobilebert' gives a text other logits when it is padded"),
+        ("t5", {}, r"model tiny is a 't5', an encoder with a decoder"),
+        ("squeezebert", {}, r"no attention .* 'squeezebert', .*\.\*\.attention\.query: a convolution"),
+        ("big_bird", {}, r"replaces its own modules .*layer\.0\.attention\.self, .* \"original_full\" of"),
+        ("fnet", {}, r"no attention was recognized in a 'fnet'"),
+        ("funnel", {}, r"layers of a 'funnel' stand in several lists \(funnel\.encoder\.blocks\.0, "),
+        ("longformer", {}, r"no linears of a 'longformer' .* as query: .*query: it is key and query"),
+        ("esm", {}, r"the configuration of a 'esm' has no field for activation of its feed-forward"),
+        (
+            "bert-generation",
+            {"is_decoder": True},
+            r"'bert-generation' is a decoder, as no token sees those a",
+        ),
+        ("dpr", SIZES["bert"], r"its encoder in 'question_encoder', of class DPREncoder; save"),
+        (  # weights that are shared between layers
+            "albert",
+            SIZES["albert"] | {"num_hidden_groups": 1},
+            r"layers of a 'albert' share weights: albert\..*dense runs several",
+        ),
+        (
+            "nystromformer",
+            {"segment_means_seq_len": 64, "num_landmarks": 8},
+            r"a 'nystromformer' of this .* not run on a sample .*\(RuntimeError",
+        ),
+        (
+            "eurobert",
+            FEW_KEYS,
+            r"more heads of queries than of keys \(4 and 2\), as no kernel .*; give another",
+        ),
     ],
 )
-def test_what_cannot_be_described(model_type, why):
+def test_what_cannot_be_described(model_type, changes, why):
     with pytest.raises(UserError, match=why):
-        recognized(model_type)
+        recognized(model_type, **changes)
 
 
-def test_a_decoder_that_its_type_does_not_tell():
-    config = config_for("bert-generation")
-    config.is_decoder = True
-    with pytest.raises(UserError, match=r"'bert-generation' is a decoder, as no token sees those after it"):
-        detect_layout(create_untrained("tiny", config))
-
-
-def test_a_class_that_keeps_its_encoder_inside():
-    config = AutoConfig.for_model("dpr", vocab_size=60, **SIZES["bert"])
-    with pytest.raises(
-        UserError, match=r"keeps its encoder in 'question_encoder', of class DPREncoder; save"
-    ):
-        detect_layout(create_untrained("tiny", config))
+def test_other_logits_with_the_attention_and_mask_of_this_program(monkeypatch):
+    torch.manual_seed(0)  # of some random weights padding changes next to nothing
+    monkeypatch.setattr(attention, "MASK_FILL", 0.0)
+    with pytest.raises(UserError, match="gives other logits with the attention and the mask"):
+        recognized("ernie")
 
 
 def test_libraries_are_silent_while_a_model_runs(monkeypatch):
     def seen(model):
         raise RuntimeError(f"level {logging.getLogger('transformers').level}")
 
-    monkeypatch.setattr("qdqbench.quantize.models.detection.detect_layout.trace_flow", seen)
+    monkeypatch.setattr(layouts, "trace_flow", seen)
     with pytest.raises(UserError, match=rf"level {logging.ERROR}\)"):
         recognized("ernie")
 
 
-def test_weights_that_are_shared_between_layers():
-    config = AutoConfig.for_model("albert", **(SIZES["albert"] | {"num_hidden_groups": 1}))
-    with pytest.raises(UserError, match=r"layers of a 'albert' share weights: albert\..*dense runs several"):
-        detect_layout(create_untrained("tiny", config))
-
-
-def test_a_model_that_fails_on_a_sample():
-    config = config_for("nystromformer")
-    config.segment_means_seq_len, config.num_landmarks = 64, 8
-    with pytest.raises(UserError, match=r"a 'nystromformer' of this .* not run on a sample .*\(RuntimeError"):
-        detect_layout(create_untrained("tiny", config))
-
-
 def test_no_hooks_are_left_behind():
     """PyTorch warns of global hooks whenever a compiled module runs; warnings are errors."""
-    import torch
-
     recognized("ernie")
     torch.compile(torch.nn.Identity(), backend="eager")(torch.ones(1))
-
-
-class TestAnotherAttention:
-    """A model whose logits change with the attention and the mask of this program is refused."""
-
-    def test_fewer_heads_of_keys(self):
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-        config = AutoConfig.for_model(
-            "eurobert", vocab_size=60, intermediate_size=64, num_key_value_heads=2, pad_token_id=0,
-            bos_token_id=1, eos_token_id=2, mask_token_id=3, **sizes,
-        )  # fmt: skip
-        with pytest.raises(UserError, match=r"more heads of queries than of keys \(4 and 2\)"):
-            detect_layout(create_untrained("tiny", config))
-
-    def test_other_logits(self, monkeypatch):
-        import torch
-
-        from qdqbench.quantize.models import attention
-
-        torch.manual_seed(0)  # of some random weights padding changes next to nothing
-        monkeypatch.setattr(attention, "MASK_FILL", 0.0)
-        with pytest.raises(UserError, match="gives other logits with the attention and the mask"):
-            recognized("ernie")

@@ -76,6 +76,8 @@ def test_a_description_finds_its_parts_in_a_model(family, model_type):
     layers = family.layer_names(model)
     assert of("Attention") == [f"{layer}.{family.attention}" for layer in layers]
     assert [table[name].head_size for name in of("Attention")] == [16, 16]
+    assert of("Softmax") == [f"{name}.softmax" for name in of("Attention")]
+    assert model.get_input_embeddings() in [model.get_submodule(name) for name in of("Embedding")]
     makers = [family.read_by(name, table) for name in of("Attention")]
     assert {maker for maker in makers if maker} <= names
     assert family.splittable(of("Linear")) == [family.beside(layer, "ffn-out") for layer in layers]

@@ -139,16 +139,6 @@ def test_blocks_change_nothing(monkeypatch, block):
     np.testing.assert_array_equal(embedding.overlap(a, b), whole)
 
 
-def test_neighbors_are_told_by_angle_then_by_order():
-    a = np.random.default_rng(0).normal(size=(30, 8)).astype(np.float32)
-    np.testing.assert_array_equal(embedding.overlap(a, a * np.linspace(0.5, 9, 30)[:, None]), 1)
-    a = np.ones((6, 2), dtype=np.float32)
-    assert nearest(a, 2)[5] == {0, 1}
-    b = a.copy()
-    b[0] = [1, -1]  # now 1 and 2 are the first
-    assert embedding.overlap(a, b, 2)[5] == 0.5
-
-
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_few_texts_have_fewer_neighbors(count):
     a = np.random.default_rng(0).normal(size=(count, 4)).astype(np.float32)

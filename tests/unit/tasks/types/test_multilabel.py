@@ -127,18 +127,6 @@ def test_scores_are_those_of_scikit_learn(both):
         assert metric.weighted(weights[None], table)[0] == pytest.approx(metric.value(repeated)), name
 
 
-def test_standard_errors_are_those_of_samples():
-    random = np.random.default_rng(0)
-    gold = random.integers(0, 2, (400, 3)).astype(np.int8)
-    logits = np.where(random.random((400, 3)) < 0.2, 1 - gold, gold).astype(np.float32) - 0.5
-    found = metrics.stderr(TASK, logits, gold, seed=0)
-    share = metrics.compute(TASK, logits, gold)["exact_match"]
-    assert found["exact_match"] == pytest.approx(np.sqrt(share * (1 - share) / 400))
-    draws = random.integers(400, size=(500, 400))
-    known = np.std([f1_score(gold[rows], logits[rows] > 0, average="micro") for rows in draws])
-    assert found["f1_micro"] == pytest.approx(known, rel=0.15)
-
-
 def test_losses_are_those_of_torch():
     random = np.random.default_rng(0)
     logits = torch.from_numpy(random.normal(size=(5, 3)).astype(np.float32))

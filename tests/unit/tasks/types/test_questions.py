@@ -17,6 +17,7 @@ from qdqbench.quantize.utils.errors import UserError
 
 from ....integration import heads
 from ....integration.tiny import tokenizer
+from ....support.tables import write_table
 
 QA = get_task("qa")
 
@@ -45,7 +46,7 @@ def test_normalized_answers():
 
 
 def encoded_of(tmp_path, table, max_length=24):
-    heads.write_table(tmp_path / "train.jsonl", table)
+    write_table(tmp_path / "train.jsonl", table)
     return encode(load_split(QA, str(tmp_path), "train"), QA, tokenizer(), max_length)
 
 

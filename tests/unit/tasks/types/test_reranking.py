@@ -11,7 +11,6 @@ from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.data.load import complete_samples, load_split
 from qdqbench.quantize.tasks.task import RERANK, check_model_fits, get_task
-from qdqbench.quantize.tasks.types.encoded import RowLayout
 from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.utils.errors import UserError
 
@@ -59,16 +58,6 @@ def test_values_are_those_of_scikit_learn(seed, passages):
     assert found["average_precision"] == pytest.approx(average_precision_score(gold[0], scores[0]))
     rank = 1 + min(np.flatnonzero(gold[0][np.argsort(-scores[0])]))
     assert found["mrr@10"] == pytest.approx(1 / rank if rank <= 10 else 0)
-
-
-def test_the_standard_error_is_that_of_queries():
-    random = np.random.default_rng(0)
-    gold = random.integers(0, 2, (400, 5)).astype(float)
-    answers = random.normal(size=(2000, 1)).astype(np.float32)
-    found = metrics.stderr(RERANK, answers, gold, seed=0)
-    values = RERANKING.table(RERANKING.predict(answers, gold), gold)
-    wanted = values.std(axis=0, ddof=1) / np.sqrt(400)
-    assert [*found.values()] == pytest.approx(list(wanted), rel=0.1)
 
 
 def test_passages_of_a_query_stand_together_and_are_not_cut(folder):
@@ -132,9 +121,3 @@ def test_the_task_takes_a_pair_and_one_score():
     check_model_fits(RERANK, model_labels=1, problem_type=None)
     with pytest.raises(UserError, match=r"classification with 2 outputs, but task 'rerank' needs one score"):
         check_model_fits(RERANK, model_labels=2, problem_type=None)
-
-
-def test_targets_follow_the_layout():
-    table = rows([("q", "p", 1.0), ("q", "r", 0.0)])
-    made = RERANKING.targets(table, RERANK, RowLayout(np.array([0, 0]), []))
-    assert made.gold.tolist() == [[1, 0]]

@@ -18,6 +18,7 @@ from qdqbench.quantize.utils.errors import UserError
 
 from ....integration import heads
 from ....integration.tiny import tokenizer
+from ....support.tables import write_table
 
 IOB2 = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
 TASK = with_classes(get_task("tokens"), IOB2)
@@ -81,7 +82,7 @@ def test_losses_of_a_sentence_are_means_over_its_words():
 
 
 def split_of(tmp_path, table, task=None):
-    heads.write_table(tmp_path / "train.jsonl", table)
+    write_table(tmp_path / "train.jsonl", table)
     return load_split(task or with_classes(get_task("tokens"), heads.TAGS), str(tmp_path), "train")
 
 

@@ -14,12 +14,6 @@ from qdqbench.quantize.utils.system import cpu
 from qdqbench.quantize.utils.system.process import measure_cost, use_passive_wait
 
 
-def python(code, *, check=True, **more):
-    """What Python says to a program."""
-    command, told = [sys.executable, "-c", code], {"capture_output": True, "text": True}
-    return subprocess.run(command, check=check, timeout=60, **(more or told))
-
-
 @pytest.fixture
 def cgroups(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu, "_CGROUPS", tmp_path)
@@ -63,16 +57,110 @@ def test_threads_sleep_and_what_is_set_stays(cgroups):
     assert environ == {"OMP_WAIT_POLICY": "ACTIVE", "OMP_NUM_THREADS": "3"}
 
 
-@pytest.mark.parametrize(("command", "policy"), [("run", "PASSIVE"), ("bench", None)])
-def test_a_command_sets_it_before_torch_unless_it_times_torch(command, policy):
-    code = (
-        "import sys, os; from qdqbench.cli import app; "
-        "app.main = lambda: print(os.environ.get('OMP_WAIT_POLICY'), 'torch' in sys.modules); "
-        f"sys.argv[1:] = [{command!r}, '--help']; app.program()"
-    )
+def python(code, **more):
+    told = {"capture_output": True, "text": True} | more
+    return subprocess.run([sys.executable, "-c", code], check=False, timeout=60, **told)
+
+
+POLICY = """
+import os, sys
+from qdqbench.cli import app
+app.main = lambda: print(os.environ.get("OMP_WAIT_POLICY"), "torch" in sys.modules)
+sys.argv[1:] = ["{}", "--help"]
+app.program()
+"""
+CYCLES = """
+import gc
+from qdqbench.quantize.utils.system import process
+process.freeze_gc()
+assert not gc.get_freeze_count()  # a program of others is left alone
+process.relax_gc()
+found = []
+gc.callbacks.append(lambda phase, info: found.append(phase))
+kept = [[] for _ in range(500_000)]
+print(len(found))
+process.freeze_gc()
+print(gc.get_freeze_count() > 500_000)
+kept += [[] for _ in range(50_000)]
+print(len(found))
+kept += [[] for _ in range(60_000)]
+print(len(found))  # start and stop of one look
+"""
+# a destructor of C that kills, as one of a library that calls another which is gone
+DESTRUCTORS = """
+import atexit, ctypes, sys
+from qdqbench.cli import app
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(libc.abort, None, None)
+atexit.register(print, "registered")
+def main():
+    {}
+app.main = main
+app.program()
+"""
+DESTRUCTOR = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from qdqbench.quantize.utils.system.process import interruption
+interruption.watch()
+class Dies:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+try:
+    Dies()
+    time.sleep(20)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+EARLY = """
+import builtins, os, signal
+real = builtins.__import__
+signal.signal(signal.SIGINT, signal.default_int_handler)
+def importing(name, *rest):
+    if name == "typer":
+        os.kill(os.getpid(), {})
+    return real(name, *rest)
+builtins.__import__ = importing
+from qdqbench.__main__ import start
+start()
+"""
+SWALLOWED = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from qdqbench.cli import app
+def invoke():
+    try:
+        signal.raise_signal({})
+    except KeyboardInterrupt:
+        raise ImportError("initialization failed")
+app._invoke = invoke
+sys.argv = ["qdqbench", "run"]
+app.program()
+"""
+BEGINNING = "qdqbench: interrupted before it began; nothing was changed\n"
+RESUMES = "qdqbench: interrupted; what is finished is kept, and the same command resumes\n"
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "out", "err"),
+    [
+        # the policy is set before torch is there, unless torch is timed
+        pytest.param(POLICY.format("run"), 0, "PASSIVE False\n", "", id="threads sleep"),
+        pytest.param(POLICY.format("bench"), 0, "None False\n", "", id="threads of a bench"),
+        pytest.param(CYCLES, 0, "0\nTrue\n0\n2\n", "", id="cycles are looked for seldom"),
+        # what Python does at its end is done, and nothing of libraries
+        pytest.param(DESTRUCTORS.format("sys.exit(2)"), 2, "registered\n", "", id="an error"),
+        pytest.param(DESTRUCTORS.format("None"), 0, "registered\n", "", id="an end"),
+        pytest.param(DESTRUCTOR, 130, "", "", id="a signal in a destructor comes again"),
+        *[(EARLY.format(int(each)), 128 + each, "", BEGINNING) for each in SIGNALS],
+        *[(SWALLOWED.format(int(each)), 128 + each, "", RESUMES) for each in SIGNALS],
+    ],
+)
+def test_what_a_process_says_and_how_it_ends(code, status, out, err):
     clean = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
-    done = python(code, env=clean, capture_output=True, text=True)
-    assert done.stdout.split() == [str(policy), "False"]
+    done = python(code, env=clean)
+    assert (done.returncode, done.stdout, done.stderr) == (status, out, err)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators are left alone")
@@ -85,40 +173,8 @@ def test_freed_memory_serves_the_next_array(kept):
         "once = bytearray(2**26); del once; before = faults(); "
         "[len(bytearray(2**26)) for _ in range(4)]; print(faults() - before)"
     )
-    done = python(code)
-    pages = 4 * 2**26 // resource.getpagesize()
-    assert int(done.stdout) < pages / 8 if kept else int(done.stdout) > pages / 2
-
-
-def test_python_looks_for_cycles_seldom_and_not_among_what_was_imported():
-    code = (
-        "import gc; from qdqbench.quantize.utils.system import process; process.freeze_gc(); "
-        "assert not gc.get_freeze_count(); process.relax_gc(); "  # a program of others is left alone
-        "gc.callbacks.append(lambda phase, info: found.append(phase)); found = []; "
-        "kept = [[] for _ in range(500_000)]; print(len(found)); process.freeze_gc(); "
-        "print(gc.get_freeze_count() > 500_000); kept += [[] for _ in range(50_000)]; print(len(found)); "
-        "kept += [[] for _ in range(60_000)]; print(len(found))"
-    )
-    done = python(code)
-    assert done.stdout.split() == ["0", "True", "0", "2"]  # start and stop of one look
-
-
-@pytest.mark.parametrize(("ends", "status"), [("sys.exit(2)", 2), ("None", 0)])
-def test_a_command_ends_without_the_destructors_of_libraries_but_not_without_pythons(ends, status):
-    # a destructor of C that kills, as one of a library that calls another which is gone
-    code = f"""
-import atexit, ctypes, sys
-from qdqbench.cli import app
-libc = ctypes.CDLL(None)
-libc.__cxa_atexit(libc.abort, None, None)
-atexit.register(print, "registered")
-def main():
-    {ends}
-app.main = main
-app.program()
-"""
-    done = python(code, check=False)
-    assert (done.returncode, done.stdout) == (status, "registered\n")
+    faults, pages = int(python(code).stdout), 4 * 2**26 // resource.getpagesize()
+    assert faults < pages / 8 if kept else faults > pages / 2
 
 
 def test_a_command_whose_last_words_nobody_reads_ends_as_it_would():
@@ -126,9 +182,20 @@ def test_a_command_whose_last_words_nobody_reads_ends_as_it_would():
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     reader, writer = os.pipe()
     os.close(reader)
-    done = python(code, check=False, env=buffered, stdout=writer, stderr=subprocess.PIPE)
+    done = python(code, env=buffered, capture_output=False, stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_command_works_with_closed_streams(tmp_path):
+    code = (
+        "import os, sys; from qdqbench.cli import app; app.main = lambda: print('word') or "
+        f"open({str(tmp_path / 'file')!r}, 'w').write('text'); app.program()"
+    )
+    closed = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-']
+    done = subprocess.run([*closed, sys.executable, code], check=False, timeout=60)
+    assert done.returncode == 0
+    assert (tmp_path / "file").read_text() == "text"
 
 
 def busy(seconds):
@@ -152,29 +219,8 @@ def test_cpu_time_is_of_all_threads_and_waiting_costs_none():
     assert worked.peak_rss_bytes > 0
 
 
-DESTRUCTOR = """
-import signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from qdqbench.quantize.utils.system.process import interruption
-interruption.watch()
-class Dies:
-    def __del__(self):
-        signal.raise_signal(signal.SIGINT)
-try:
-    Dies()
-    time.sleep(20)
-except KeyboardInterrupt:
-    sys.exit(130)
-"""
-
-
-def test_in_a_destructor_it_comes_again():
-    done = python(DESTRUCTOR, check=False)
-    assert (done.returncode, done.stderr) == (130, "")
-
-
 WAITS = """
-import sys, time
+import signal, time
 from qdqbench.cli import app
 from qdqbench.quantize.tasks.data.files import cache_folder
 def main():
@@ -184,12 +230,12 @@ def main():
     except KeyboardInterrupt:
         raise app._Interrupted(app.process.interruption.status) from None
 app.main = main
-import signal; signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 app.program()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_removes_copies_of_data_and_is_the_status(number):
     with subprocess.Popen([sys.executable, "-c", WAITS], stdout=subprocess.PIPE, text=True) as process:
         copies = Path(process.stdout.readline().strip())
@@ -197,57 +243,3 @@ def test_a_signal_removes_copies_of_data_and_is_the_status(number):
         process.send_signal(number)
         assert process.wait(30) == 128 + number
     assert not copies.exists()
-
-
-def test_a_command_works_with_closed_streams(tmp_path):
-    code = (
-        "import os, sys; from qdqbench.cli import app; app.main = lambda: print('word') or "
-        f"open({str(tmp_path / 'file')!r}, 'w').write('text'); app.program()"
-    )
-    closed = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-']
-    done = subprocess.run([*closed, sys.executable, code], check=False, timeout=60)
-    assert done.returncode == 0
-    assert (tmp_path / "file").read_text() == "text"
-
-
-EARLY = """
-import builtins, os, signal
-real = builtins.__import__
-signal.signal(signal.SIGINT, signal.default_int_handler)
-def importing(name, *rest):
-    if name == "typer":
-        os.kill(os.getpid(), signal.{})
-    return real(name, *rest)
-builtins.__import__ = importing
-from qdqbench.__main__ import start
-start()
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_during_imports_is_a_sentence(number):
-    done = python(EARLY.format(number.name), check=False)
-    told = "qdqbench: interrupted before it began; nothing was changed\n"
-    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", told)
-
-
-SWALLOWED = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from qdqbench.cli import app
-def invoke():
-    try:
-        signal.raise_signal(signal.{})
-    except KeyboardInterrupt:
-        raise ImportError("initialization failed")
-app._invoke = invoke
-sys.argv = ["qdqbench", "run"]
-app.program()
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_a_library_makes_an_error_of_is_a_signal(number):
-    done = python(SWALLOWED.format(number.name), check=False)
-    told = "qdqbench: interrupted; what is finished is kept, and the same command resumes\n"
-    assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", told)
