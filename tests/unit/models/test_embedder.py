@@ -11,14 +11,9 @@ import torch
 import qdqbench
 from qdqbench._options import RunOptions
 from qdqbench.quantize.graph import export
+from qdqbench.quantize.models import identity
 from qdqbench.quantize.models.embedder import SentencePooling, pool_tokens
-from qdqbench.quantize.models.identity import (
-    Pooling,
-    choose_prompts,
-    embedding_notes,
-    has_pooling,
-    model_fingerprint,
-)
+from qdqbench.quantize.models.identity import Pooling
 from qdqbench.quantize.models.load import load_model, load_tokenizer
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.tasks.types.embedding import PAIRS
@@ -145,11 +140,11 @@ OF_ENCODER = [f"0_Transformer/{name}" for name in ("config.json", "model.safeten
 def test_the_fingerprint_covers(tmp_path, file):
     folder = write(tmp_path, inside="0_Transformer")
     (folder / "tokenizer.json").touch()
-    before = model_fingerprint(str(folder))
-    assert model_fingerprint(str(folder)) == before
+    before = identity.model_fingerprint(str(folder))
+    assert identity.model_fingerprint(str(folder)) == before
     with (folder / file).open("ab") as stream:
         stream.write(b" ")
-    assert model_fingerprint(str(folder)) != before
+    assert identity.model_fingerprint(str(folder)) != before
 
 
 def of_modules(*kinds):
@@ -231,12 +226,12 @@ def test_a_pooling_that_the_folder_contradicts(tmp_path):
 
 def test_a_folder_says_whether_it_pools_or_what_else_it_is(tmp_path):
     folder = write(tmp_path)
-    assert has_pooling(str(folder))
+    assert identity.has_pooling(str(folder))
     (folder / ABOUT).write_text('{"model_type": "CrossEncoder"}')
     with pytest.raises(UserError, match="CrossEncoder"):
-        has_pooling(str(folder))
+        identity.has_pooling(str(folder))
     (folder / "modules.json").write_text(json.dumps([{"type": f"{KINDS}.Transformer", "path": ""}]))
-    assert not has_pooling(str(folder))  # a classifier
+    assert not identity.has_pooling(str(folder))  # a classifier
 
 
 def test_a_task_that_needs_a_head(tmp_path):
@@ -287,16 +282,16 @@ def test_a_model_in_memory_is_quantized_and_exported_with_its_dense(tmp_path):
 class TestPrompts:
     def test_they_are_chosen_by_name_or_given(self, tmp_path):
         folder = str(write(tmp_path))
-        assert choose_prompts(folder, None, (), 2) == ()
-        assert choose_prompts(folder, None, ["query: ", "passage: "], 2) == ("query: ", "passage: ")
+        assert identity.choose_prompts(folder, None, (), 2) == ()
+        assert identity.choose_prompts(folder, None, ["query: ", "passage: "], 2) == ("query: ", "passage: ")
         about = {"prompts": {"query": "query: ", "document": ""}, "default_prompt_name": "query"}
         (tmp_path / ABOUT).write_text(json.dumps(about))
-        assert choose_prompts(folder, None, (), 2) == ("query: ", "query: ")
-        assert choose_prompts(folder, None, ["query", "document"], 2) == ("query: ", "")
-        assert choose_prompts(folder, None, [""], 1) == ()
+        assert identity.choose_prompts(folder, None, (), 2) == ("query: ", "query: ")
+        assert identity.choose_prompts(folder, None, ["query", "document"], 2) == ("query: ", "")
+        assert identity.choose_prompts(folder, None, [""], 1) == ()
         told = "the model has prompts (query); --prompt puts one before each text"
-        assert told in embedding_notes(folder, None, 8, ())
-        assert embedding_notes(folder, None, 8, ("query: ",)) == []
+        assert told in identity.embedding_notes(folder, None, 8, ())
+        assert identity.embedding_notes(folder, None, 8, ("query: ",)) == []
 
     @pytest.mark.parametrize(
         ("asked", "told"),
@@ -310,7 +305,7 @@ class TestPrompts:
         folder = write(tmp_path, include_prompt=False)
         (folder / ABOUT).write_text(json.dumps({"prompts": {"query": "query: "}}))
         with pytest.raises(UserError, match=told):
-            choose_prompts(str(folder), None, asked, 1)
+            identity.choose_prompts(str(folder), None, asked, 1)
 
     def test_a_classifier_has_none(self):
         with pytest.raises(UserError, match="--prompt is of embedding models; drop it"):

@@ -1,18 +1,23 @@
-"""MPNet's and DeBERTa's attention with one additive tensor is that of transformers' own modelling."""
+"""Layers that are rewritten are those of transformers: MPNet's and DeBERTa's attention, DistilBERT's sums."""
 
 import numpy as np
 import pytest
+import torch
 
+from qdqbench.eval.metrics.parity import compare_layers
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off
 from qdqbench.quantize.calibration.ptq import calibrate
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
+from qdqbench.quantize.graph.index import list_int8_norms
+from qdqbench.quantize.lint.check import check_model
 from qdqbench.quantize.models.attention import ATTENTION
 from qdqbench.quantize.models.load import load_model, prepare_model, use_attention
+from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.quiet import quiet
 
 from ...support import families
-from ...support.tiny_bert import padded_batch, plan_of, recipe_with, run_onnx
+from ...support.tiny_bert import calibrate_model, padded_batch, plan_of, recipe_with, run_onnx
 
 MODELS = {
     "mpnet": ("mpnet", {}),
@@ -99,12 +104,15 @@ INT8 = ["mpnet-int8-attention", "deberta-v2-int8-attention", "deberta-v2-int8-li
 def test_smoothing_moves_no_score_and_heads_are_joined(recipe):
     name = "mpnet" if recipe.startswith("mpnet") else "deberta-v3"
     model, notes = prepare_model(new_model(name)), list[str]()
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.weight.data[3] *= 30  # an outlier channel, so that factors differ
     batch = batch_of(model, (9, 16))
     exact = forward(model, batch).numpy()
     asked = recipe_with(recipe, calibration={"smoothing": 0.65})
     plan = plan_of(asked, model)
     record = calibrate(model, plan, [batch_of(model, (length,) * 4) for length in (5, 16)], asked.calibration)
-    assert record.smoothing.inputs
+    assert all(len({*factors}) > 1 for factors in record.smoothing.inputs.values())
     assert bool(record.smoothing.rows) == ("attention" in recipe)
     assert np.abs(forward(model, batch).numpy() - exact).max() > 1e-4
     with quantizers_off(model):
@@ -113,3 +121,34 @@ def test_smoothing_moves_no_score_and_heads_are_joined(recipe):
     assert notes == []
     feeds = {value.name: batch[value.name] for value in graph.graph.input}
     np.testing.assert_allclose(run_onnx(graph, feeds), forward(model, batch).numpy(), atol=0.05, rtol=0)
+
+
+def test_sums_as_modules_change_no_answer_and_no_hidden_state():
+    plain = families.new_model("distilbert")
+    summed = prepare_model(families.new_model("distilbert"))
+    plain.set_attn_implementation(ATTENTION)
+    ids = torch.from_numpy(padded_batch((12, 12))["input_ids"])
+    with torch.no_grad():
+        expected, found = (model(ids, output_hidden_states=True) for model in (plain, summed))
+    assert torch.equal(found.logits, expected.logits)
+    assert len(found.hidden_states) == families.LAYERS + 1
+    assert all(map(torch.equal, found.hidden_states, expected.hidden_states))
+    assert list(summed.state_dict()) == list(plain.state_dict())
+
+
+@pytest.mark.parametrize("smoothing", ["none", 0.5])
+def test_int8_residuals_round_as_the_linears_that_read_them(tmp_path, smoothing):
+    recipe = load_recipe("distilbert-int8-residual-qat")
+    changes = {"outlier_channel_splitting": 8, "smoothing": smoothing}
+    recipe = recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update=changes)})
+    model = load_model(str(families.write_model(tmp_path / "model", "distilbert")))
+    plan = calibrate_model(model, recipe).plan
+    names = [f"{n}.{name}" for n in range(families.LAYERS) for name in ("attention_sum", "ffn_sum")]
+    assert [*plan.residual] == [f"distilbert.transformer.layer.{name}" for name in names]
+    graph = finish_graph(trace(model, 20), plan, ExportSettings(20, "fp16", "factored"))
+    assert len(list_int8_norms(graph)) == len(plan.residual)
+    expected = {*plan.int8, *plan.attention, *plan.residual}
+    assert check_model(graph, expected_quantized=expected).findings == []
+    parity = compare_layers(graph, model, [padded_batch()])
+    assert parity.passed
+    assert {f"{name}.residual" for name in plan.residual} <= {row.name for row in parity.rows}

@@ -1,6 +1,5 @@
 """Files are whole or absent, whatever happens while they are written."""
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -9,8 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import read_arrays
@@ -60,19 +57,10 @@ def test_json_is_strict(tmp_path, value):
     assert list(tmp_path.iterdir()) == []
 
 
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=10,
-)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
-@given(value=values)
-def test_json_comes_back_equal(tmp_path, value):
-    path = tmp_path / "a.json"
-    files.write_json(path, value)
-    assert files.read_json(path) == value
+def test_json_comes_back_equal(tmp_path):
+    value = {"ä\u2028\x00": [1, 0.1, 1e300, None, True], "": {"b": []}}
+    files.write_json(tmp_path / "a.json", value)
+    assert files.read_json(tmp_path / "a.json") == value
 
 
 @pytest.mark.parametrize(
@@ -91,13 +79,6 @@ def test_unreadable_json_is_one_sentence(tmp_path, content, message):
     with pytest.raises(UserError, match=message) as error:
         files.read_json(path)
     assert str(path) in str(error.value)
-
-
-@pytest.mark.parametrize("size", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1])
-def test_sha256_over_block_borders(tmp_path, size):
-    data = bytes(range(256)) * (size // 256 + 1)
-    (tmp_path / "a").write_bytes(data[:size])
-    assert files.sha256(tmp_path / "a") == hashlib.sha256(data[:size]).hexdigest()
 
 
 def test_what_cannot_be_written_is_told_before_and_nothing_is_left(tmp_path):

@@ -7,6 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoConfig
+from transformers import AutoModelForSequenceClassification as Classifier
 
 from qdqbench.eval.metrics.parity import compare_layers
 from qdqbench.eval.selection.trials import calibrations
@@ -107,20 +112,15 @@ def test_residuals_and_the_linears_that_read_them(family, model_type):
         assert found == []
         return
     readers = {reader for name in found for reader in family.residual_readers(name)}
-    assert readers == {name for name in table if table[name].kind == "Linear" and is_reader(family, name)}
+    linears = [name for name in table if table[name].kind == "Linear"]
+    assert readers == {name for name in linears if family.kind(name) in ("qkv", "ffn-in")}
     for name in found:
         assert name in {family.residual_read_by(reader) for reader in family.residual_readers(name)}
     assert family.residual_read_by(str(family.beside(found[0], "ffn-out"))) is None
 
 
-def is_reader(family, name):
-    return family.kind(name) in ("qkv", "ffn-in")
-
-
 @every_model
 def test_every_dropout_is_turned_off(family, model_type, tmp_path):
-    from torch import nn
-
     model = new_model(model_type)
     for field in family.dropouts:
         setattr(model.config, field, 0.3)
@@ -136,8 +136,6 @@ def test_every_dropout_is_turned_off(family, model_type, tmp_path):
 
 @pytest.mark.parametrize("model_type", ["bert", "roberta"])  # a linear; a module of several
 def test_a_new_head_is_not_that_of_the_base(model_type, tmp_path):
-    import torch
-
     folder = str(write_model(tmp_path, model_type))
 
     def weights(seed, **options):
@@ -161,10 +159,6 @@ def test_a_dropout_that_follows_another_field_still_does(tmp_path):
 
 @every_model
 def test_training_attends_to_something_wherever_padding_is(family, model_type, tmp_path, monkeypatch):
-    import torch
-    from torch.nn import functional
-    from transformers import AutoModelForSequenceClassification as Classifier
-
     folder = str(write_model(tmp_path, model_type))
     model = load_encoder(folder, CLASSIFICATION, num_labels=2, keep_head=True)
     batch = padded_batch((3, 40))  # more padding than a window holds
@@ -191,8 +185,6 @@ def test_training_attends_to_something_wherever_padding_is(family, model_type, t
 
 @every_model
 def test_a_sample_as_long_as_the_positions_runs_and_no_longer_one(family, model_type):
-    import torch
-
     model = prepare_model(new_model(model_type))
     assert family.positions(model.config) == 128
     for length in (128, 129):
@@ -267,23 +259,21 @@ class TestOtherNamesAreLoud:
             families.family_of("gpt2")
 
 
-def distilbert_recipe(rules):
-    free = {"never_quantize": ["layernorm"]}
-    made = recipe_with(rules=rules, attention="int8", precision=free, calibration={"smoothing": 0.5})
-    return made.model_copy(update={"model": ModelSection.model_construct(family="distilbert")})
-
-
 def test_a_plan_of_another_family():
-    table = module_table(new_model("distilbert"))
+    def planned(*rules):
+        free = {"never_quantize": ["layernorm"]}
+        made = recipe_with(rules=rules, attention="int8", precision=free, calibration={"smoothing": 0.5})
+        recipe = made.model_copy(update={"model": ModelSection.model_construct(family="distilbert")})
+        return resolve(recipe, module_table(new_model("distilbert")), "distilbert")
+
     every = {"match": "transformer.layer.*", "type": "Linear", **INT8}
-    plan = resolve(distilbert_recipe([every]), table, "distilbert")
+    plan = planned(every)
     second = {name.rpartition("layer.1.")[2] for name in plan.int8 if ".layer.1." in name}
     assert second == {*families.DISTILBERT.linears}
     smoothed = {name.rpartition(".")[2] for name in plan.int8 if plan.scaling_of(name).smoothing == 0.5}
     assert smoothed == {"q_lin", "k_lin", "v_lin", "lin1"}
-    rules = [every, {"match": "*.1.attention.out_lin", "precision": "fp16"}]
     with pytest.raises(UserError, match=r"the output linear too .*layer\.1\.attention\.out_lin or set"):
-        resolve(distilbert_recipe(rules), table, "distilbert")
+        planned(every, {"match": "*.1.attention.out_lin", "precision": "fp16"})
 
 
 def test_padding_is_of_the_pad_token_and_masked():
@@ -303,12 +293,9 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("name", families.MODEL_SHAPES)
 def test_a_size_has_the_published_number_of_parameters(name):
-    import torch
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
     with torch.device("meta"):
         config = AutoConfig.for_model(**families.MODEL_SHAPES[name], num_labels=2)
-        model = AutoModelForSequenceClassification.from_config(config)
+        model = Classifier.from_config(config)
     counted = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     assert counted == pytest.approx(PARAMETERS[name], rel=0.01)
 

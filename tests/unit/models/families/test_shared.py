@@ -2,7 +2,7 @@
 
 from collections import Counter
 from functools import partial
-from typing import Any, NamedTuple
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -15,7 +15,6 @@ from qdqbench.eval.verification.bisect import run_onnxruntime
 from qdqbench.eval.verification.blocks import check_blocks, stitch
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
-from qdqbench.quantize.calibration.record import CalibrationRecord
 from qdqbench.quantize.engine import cpu_runtimes
 from qdqbench.quantize.engine.layers import block_of_node, kernel_operator, shorten_node
 from qdqbench.quantize.graph import export
@@ -25,7 +24,7 @@ from qdqbench.quantize.models.families.known import ALBERT, part_of
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.plan import Plan, resolve
-from qdqbench.quantize.recipe.schema import Recipe, load_recipe
+from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.system.cpu import Cpu
 
 from ....support.families import INTERMEDIATE, LAYERS, write_model
@@ -37,15 +36,6 @@ FFN = [f"{LAYER.format(group)}.ffn" for group in range(GROUPS)]
 BATCHES = [padded_batch((9, 4, 16)), padded_batch((12, 12, 3, 7), seed=1)]
 
 
-class Made(NamedTuple):
-    folder: str
-    recipe: Recipe
-    model: Any
-    plan: Plan
-    record: CalibrationRecord
-    graph: onnx.ModelProto
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     folder = str(write_model(tmp_path_factory.mktemp("albert") / "model", "albert"))
@@ -54,7 +44,7 @@ def made(tmp_path_factory):
     plan = resolve(recipe, module_table(model), "albert")
     record = ptq.calibrate(model, plan, calibration_batches(), settings)
     graph = export.finish_graph(export.trace(model, 20), plan, export.ExportSettings(20, "fp16", "factored"))
-    return Made(folder, recipe, model, plan, record, graph)
+    return SimpleNamespace(folder=folder, recipe=recipe, model=model, plan=plan, record=record, graph=graph)
 
 
 def products(graph):

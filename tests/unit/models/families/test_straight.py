@@ -9,12 +9,8 @@ import torch
 from qdqbench.eval.metrics.parity import compare_layers
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.calibration.ptq import calibrate
+from qdqbench.quantize.calibration.techniques import qkv_bias_folding as folding
 from qdqbench.quantize.calibration.techniques.bias_correction import apply_biases
-from qdqbench.quantize.calibration.techniques.qkv_bias_folding import (
-    choose_shifts,
-    compute_moved_biases,
-    record_inputs,
-)
 from qdqbench.quantize.calibration.techniques.smoothing import Ranges
 from qdqbench.quantize.engine import backend as trt
 from qdqbench.quantize.engine.build import TOGETHER, merge_qkv_gemms
@@ -27,14 +23,7 @@ from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
-from qdqbench.quantize.recipe.plan import (
-    folds_kv_bias,
-    folds_q_bias,
-    get_linears,
-    note_kept_biases,
-    resolve,
-    shares_qkv_scales,
-)
+from qdqbench.quantize.recipe import plan as plans
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.errors import UserError
@@ -49,7 +38,7 @@ FAMILIES = ("roberta", "electra", "distilbert", "mpnet")
 
 def planned(model, what="int8-residual-fused"):
     family = family_of(model.config)
-    return resolve(load_recipe(f"{family.name}-{what}"), module_table(model), model.base_model_prefix)
+    return plans.resolve(load_recipe(f"{family.name}-{what}"), module_table(model), model.base_model_prefix)
 
 
 def batch_of(model):
@@ -63,19 +52,24 @@ def test_no_answer_changes_with_all_biases_moved(model_type, tmp_path):
     """MPNet's bias of positions is added to the scores, and k's to all scores of a row."""
     model = load_model(str(write_model(tmp_path, model_type)))
     plan, batch = planned(model), batch_of(model)
-    assert len(folds_kv_bias(plan)) == len(folds_q_bias(plan)) == len(shares_qkv_scales(plan)) == LAYERS
-    assert note_kept_biases(plan) == []
+    assert (
+        len(plans.folds_kv_bias(plan))
+        == len(plans.folds_q_bias(plan))
+        == len(plans.shares_qkv_scales(plan))
+        == LAYERS
+    )
+    assert plans.note_kept_biases(plan) == []
     before = forward(model, batch)
-    with record_inputs(model, plan) as seen:
+    with folding.record_inputs(model, plan) as seen:
         for each in calibration_batches():
             forward(model, select_inputs(model, each))
-    shifts, warnings = choose_shifts(model, plan, seen, Ranges({}, {}))
+    shifts, warnings = folding.choose_shifts(model, plan, seen, Ranges({}, {}))
     assert (len(shifts), warnings) == (LAYERS, [])
     for made in shifts.values():
         apply_biases(model, made.added)
     torch.testing.assert_close(forward(model, batch), before, rtol=1e-4, atol=1e-5)
-    query = [linear for name in plan.attention for linear in get_linears(plan, name, "query")]
-    moved = compute_moved_biases(model, plan)
+    query = [linear for name in plan.attention for linear in plans.get_linears(plan, name, "query")]
+    moved = folding.compute_moved_biases(model, plan)
     apply_biases(model, {name: each for name, each in moved.items() if name not in query})
     torch.testing.assert_close(forward(model, batch), before, rtol=1e-4, atol=1e-5)
 
@@ -114,22 +108,22 @@ def bent(family, *parts, attention, folder):
     recipe = load_recipe(f"{family}-int8-attention")
     rules = [Rule.model_validate({"match": f"*{attention}.{part}", "type": "Linear"} | ONE) for part in parts]
     recipe = recipe.model_copy(update={"rules": (*recipe.rules, *rules)})
-    return model, resolve(recipe, module_table(model), model.base_model_prefix)
+    return model, plans.resolve(recipe, module_table(model), model.base_model_prefix)
 
 
 def test_a_family_that_cannot_have_it_says_so(tmp_path):
     parts = ("query_proj", "key_proj", "value_proj")
     _, plan = bent("deberta-v2", *parts, attention="self", folder=tmp_path / "deberta")
-    (note,) = note_kept_biases(plan)
+    (note,) = plans.note_kept_biases(plan)
     assert note.startswith("q, k and v of 2 INT8 attentions with weights: int8/per-tensor")
     assert note.endswith("family deberta-v2 has other terms of scores that read k")
-    assert folds_kv_bias(plan) == []
+    assert plans.folds_kv_bias(plan) == []
     _, plan = bent("albert", "query", "key", "value", attention="attention", folder=tmp_path / "albert")
-    (note,) = note_kept_biases(plan)
+    (note,) = plans.note_kept_biases(plan)
     assert note.startswith("q of 2 INT8 attentions with")
     assert note.endswith("what makes its input serves several runs of a layer")
-    assert len(folds_kv_bias(plan)) == LAYERS
-    assert folds_q_bias(plan) == {}
+    assert len(plans.folds_kv_bias(plan)) == LAYERS
+    assert plans.folds_q_bias(plan) == {}
 
 
 @pytest.mark.parametrize("family", ["albert", "modernbert"])
@@ -138,7 +132,7 @@ def test_int8_residuals_that_cannot_be_are_refused(family, tmp_path):
     recipe = load_recipe(f"{family}-int8-attention").model_copy(update={"residual": "int8"})
     why = {"albert": "has no place for a quantizer where it adds", "modernbert": "normalizes first"}[family]
     with pytest.raises(UserError, match=f"family {family} {why}.*; set residual: fp16"):
-        resolve(recipe, module_table(model), model.base_model_prefix)
+        plans.resolve(recipe, module_table(model), model.base_model_prefix)
 
 
 def test_what_is_not_read_is_refused_before_it_is_shifted(tmp_path):
@@ -147,7 +141,7 @@ def test_what_is_not_read_is_refused_before_it_is_shifted(tmp_path):
     plan = planned(model)
     wrong = replace(plan, family=replace(plan.family, embeddings_norm="encoder.layer.0.output.LayerNorm"))
     said = r"do not read what roberta\.encoder\.layer\.0\.output\.LayerNorm makes.*weights: int8/per-channel"
-    with pytest.raises(UserError, match=said), record_inputs(model, wrong):
+    with pytest.raises(UserError, match=said), folding.record_inputs(model, wrong):
         forward(model, select_inputs(model, calibration_batches()[0]))
 
 
@@ -157,10 +151,10 @@ def test_biases_that_are_not_there(tmp_path):
     plan = planned(model)
     first, second = (layer.attention.self for layer in model.roberta.encoder.layer)
     first.query.bias = None
-    with record_inputs(model, plan) as seen:
+    with folding.record_inputs(model, plan) as seen:
         forward(model, select_inputs(model, calibration_batches()[0]))
-    assert [*choose_shifts(model, plan, seen, Ranges({}, {}))[0]] == [plan.attention[1]]
+    assert [*folding.choose_shifts(model, plan, seen, Ranges({}, {}))[0]] == [plan.attention[1]]
     second.key.bias = None
     said = r"layer\.1\.attention\.self\.query cannot go elsewhere, as .*self\.key have"
     with pytest.raises(UserError, match=said):
-        choose_shifts(model, plan, seen, Ranges({}, {}))
+        folding.choose_shifts(model, plan, seen, Ranges({}, {}))

@@ -5,14 +5,16 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given
-from hypothesis import strategies as st
 
 from qdqbench.quantize.graph.export import trace
 from qdqbench.quantize.models.load import load_encoder, load_model
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION, Classification
+from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL
+from qdqbench.quantize.tasks.types.questions import QUESTIONS
+from qdqbench.quantize.tasks.types.reranking import RERANKING
+from qdqbench.quantize.tasks.types.tokens import TOKENS
 from qdqbench.quantize.utils.errors import UserError
 
 from ....support.tiny_bert import write_tiny_bert
@@ -37,15 +39,37 @@ def labels_of(kind, found):
     return predicted.astype(np.float32) if predicted.dtype.kind == "f" else predicted
 
 
-@KINDS
-@given(seed=st.integers(0, 2**16))
-def test_what_training_and_evaluation_measure_is_the_same(kind, count, seed):
-    """Each is written twice, for tensors and for arrays."""
-    found, other = answers(seed, count), answers(seed + 1, count)
-    labels = labels_of(kind, other)
-    each = np.ones(len(labels), dtype=np.int64)
-    loss = kind.loss(torch.from_numpy(found), torch.from_numpy(labels), torch.from_numpy(each)).item()
-    assert kind.mean_loss(found, labels, each) == pytest.approx(loss / len(labels), rel=1e-4)
+def log_softmax(logits, axis):
+    return logits - np.log(np.exp(logits).sum(axis=axis, keepdims=True))
+
+
+def losses():
+    """Answers, labels, answers of each row, and the loss by its definition."""
+    random = np.random.default_rng(0)
+    logits, one = random.normal(size=(7, 3)), np.ones(7, dtype=np.int64)
+    tags = np.array([0, 1, 2, 1, 0, 2, 2])
+    entropies, shares = -log_softmax(logits, 1)[np.arange(7), tags], random.random(7)
+    yield CLASSIFICATION, logits, tags, one, entropies.sum()
+    # of a sentence the mean over its words
+    yield TOKENS, logits, tags, np.array([2, 0, 5]), entropies[:2].mean() + entropies[2:].mean()
+    yield REGRESSION, logits[:, :1], shares, one, ((logits[:, 0] - shares) ** 2).sum()
+    entropies = np.logaddexp(0, logits[:, 0]) - logits[:, 0] * shares
+    yield RERANKING, logits[:, :1], shares, one, entropies.sum()
+    marks = logits[::-1] > 0
+    yield MULTI_LABEL, logits, marks, one, (np.logaddexp(0, logits) - logits * marks).mean(axis=1).sum()
+    ends = np.zeros((7, 2))  # of windows of three and four tokens
+    ends[1, 0] = ends[2, 1] = ends[3] = 1
+    logs = np.concatenate([log_softmax(part, 0) for part in (logits[:3, :2], logits[3:, :2])])
+    yield QUESTIONS, logits[:, :2], ends, np.array([3, 4]), -(ends * logs).sum() / 2
+
+
+@pytest.mark.parametrize(("kind", "logits", "labels", "counts", "expected"), [*losses()])
+def test_what_training_and_evaluation_measure_is_the_same(kind, logits, labels, counts, expected):
+    """Each may be written twice, for tensors and for arrays."""
+    labels = labels if labels.dtype == np.int64 else labels.astype(np.float32)
+    given = logits.astype(np.float32), labels, counts
+    assert kind.loss(*map(torch.from_numpy, given)).item() == pytest.approx(expected, rel=1e-5)
+    assert kind.mean_loss(*given) == pytest.approx(expected / len(counts), rel=1e-5)
 
 
 @KINDS

@@ -3,7 +3,6 @@
 import datasets
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -86,20 +85,9 @@ def test_a_training_takes_the_classes_of_its_data(tmp_path):
     assert add_data_classes(get_task("multi-label"), alone).classes == ("LABEL_0", "LABEL_1")
 
 
-@pytest.mark.parametrize(
-    ("rows", "kind", "told"),
-    [
-        ([["joy"], ["grief"], [], []], "string", "does not know grief"),
-        ([[0], [3], [], []], "int64", "have 3, but are numbers of classes from 0 to 2"),
-        ([[0.5, 1, 0]] * 4, "float32", "have 0.5, but are numbers"),
-        ([[0, None], [], [], [1]], "int64", "are missing in part in 1 of 4 rows"),
-        ([[], [], [], []], "string", "are all empty"),
-    ],
-)
-def test_labels_that_cannot_be_read_are_refused(rows, kind, told, tmp_path):
-    folder = write(tmp_path, rows, datasets.Value(kind))
-    with pytest.raises(UserError, match=told):
-        load_split(TASK, folder, "validation")
+def test_labels_that_are_all_empty_are_refused(tmp_path):
+    with pytest.raises(UserError, match="are all empty"):
+        load_split(TASK, write(tmp_path, [[]] * 4, datasets.Value("string")), "validation")
 
 
 MATRICES = st.integers(1, 40).flatmap(
@@ -125,15 +113,6 @@ def test_scores_are_those_of_scikit_learn(both):
         weights = np.arange(len(gold)) % 3 + 1.0
         repeated = np.repeat(table, weights.astype(int), axis=0)
         assert metric.weighted(weights[None], table)[0] == pytest.approx(metric.value(repeated)), name
-
-
-def test_losses_are_those_of_torch():
-    random = np.random.default_rng(0)
-    logits = torch.from_numpy(random.normal(size=(5, 3)).astype(np.float32))
-    labels = torch.from_numpy(random.integers(0, 2, (5, 3)).astype(np.float32))
-    counts = torch.ones(5, dtype=torch.int64)
-    known = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)  # as transformers has it
-    assert MULTI_LABEL.loss(logits, labels, counts) / 5 == pytest.approx(float(known), rel=1e-5)
 
 
 def test_samples_are_told_by_the_names_of_their_classes():

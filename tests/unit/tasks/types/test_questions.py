@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -141,46 +140,6 @@ def test_a_question_without_answer_is_learned_at_the_first_token(tmp_path):
     marks = np.split(encoded.labels, np.cumsum(encoded.answers)[:-1])
     assert [mark[0].tolist() for mark in marks] == [[0, 0], [0, 0], [1, 1], [0, 0]]
     assert metrics.compute(QA, 10 * encoded.labels, encoded.gold)["exact_match"] == 1
-
-
-def test_losses_are_over_the_tokens_of_a_window():
-    random = np.random.default_rng(0)
-    windows = [random.normal(size=(length, 2)).astype(np.float32) for length in (4, 7)]
-    marks = [np.zeros_like(window) for window in windows]
-    marks[0][1, 0] = marks[0][2, 1] = marks[1][0] = 1
-    logs = [window - np.log(np.exp(window).sum(axis=0)) for window in windows]
-    expected = -sum((mark * log).sum() for mark, log in zip(marks, logs, strict=True)) / 2
-    counts = np.array([4, 7])
-    logits, labels = np.concatenate(windows), np.concatenate(marks)
-    tensors = [torch.from_numpy(each) for each in (logits, labels, counts)]
-    assert QUESTIONS.loss(*tensors).item() == pytest.approx(expected, rel=1e-5)
-    assert QUESTIONS.mean_loss(logits, labels, counts) == pytest.approx(expected / 2, rel=1e-5)
-
-
-GOOD = {"text": ["good"], "answer_start": [2]}
-TWICE = {"question": ["what is it"] * 2, "context": ["a good film"] * 2}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"answers": ["good"]}, "are texts; map them to objects with the lists text and answer_start"),
-        ({"answers": [{"text": ["it"], "answer_start": [1]}]}, "not at their answer_start .* in 1 of 1 rows"),
-        ({"answers": [{"text": ["a", "b"], "answer_start": [0]}]}, "in all but 1 of 1 rows"),
-        (
-            {"answers": [{"text": [None, "a"], "answer_start": [0, 0]}]},
-            "not at their answer_start .* in 1 of",
-        ),
-        ({"answers": [{"text": ["a"], "answer_start": [None]}, GOOD]} | TWICE, "not at their .* in 1 of 2"),
-        ({"answers": [{"text": None, "answer_start": [0]}, GOOD]} | TWICE, "in all but 1 of 2 rows"),
-        ({"question": ["is " * 20]}, "1 texts in column 'question' exceed 12 tokens"),
-        ({"context": [None]}, r"'context' of .* (holds null|has 1 empty)"),
-    ],
-)
-def test_rows_that_do_not_fit_are_one_sentence(tmp_path, change, message):
-    table = {"question": ["what is it"], "context": ["a good film"], "answers": [GOOD]}
-    with pytest.raises(UserError, match=message):
-        encoded_of(tmp_path, table | change)
 
 
 def test_tasks_over_tokens_have_their_columns_and_classes():

@@ -3,7 +3,6 @@
 import datasets
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,30 +82,6 @@ def test_rows_of_a_split_are_samples_of_queries(folder):
     part = encoded.part(np.array([2, 0]))
     assert part.labels.tolist() == [0, 0, 0, 1, 0.5]
     assert RERANKING.answer_samples(part.gold).tolist() == [0, 0, 1, 1, 1]
-
-
-@given(seed=st.integers(0, 2**16))
-def test_what_training_and_evaluation_measure_is_the_same(seed):
-    random = np.random.default_rng(seed)
-    logits, labels = random.normal(0, 2, (6, 1)).astype(np.float32), random.random(6).astype(np.float32)
-    each = np.ones(6, dtype=np.int64)
-    loss = RERANKING.loss(torch.from_numpy(logits), torch.from_numpy(labels), torch.from_numpy(each)).item()
-    assert RERANKING.mean_loss(logits, labels, each) == pytest.approx(loss / 6, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("table", "told"),
-    [
-        ([("q", "p", 3.0), ("q", "r", 0.0)], "go from 0 to 3, but relevance is from 0 to 1; divide grades"),
-        ([("q", "p", float("nan")), ("q", "r", 0.0)], "are not finite"),
-        ([("q", "p", 0.0), ("q", "r", 0.0)], "are all 0, so there is nothing to find"),
-        ([*ROWS, ("lonely", "p", 1.0)], "1 of 4 queries, which have one passage only .*'lonely'"),
-    ],
-)
-def test_labels_that_rank_nothing_are_refused(table, told, tmp_path):
-    rows(table).to_parquet(tmp_path / "validation.parquet")
-    with pytest.raises(UserError, match=told):
-        load_split(RERANK, str(tmp_path), "validation")
 
 
 def test_the_task_takes_a_pair_and_one_score():

@@ -13,7 +13,7 @@ from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.data.load import add_data_classes, load_split
 from qdqbench.quantize.tasks.task import get_task, with_classes
-from qdqbench.quantize.tasks.types.tokens import TOKENS, Tagged
+from qdqbench.quantize.tasks.types.tokens import Tagged
 from qdqbench.quantize.utils.errors import UserError
 
 from ....integration import heads
@@ -68,19 +68,6 @@ def test_a_part_keeps_whole_sentences():
     assert (part.tags.tolist(), part.words.tolist(), len(part)) == ([4, 0, 1], [1, 2], 2)
 
 
-def test_losses_of_a_sentence_are_means_over_its_words():
-    import torch
-
-    random = np.random.default_rng(0)
-    logits, labels = random.normal(size=(5, 3)).astype(np.float32), np.array([0, 1, 2, 1, 0])
-    counts = np.array([2, 0, 3])
-    each = -np.log(np.exp(logits) / np.exp(logits).sum(1, keepdims=True))[np.arange(5), labels]
-    expected = each[:2].mean() + each[2:].mean()
-    given_ = [torch.from_numpy(x) for x in (logits, labels, counts)]
-    assert TOKENS.loss(*given_).item() == pytest.approx(expected, rel=1e-5)
-    assert TOKENS.mean_loss(logits, labels, counts) == pytest.approx(expected / 3, rel=1e-5)
-
-
 def split_of(tmp_path, table, task=None):
     write_table(tmp_path / "train.jsonl", table)
     return load_split(task or with_classes(get_task("tokens"), heads.TAGS), str(tmp_path), "train")
@@ -113,40 +100,8 @@ def test_numbers_with_names_are_matched_by_name_and_without_by_order(tmp_path):
         add_data_classes(get_task("tokens"), str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ({"tokens": [["a", None]], "ner_tags": [["O", "O"]]}, "'tokens' of .* has null words in 1 texts"),
-        ({"tokens": ["a b"], "ner_tags": [["O"]]}, "'tokens' of .* holds texts, not lists of words"),
-        ({"tokens": [["a"]], "ner_tags": ["O"]}, "are texts; map them to lists with a tag for each word"),
-        ({"tokens": [["a"]], "tags": [["O"]]}, r"no column ner_tags .*--label-column"),
-        ({"tokens": [["a", "b"]], "ner_tags": [["O"]]}, "not as many as the words in 1 of 1 rows"),
-        ({"tokens": [["a", "b"]], "ner_tags": [["O", None]]}, "missing for 1 words"),
-        ({"tokens": [["a", "b"]], "ner_tags": [[0, 5]]}, "from 0 to 5, but there are tags 0 to 4"),
-        ({"tokens": [["a"]], "ner_tags": [["B-ORG"]]}, "not those of the model: it does not know B-ORG"),
-    ],
-)
-def test_tags_that_do_not_fit_are_one_sentence(tmp_path, table, message):
-    with pytest.raises(UserError, match=message):
-        split_of(tmp_path, table)
-
-
-def test_a_model_without_names_of_classes(tmp_path):
-    task = with_classes(get_task("tokens", metrics=["accuracy"]), ["LABEL_0", "LABEL_1"])
-    with pytest.raises(UserError, match="does not name its classes; give one whose config"):
-        split_of(tmp_path, {"tokens": [["a"]], "ner_tags": [["O"]]}, task)
-
-
 def test_tags_that_are_no_entities_are_scored_by_word():
     truth = replace(gold([np.array([0, 1, 2])]), classes=("NOUN", "VERB", "X", "Y", "Z"))
     logits = np.eye(5, dtype=np.float32)[[0, 1, 1]]
     by_word = get_task("tokens", metrics=["accuracy"]).model_copy(update={"num_labels": 5})
     assert metrics.compute(by_word, logits, truth) == {"accuracy": pytest.approx(2 / 3)}
-
-
-@pytest.mark.parametrize("names", [("NOUN", "VERB"), ("LABEL_0", "LABEL_1")])
-def test_entities_need_tags_that_tell_them(tmp_path, names):
-    table = {"tokens": [["a"]], "ner_tags": [[0]]}
-    with pytest.raises(UserError, match=rf"no IOB2 tags .* but {names[0]}, {names[1]}.*--metric accuracy"):
-        split_of(tmp_path, table, with_classes(get_task("tokens"), names))
-    assert split_of(tmp_path, table, with_classes(get_task("tokens", metrics=["accuracy"]), names)).rows == 1

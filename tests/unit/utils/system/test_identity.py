@@ -43,26 +43,15 @@ def qat_identity(session):
 
 
 def finetune_identity(session):
-    request = finetune.FinetuneRequest(
-        base=session.model_name,
-        task=GLUE["sst2"],
-        data="d",
-        folder=session.folder,
-        settings=Training(),
-        seeds=1,
-        max_length=64,
-        keep_head=False,
-        limit=None,
-        command="",
-    )
-    data = finetune._FinetuneData.__new__(finetune._FinetuneData)
-    data.fingerprint = "f"
-    return finetune._identity(request, data, Training())
+    given = {"base": session.model_name, "task": GLUE["sst2"], "data": "d", "folder": session.folder}
+    given |= {"seeds": 1, "max_length": 64, "keep_head": False, "limit": None, "command": ""}
+    request = finetune.FinetuneRequest(settings=Training(), **given)
+    return finetune._identity(request, SimpleNamespace(fingerprint="f"), Training())
 
 
 def trial_settings(session):
     trials = measure.Measurement(session, 8).trials
-    trials.__dict__["drawn"] = type("Split", (), {"fingerprint": "f"})(), None
+    trials.__dict__["drawn"] = SimpleNamespace(fingerprint="f"), None
     trials.path.unlink(missing_ok=True)
     assert trials.store.trials == {}
     return json.loads(trials.path.read_text())
