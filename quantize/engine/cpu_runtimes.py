@@ -15,10 +15,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import onnx
 
-from qdqbench.quantize.engine.layers import ATTENTION
+from qdqbench.quantize.engine.layers import ATTENTION, is_product
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.graph.index import MATMULS, GraphIndex, type_name
-from qdqbench.quantize.graph.openvino import fuse_for_openvino
+from qdqbench.quantize.graph.rewrites import fuse_for_openvino
 from qdqbench.quantize.standalone.runtimes import load_openvino
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
@@ -237,7 +237,7 @@ def _kernels(graph: onnx.GraphProto, events: list[dict[str, Any]]) -> Iterator[K
         stands_for = node.doc_string.split("\n")
         # MatMulIntegerToFloat, QLinearMatMul, FusedMatMul, QGemm, ...
         gemm = bool(re.search(r"MatMul|Gemm", node.op_type))
-        products = [name for name in stands_for if name.rpartition("/")[2].startswith(("MatMul", "Gemm"))]
+        products = [*filter(is_product, stands_for)]
         row = LayerRow(
             name=products[0] if gemm and len(products) == 1 else node.name,
             kind="gemm" if gemm else node.op_type,

@@ -9,6 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -297,6 +298,10 @@ def kernel_operator(node: str) -> str:
     return re.sub(r"(?:_\d+)?(?:@\d+)?$", "", node.rpartition("/")[2])
 
 
+def is_product(node: str) -> bool:
+    return node.rpartition("/")[2].startswith(("MatMul", "Gemm"))
+
+
 def operations(row: LayerRow) -> list[str]:
     # a generated kernel is named after its operations, four letters each: CastMeanSubMulMean is a LayerNorm
     # that goes to FP32 first; long names end in Etc, and then the ONNX nodes that the kernel lists decide
@@ -489,10 +494,6 @@ def format_nodes(nodes: Sequence[str]) -> str:
 
 def format_ranges(numbers: Sequence[int]) -> str:
     """Format 0, 1, 2, 5 as `0-2,5`."""
-    spans: list[list[int]] = []
-    for number in sorted({*numbers}):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+    runs = groupby(enumerate(sorted({*numbers})), lambda pair: pair[1] - pair[0])
+    spans = ([number for _, number in run] for _, run in runs)
+    return ",".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)

@@ -26,7 +26,16 @@ def read_profile(path: Path) -> dict[str, float]:
         f"{path} is no kernel profile: it must be a list of objects with name and ms (or averageMs), at most "
         f"{MAX_KERNELS}; write it with trtexec --exportProfile"
     )
-    rows = _read_json(path)
+    what = "a kernel profile"
+    text = read_bounded(path, MAX_BYTES, what, f"{what} that trtexec wrote")
+    if text.count("[") + text.count("{") > MAX_PARTS:
+        raise UserError(f"{path} has more than {MAX_PARTS} lists and objects, which {what} has not")
+    try:
+        rows = json.loads(text, strict=False)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path} is not JSON ({' '.join(str(error).split())[:100]}); give {what} that trtexec wrote"
+        ) from error
     if not isinstance(rows, list) or len(rows) > MAX_KERNELS + 1:
         raise wrong
     times: dict[str, float] = {}
@@ -42,20 +51,6 @@ def read_profile(path: Path) -> dict[str, float]:
     if not times:
         raise UserError(f"{path} has no kernels; profile an engine that ran")
     return times
-
-
-def _read_json(path: Path) -> Any:
-    """Return what a JSON file holds; memory is bounded."""
-    what = "a kernel profile"
-    text = read_bounded(path, MAX_BYTES, what, f"{what} that trtexec wrote")
-    if text.count("[") + text.count("{") > MAX_PARTS:
-        raise UserError(f"{path} has more than {MAX_PARTS} lists and objects, which {what} has not")
-    try:
-        return json.loads(text, strict=False)
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path} is not JSON ({' '.join(str(error).split())[:100]}); give {what} that trtexec wrote"
-        ) from error
 
 
 def _number(value: Any) -> float | None:

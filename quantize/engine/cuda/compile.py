@@ -17,24 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from qdqbench.quantize.engine.cuda.check import require_kernels
-from qdqbench.quantize.engine.cuda.names import (
-    Target,
-    Tile,
-    attention_form,
-    attention_name,
-    gemm_form,
-    gemm_name,
-    has_dense,
-    is_ptx,
-    list_tiles,
-    norm_name,
-)
-from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Head, Linear, Norm, Operation, Plan
+from qdqbench.quantize.engine.cuda.names import Target, is_ptx, list_instances
+from qdqbench.quantize.engine.cuda.plan import Plan
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
 from qdqbench.quantize.utils.names import install_command
 
 INSTALL_NVRTC = install_command("hopper")
-_RESIDUALS = {None: "NO_RESIDUAL", "fp16": "HALVES", "int8": "RESIDUAL_CODES"}
 _FOLDER = Path(__file__).parent
 
 
@@ -88,45 +76,9 @@ def list_lines(plans: Iterable[Plan], target: Target) -> dict[str, list[str]]:
     lines: dict[str, set[str]] = {}
     for plan in plans:
         for operation in plan.operations:
-            for source, line in list_instances(operation, plan, target):
+            for source, line, _ in list_instances(operation, plan, target):
                 lines.setdefault(source, set()).add(line)
     return {source: sorted(made) for source, made in sorted(lines.items())}
-
-
-def list_instances(operation: Operation, plan: Plan, target: Target) -> list[tuple[str, str]]:
-    """Return the source file of an operation, with the lines that make its kernels of the templates."""
-    match operation:
-        case Linear(weight="int8"):
-            residual = None if operation.residual is None else plan.tensors[operation.residual].kind
-            coded = plan.tensors[operation.output].kind == "int8"
-            flags = f"{gemm_form(operation)}, {_RESIDUALS[residual]}, {str(coded).lower()}"
-            name, tiles = gemm_name(operation, plan), list_tiles(operation, plan, target)
-            source, form = ("gemm", _hopper_form) if target.wgmma else ("gemm_mma", _form)
-            return [(source, f"GEMM_OF(gemm_{tile}_{name}, {form(tile)}, {flags})") for tile in tiles]
-        case Attention(probability_multiplier=float()):
-            coded = plan.tensors[operation.output].kind == "int8"
-            flags = f"{operation.head_size}, {str(coded).lower()}, {attention_form(operation)}"
-            flags += f", {str(operation.biased).lower()}"
-            return [("attention", f"ATTENTION({attention_name(operation, plan)}, {flags})")]
-        case Embed() | Norm():
-            name = norm_name(operation, plan.tensors[operation.writes[0]].width)
-            return [("norm", f"{operation.op.upper()}({name.replace('_', ', ')})")]
-        case Head():
-            return [("head", "")] if has_dense(operation) else []
-    return [("norm", "")]  # codes of FP16 tensors
-
-
-def _form(tile: Tile) -> str:
-    """Return the arguments of a tile's template."""
-    numbers = tile.m, tile.n, tile.k, *tile.warps, tile.stages, tile.blocks
-    return ", ".join([*map(str, numbers), str(tile.splits).lower()])
-
-
-def _hopper_form(tile: Tile) -> str:
-    """Return the same of a tile of Hopper: rows in 64 of a group first."""
-    flags = (str(each).lower() for each in (tile.stationary, tile.together))
-    rows = tile.m // (128 if tile.together else 64)
-    return ", ".join([*map(str, (rows, tile.n, tile.stages)), *flags])
 
 
 def compile_source(name: str, instances: list[str], target: Target) -> bytes:

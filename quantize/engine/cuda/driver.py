@@ -22,57 +22,45 @@ class TensorMap(c.Structure):
     _fields_ = (("bytes", c.c_char * 128),)
 
 
+def _fields(layout: str) -> list[tuple[str, Any]]:
+    """Return the fields of a struct of kernels, such as `pointer x y; int m`."""
+    kinds = {"pointer": Pointer, "pointers": Pointer * 3, "int": c.c_int, "float": c.c_float}
+    parts = (part.split() for part in layout.split(";"))
+    return [(name, kinds[kind]) for kind, *names in parts for name in names]
+
+
 class GemmArguments(c.Structure):
-    _fields_ = (
-        *((name, Pointer) for name in ("scale", "bias", "factor", "residual", "out")),
-        *((name, c.c_int) for name in ("m", "n", "k")),
-        ("center", c.c_float),
-    )
+    _fields_ = _fields("pointer scale bias factor residual out; int m n k; float center")
 
 
 class RotaryArguments(GemmArguments):
-    _fields_ = (
-        ("positions", Pointer),
-        ("table", Pointer),
-        *((name, c.c_int) for name in ("turned", "head", "pitch")),
-    )
+    _fields_ = _fields("pointer positions table; int turned head pitch")
 
 
 class AttentionArguments(c.Structure):
-    _fields_ = (
-        *((name, Pointer) for name in ("q", "k", "v", "start", "end", "factor", "bias", "out")),
-        ("most", c.c_int),
-        ("heads", c.c_int),
-        ("scale", c.c_float),
-        ("unit", c.c_float),
-        *((name, c.c_int) for name in ("tokens", "hidden", "pitch", "span", "sight")),
+    _fields_ = _fields(
+        "pointer q k v start end factor bias out; int most heads; float scale unit; "
+        "int tokens hidden pitch span sight"
     )
 
 
 class NormArguments(c.Structure):
-    _fields_ = (
-        *((name, Pointer) for name in ("gamma", "beta", "half")),
-        ("codes", Pointer * 3),
-        ("multiplier", Pointer * 3),
-        ("epsilon", c.c_float),
-        *((name, c.c_int) for name in ("tokens", "hidden", "channels")),
-        ("spare", c.c_float),
+    _fields_ = _fields(
+        "pointer gamma beta half; pointers codes multiplier; float epsilon; int tokens hidden channels; "
+        "float spare"
     )
 
 
 class DenseArguments(c.Structure):
-    _fields_ = (
-        *((name, Pointer) for name in ("x", "weight", "bias", "bounds", "single", "half")),
-        *((name, c.c_int) for name in ("shift", "activation", "tokens", "rows", "n", "k")),
-    )
+    _fields_ = _fields("pointer x weight bias bounds single half; int shift activation tokens rows n k")
 
 
 class SplitArguments(c.Structure):
-    _fields_ = (("done", Pointer), ("sums", Pointer), ("parts", c.c_int))
+    _fields_ = _fields("pointer done sums; int parts")
 
 
 class TableArguments(c.Structure):
-    _fields_ = tuple((name, Pointer) for name in ("ids", "positions", "types", "word", "position", "type"))
+    _fields_ = _fields("pointer ids positions types word position type")
 
 
 class _Attribute(c.Structure):

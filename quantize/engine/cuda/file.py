@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from mmap import ACCESS_READ, mmap
@@ -18,7 +18,7 @@ from qdqbench.quantize.engine.cuda.names import choose_targets, is_ptx
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Linear, Norm, Operation, Plan
 from qdqbench.quantize.engine.cuda.reader import CODE, TYPES, EngineFile, check_symbols, parse_engine
-from qdqbench.quantize.engine.layers import ATTENTION
+from qdqbench.quantize.engine.layers import ATTENTION, is_product
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import QdqError, UserError
@@ -111,7 +111,8 @@ def _row(operation: Operation, plan: Plan, residuals: dict[str, str]) -> LayerRo
         case Linear():
             # an epilogue reads the residual: what is multiplied is the first input and the weight
             inputs, residual = inputs[:1], inputs[1] if len(inputs) > 1 else None
-            name, kind = "+".join(_products(operation)) or name, "gemm"
+            # one ONNX product, or those of merged q, k and v
+            name, kind = "+".join(filter(is_product, operation.nodes)) or name, "gemm"
             constants = ["Int8", "Float"] if operation.weight == "int8" else ["Half"]
         case Attention():
             inputs = [kinds[view.tensor] for view in (operation.query, operation.key, operation.value)]
@@ -130,8 +131,3 @@ def _row(operation: Operation, plan: Plan, residuals: dict[str, str]) -> LayerRo
         outputs=outputs,
         residual=residual,
     )
-
-
-def _products(operation: Linear) -> Iterator[str]:
-    """Yield the ONNX products that a GEMM computes: one, or those of merged q, k and v."""
-    return (node for node in operation.nodes if node.rpartition("/")[2].startswith(("MatMul", "Gemm")))

@@ -1,16 +1,14 @@
 """An engine of backend cuda as the other runtimes' are: signatures, and a layer table with times."""
 
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, Kernel, Signature
 from qdqbench.quantize.engine.cuda.file import list_rows, read_file
-from qdqbench.quantize.engine.cuda.names import Target
 from qdqbench.quantize.engine.cuda.plan import Plan
 from qdqbench.quantize.engine.cuda.runtime import CudaEngine, load_engine
-from qdqbench.quantize.utils.arrays import Array
 
 
 def load_kernels(path: Path) -> tuple["CudaModel", int]:
@@ -33,27 +31,15 @@ def tiles_path(engine: Path) -> Path:
     return engine.with_name(f"{engine.name}.tiles.json")
 
 
-def sign_inputs(plan: Plan) -> dict[str, Signature]:
-    """Return the type and shape of each input; those of a cut graph are states."""
-    ids = Signature(np.dtype(np.int64), (None, None))
-    widths = {name: plan.tensors[name].own for name in plan.given}
-    states = {name: Signature(np.dtype(np.float32), (None, None, width)) for name, width in widths.items()}
-    return {name: states.get(name, ids) for name in plan.inputs}
-
-
 class CudaModel(CudaEngine, CompiledModel):
     """An engine with signatures and a layer table."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        arrays: Mapping[str, Array],
-        codes: Mapping[str, bytes],
-        target: Target,
-        tiles: Path | None = None,
-    ) -> None:
-        super().__init__(plan, arrays, codes, target, tiles)
-        self.inputs = sign_inputs(plan)
+    def __init__(self, plan: Plan, *given: Any) -> None:
+        super().__init__(plan, *given)
+        self.inputs = dict.fromkeys(plan.inputs, Signature(np.dtype(np.int64), (None, None)))
+        for name in plan.given:  # states of a cut graph
+            width = plan.tensors[name].own
+            self.inputs[name] = Signature(np.dtype(np.float32), (None, None, width))
         self.outputs = [*(answer.name for answer in plan.head.answers), *plan.states]
         self._lanes = [self.run]
 

@@ -1,7 +1,7 @@
 """Names of the kernels that a plan launches, and the sizes that they are compiled for."""
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from qdqbench.quantize.engine.cuda.plan import Attention, Embed, Head, Linear, Norm, Operation, Plan, Quantize
@@ -87,6 +87,7 @@ TARGETS = (
 )
 NAMES = tuple(target.name for target in TARGETS)
 _REFUSED = {"10.3": "it has few INT8 units (0.15 POPS), so FP16 is faster there"}
+_RESIDUALS = {None: "NO_RESIDUAL", "fp16": "HALVES", "int8": "RESIDUAL_CODES"}
 _MOST_CODES = 3  # that a kernel of norm.cu writes
 NORM_PARTS = 3, 6, 8, 16, 32  # of 128 channels each
 _IN_REGISTERS = 6  # parts whose gamma, beta and multipliers are not in shared memory
@@ -170,23 +171,48 @@ def has_dense(operation: Head) -> bool:
 
 def list_kernels(plan: Plan, target: Target) -> set[str]:
     """Return the names of all kernels that a plan may launch: GEMMs have one for each tile."""
-    named = (name for operation in plan.operations for name in _list_names(operation, plan, target))
-    return set(named)
+    made = (each for operation in plan.operations for each in list_instances(operation, plan, target))
+    return {name for *_, names in made for name in names}
 
 
-def _list_names(operation: Operation, plan: Plan, target: Target) -> list[str]:
+def list_instances(
+    operation: Operation, plan: Plan, target: Target
+) -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Yield the source files of an operation, lines that make its kernels of their templates, and these."""
     match operation:
         case Linear(weight="int8"):
-            tiles = list_tiles(operation, plan, target)
-            return [f"gemm_{tile}_{gemm_name(operation, plan)}" for tile in tiles]
+            residual = None if operation.residual is None else plan.tensors[operation.residual].kind
+            coded = plan.tensors[operation.output].kind == "int8"
+            flags = f"{gemm_form(operation)}, {_RESIDUALS[residual]}, {str(coded).lower()}"
+            for tile in list_tiles(operation, plan, target):
+                kernel = f"gemm_{tile}_{gemm_name(operation, plan)}"
+                source = "gemm" if target.wgmma else "gemm_mma"
+                yield source, f"GEMM_OF({kernel}, {_template_of(tile, target)}, {flags})", (kernel,)
         case Attention(probability_multiplier=float()):
-            return [f"attention_{attention_name(operation, plan)}_{form}" for form in ("short", "long")]
+            name, coded = attention_name(operation, plan), plan.tensors[operation.output].kind == "int8"
+            flags = f"{operation.head_size}, {str(coded).lower()}, {attention_form(operation)}"
+            line = f"ATTENTION({name}, {flags}, {str(operation.biased).lower()})"
+            yield "attention", line, (f"attention_{name}_short", f"attention_{name}_long")
         case Embed() | Norm():
-            return [f"{operation.op}_{norm_name(operation, plan.tensors[operation.writes[0]].width)}"]
+            name = norm_name(operation, plan.tensors[operation.writes[0]].width)
+            yield "norm", f"{operation.op.upper()}({name.replace('_', ', ')})", (f"{operation.op}_{name}",)
         case Head():
-            return ["head"] if has_dense(operation) else []
-    codes = isinstance(operation, Quantize) or plan.tensors[operation.output].kind == "int8"
-    return ["quantize"] if codes else []
+            if has_dense(operation):
+                yield "head", "", ("head",)
+        case _:  # codes of FP16 tensors
+            quantizes = isinstance(operation, Quantize) or plan.tensors[operation.output].kind == "int8"
+            yield "norm", "", ("quantize",) if quantizes else ()
+
+
+def _template_of(tile: Tile, target: Target) -> str:
+    """Return the arguments of a tile's template; on Hopper rows in 64 of a group come first."""
+    if target.wgmma:
+        numbers: tuple[int, ...] = tile.m // (128 if tile.together else 64), tile.n, tile.stages
+        flags: tuple[bool, ...] = tile.stationary, tile.together
+    else:
+        numbers = tile.m, tile.n, tile.k, *tile.warps, tile.stages, tile.blocks
+        flags = (tile.splits,)
+    return ", ".join([*map(str, numbers), *(str(flag).lower() for flag in flags)])
 
 
 def find_symbols(code: bytes) -> set[str]:

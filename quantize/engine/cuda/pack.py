@@ -16,6 +16,7 @@
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -84,47 +85,35 @@ def widen_heads(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
 
     Linears make these of rows of zeros, and the linears after the attention have columns of zeros for them.
     """
-    operations, tensors = list(plan.operations), dict(plan.tensors)
+    operations, tensors, places = list(plan.operations), dict(plan.tensors), dict[str, Array]()
     for place, attention in enumerate(plan.operations):
         if not isinstance(attention, Attention) or attention.probability_multiplier is None:
             continue
-        size = next((each for each in ATTENTION_SIZES if each >= attention.head_size), 0)
-        made = [each for each in plan.operations if {*each.writes} & {*attention.reads}]
+        own, read = attention.head_size, {*attention.reads}
+        size = next((each for each in ATTENTION_SIZES if each >= own), 0)
+        made = [each for each in plan.operations if read & {*each.writes}]
+        linears = [each for each in made if isinstance(each, Linear) and each.residual is None]
         readers = [each for each in plan.operations if attention.output in each.reads]
-        others = [each for each in plan.operations if {*each.reads} & {*attention.reads}]
-        plain = all(isinstance(each, Linear) and each.residual is None for each in made)
-        plain &= all(isinstance(each, Linear) and each.residual != attention.output for each in readers)
-        if size in (0, attention.head_size) or not plain or others != [attention]:
+        others = [each for each in plan.operations if read & {*each.reads}]
+        plain = all(isinstance(each, Linear) and each.residual != attention.output for each in readers)
+        if size in (0, own) or not plain or linears != made or others != [attention]:
             continue
-        own = attention.head_size
-
-        def widen(name: str, tensor: str, own: int = own, size: int = size) -> None:
-            """Spread the first axis of an array, the channels of heads in a tensor."""
-            channels = np.arange(plan.tensors[tensor].width)
-            if np.ndim(constants.get(name, 0)):
-                places, count = channels // own * size + channels % own, len(channels) // own * size
-                constants[name] = _spread(constants[name], places, count)
-
-        for linear in {each.name: each for each in made if isinstance(each, Linear)}.values():
-            for part in ("weight", "weight_scale", "bias"):
-                widen(f"{linear.name}.{part}", linear.output)
+        for linear in linears:
             if linear.rotary:
                 angles = f"{linear.name}.frequencies"
                 constants[angles] = np.pad(constants[angles], (0, (size - own) // 2))
                 operations[operations.index(linear)] = replace(linear, rotary=size)
-        for name in {*attention.reads, attention.output}:
-            widen(f"{name}.multiplier", name)
-            tensors[name] = replace(tensors[name], width=tensors[name].width // own * size)
-        for name in (f"{each.name}.weight" for each in readers):
-            constants[name] = constants[name].T
-            widen(name, attention.output)
-            constants[name] = constants[name].T
+        for name in {*read, attention.output}:
+            channels = np.arange(tensors[name].width)
+            places[name] = channels // own * size + channels % own
+            tensors[name] = replace(tensors[name], width=len(channels) // own * size)
         query, key, value = (
             replace(view, column=view.column // own * size)
             for view in (attention.query, attention.key, attention.value)
         )
         operations[place] = replace(attention, head_size=size, query=query, key=key, value=value)
-    return replace(plan, operations=tuple(operations), tensors=tensors), constants
+    widened = replace(plan, operations=tuple(operations), tensors=tensors)
+    return widened, _spread_channels(widened, constants, places)
 
 
 def widen_channels(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
@@ -132,50 +121,44 @@ def widen_channels(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
 
     What linears make there is of rows of zeros, and linears that read them have columns of zeros.
     """
-    attended = {
-        name for each in plan.operations if isinstance(each, Attention) for name in (*each.reads, each.output)
-    }
-    wide = {
-        name: -(-tensor.width // LINEAR_STEP) * LINEAR_STEP
-        for name, tensor in plan.tensors.items()
-        if tensor.width % LINEAR_STEP and tensor.width % CHANNEL_STEP == 0 and name not in attended
-    }
     if not any(isinstance(each, Linear) and each.weight == "int8" for each in plan.operations):
         return plan, constants
+    attentions = (each for each in plan.operations if isinstance(each, Attention))
+    attended = {name for each in attentions for name in (*each.reads, each.output)}
+    tensors, places = dict(plan.tensors), dict[str, Array]()
+    for name, tensor in plan.tensors.items():
+        own = tensor.width
+        if own % LINEAR_STEP and own % CHANNEL_STEP == 0 and name not in attended:
+            places[name] = np.arange(own)
+            tensors[name] = replace(tensor, width=-(-own // LINEAR_STEP) * LINEAR_STEP, channels=own)
+    widened = replace(plan, tensors=tensors)
+    return widened, _spread_channels(widened, constants, places)
 
-    def widen(name: str, *tensors: str, times: int = 1) -> None:
-        """Put zeros behind the last axes of an array: channels of tensors, `times` those of the first."""
-        array = constants.get(name)
-        if array is not None and array.ndim:
-            sizes = array.shape[-len(tensors) :]
-            widths = [wide.get(each) for each in tensors]
-            widths[0] = widths[0] and times * widths[0]
-            spare = [(0, (width or size) - size) for width, size in zip(widths, sizes, strict=True)]
-            constants[name] = np.pad(array, [(0, 0)] * (array.ndim - len(tensors)) + spare)
+
+def _spread_channels(plan: Plan, constants: Numbers, places: Mapping[str, Array]) -> Numbers:
+    """Put channels of tensors at these places of their widths, with zeros between, in all arrays."""
+
+    def spread(name: str, *tensors: str) -> None:
+        """Spread the last axes of an array."""
+        for axis, tensor in enumerate(tensors, -len(tensors)):
+            if tensor in places and np.ndim(constants.get(name, 0)):
+                own, rows = len(places[tensor]), np.moveaxis(constants[name], axis, 0)
+                times, rest = len(rows) // own, rows.shape[1:]  # a gate has two rows for each channel
+                wide = np.zeros((plan.tensors[tensor].width, times, *rest), rows.dtype)
+                wide[places[tensor]] = rows.reshape(own, times, *rest)
+                constants[name] = np.moveaxis(wide.reshape(-1, *rest), 0, axis)
 
     for each in plan.operations:
         if isinstance(each, Linear):
-            times = 2 if each.gated else 1
-            widen(f"{each.name}.weight", each.output, each.input, times=times)
+            spread(f"{each.name}.weight", each.output, each.input)
             for part in ("weight_scale", "bias", "residual"):
-                widen(f"{each.name}.{part}", each.output, times=times)
+                spread(f"{each.name}.{part}", each.output)
         elif isinstance(each, Embed | Norm):
             for part in ("gamma", "beta", "word", "position", "type"):
-                widen(f"{each.name}.{part}", each.writes[0])
-    for name in wide:
-        widen(f"{name}.multiplier", name)
-    tensors = {
-        name: replace(tensor, width=wide[name], channels=tensor.width) if name in wide else tensor
-        for name, tensor in plan.tensors.items()
-    }
-    return replace(plan, tensors=tensors), constants
-
-
-def _spread(rows: Array, places: Array, count: int) -> Array:
-    """Return rows at these places of `count`, and zeros between."""
-    wide = np.zeros((count, *rows.shape[1:]), rows.dtype)
-    wide[places] = rows
-    return wide
+                spread(f"{each.name}.{part}", each.writes[0])
+    for name in places:
+        spread(f"{name}.multiplier", name)
+    return constants
 
 
 def merge_qkv(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:

@@ -45,7 +45,6 @@ from qdqbench.quantize.engine.cuda.plan import (
     Operation,
     Plan,
     Quantize,
-    Quantized,
 )
 from qdqbench.quantize.engine.cuda.reader import EngineFile
 from qdqbench.quantize.engine.cuda.tiles import (
@@ -128,36 +127,28 @@ def launch_gemm(  # noqa: PLR0913, PLR0917
     source: Any,
     weight: Any,
     call: GemmArguments,
+    scratch: Any = None,
 ) -> None:
-    """Launch an instance of gemm.cu on INT8 [M, K] and [N, K], with one block a multiprocessor at most."""
-    grid = min(multiprocessors, -(-call.m // tile.m) * -(-call.n // tile.n))
-    columns = 2 * 2 * 3 * 4 * tile.n  # bytes: scale, bias and factor, for two tiles of two groups at most
-    weights = -(-call.k // 128) if tile.stationary else tile.stages  # [tile.n, 128] each
-    shared = 128 * (tile.stages * tile.m + weights * tile.n) + 16 * tile.stages + columns + 1024
-    arguments = [map_tiles(source, tile.m), map_tiles(weight, tile.n), call]
-    kernels.launch(f"gemm_{tile}_{instance}", (grid, 1), 384, arguments, shared)
+    """Launch a GEMM of INT8 [M, K] and [N, K]: of gemm.cu, or with `scratch` of gemm_mma.cu.
 
-
-def launch_mma_gemm(  # noqa: PLR0913, PLR0917
-    kernels: Kernels,
-    instance: str,
-    tile: Tile,
-    multiprocessors: int,
-    source: Any,
-    weight: Any,
-    scratch: Any,
-    call: GemmArguments,
-) -> None:
-    """Launch an instance of gemm_mma.cu on INT8 [M, K] and [N, K], with room for sums of parts of K."""
+    In gemm.cu a multiprocessor has one block at most. `scratch` has room for sums of parts of K.
+    """
     count = -(-call.m // tile.m) * -(-call.n // tile.n)
-    if tile.parts > 1 and count * tile.parts > MOST_ITEMS * multiprocessors:
-        raise QdqError(f"gemm_{tile} of {call.m} x {call.n} has no room for the sums of {tile.parts} parts")
-    grid = min(tile.blocks * multiprocessors, count * tile.parts)
-    done = scratch.data_ptr()
-    split = SplitArguments(done, done + 4 * MOST_ITEMS * multiprocessors, tile.parts)
-    arguments = [c.c_void_p(source.data_ptr()), c.c_void_p(weight.data_ptr()), split, call]
-    block = 32 * tile.warps[0] * tile.warps[1]
-    kernels.launch(f"gemm_{tile}_{instance}", (grid, 1), block, arguments, tile.shared)
+    if scratch is None:
+        grid, block = min(multiprocessors, count), 384
+        columns = 2 * 2 * 3 * 4 * tile.n  # bytes: scale, bias and factor, for two tiles of two groups at most
+        weights = -(-call.k // 128) if tile.stationary else tile.stages  # [tile.n, 128] each
+        shared = 128 * (tile.stages * tile.m + weights * tile.n) + 16 * tile.stages + columns + 1024
+        arguments: list[Any] = [map_tiles(source, tile.m), map_tiles(weight, tile.n), call]
+    else:
+        if tile.parts > 1 and count * tile.parts > MOST_ITEMS * multiprocessors:
+            sizes = f"{call.m} x {call.n}"
+            raise QdqError(f"gemm_{tile} of {sizes} has no room for the sums of {tile.parts} parts")
+        grid, block = min(tile.blocks * multiprocessors, count * tile.parts), 32 * math.prod(tile.warps)
+        shared, done = tile.shared, scratch.data_ptr()
+        split = SplitArguments(done, done + 4 * MOST_ITEMS * multiprocessors, tile.parts)
+        arguments = [c.c_void_p(source.data_ptr()), c.c_void_p(weight.data_ptr()), split, call]
+    kernels.launch(f"gemm_{tile}_{instance}", (grid, 1), block, arguments, shared)
 
 
 def permute_rows(n: int, run: int) -> Array:
@@ -509,7 +500,8 @@ class CudaEngine:
             case Embed() | Norm():
                 self._norm(operation, values, rows)
             case Quantize():
-                self._quantize(operation, values)
+                source = values[operation.input]
+                values |= {name: self._codes(source, name) for name in operation.codes}
             case Linear():
                 self._linear(operation, values, rows)
             case Attention():
@@ -529,7 +521,13 @@ class CudaEngine:
         tokens, tensor = len(rows.ids), self.plan.tensors[operation.writes[0]]
         name, width = operation.name, tensor.width
         call = NormArguments(self._at(f"{name}.gamma"), self._at(f"{name}.beta"))
-        self._outputs(operation, values, tokens, call)
+        if operation.half is not None:
+            values[operation.half] = self._make(operation.half, tokens)
+            call.half = values[operation.half].data_ptr()
+        for number, codes in enumerate(operation.codes):
+            values[codes] = self._make(codes, tokens)
+            call.codes[number] = values[codes].data_ptr()
+            call.multiplier[number] = self._at(f"{codes}.multiplier")
         call.epsilon, call.tokens = operation.epsilon, tokens
         call.hidden, call.channels, call.spare = width, tensor.own, width - tensor.own
         if isinstance(operation, Embed):
@@ -542,24 +540,6 @@ class CudaEngine:
         kernel = f"{operation.op}_{norm_name(operation, width)}"
         grid = min(NORM_BLOCKS[count_parts(width)] * self._multiprocessors, -(-tokens // 4))
         self._kernels.launch(kernel, (grid, 1), 128, [first, call])
-
-    def _outputs(
-        self, operation: Quantized, values: dict[str, Any], tokens: int, call: NormArguments
-    ) -> None:
-        if operation.half is not None:
-            values[operation.half] = self._make(operation.half, tokens)
-            call.half = values[operation.half].data_ptr()
-        for number, name in enumerate(operation.codes):
-            values[name] = self._make(name, tokens)
-            call.codes[number], call.multiplier[number] = (
-                values[name].data_ptr(),
-                self._at(f"{name}.multiplier"),
-            )
-
-    def _quantize(self, operation: Quantize, values: dict[str, Any]) -> None:
-        source = values[operation.input]
-        for name in operation.codes:
-            values[name] = self._codes(source, name)
 
     def _codes(self, source: Any, name: str, factor: str = "") -> Any:
         made = self._make(name, len(source))
@@ -595,13 +575,12 @@ class CudaEngine:
             call.positions, call.table = positions.data_ptr(), table.data_ptr()
             call.turned, call.head, call.pitch = 2 * n // 3, operation.rotary, table.shape[1]
         tiles, count = list_tiles(operation, self.plan, self.target), self._multiprocessors
-        launch = self._kernels, gemm_name(operation, self.plan)
+        instance = gemm_name(operation, self.plan)
         if self.target.wgmma:
-            tile = choose_tile(*sizes, count, tiles)
-            launch_gemm(*launch, tile, count, source, weight, call)
+            tile, scratch = choose_tile(*sizes, count, tiles), None
         else:
-            tile = form or self._tiles.get(launch[1], *sizes, count) or guess_form(*sizes, count, tiles)
-            launch_mma_gemm(*launch, tile, count, source, weight, scratch, call)
+            tile = form or self._tiles.get(instance, *sizes, count) or guess_form(*sizes, count, tiles)
+        launch_gemm(self._kernels, instance, tile, count, source, weight, call, scratch)
 
     def _time_tiles(self, tokens: int) -> None:
         """Find the fastest tile of each GEMM that was not timed at this size. All make the same bits."""

@@ -269,8 +269,7 @@ class Engine(AbstractContextManager["Engine"]):
 
         Inputs of another kind raise UserError, shapes that no profile takes CheckFailed.
         """
-        tensors = to_torch(feeds, {name: self.dtypes[name] for name in self.inputs}, self.name)
-        profile = self._profile_of(tensors)
+        tensors, profile = self._fit(feeds)
         if profile not in self._contexts:
             self._contexts[profile] = self.new_context(profile, self.stream)
         context = self._contexts[profile]
@@ -289,8 +288,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def kernel_times(self, feeds: Mapping[str, Array], repeats: int = 20) -> dict[str, float]:
         """Return mean milliseconds by kernel of the layer table; their sum is more than a run takes."""
-        tensors = to_torch(feeds, {name: self.dtypes[name] for name in self.inputs}, self.name)
-        profile = self._profile_of(tensors)
+        tensors, profile = self._fit(feeds)
         profiler = _profiler(self._trt)
         context = self.new_context(profile, self.stream)
         with self.torch.cuda.stream(self.stream):
@@ -348,7 +346,9 @@ class Engine(AbstractContextManager["Engine"]):
             if not context.execute_async_v3(stream.cuda_stream):
                 raise CheckFailed(f"{self.name} fails to run ({log.errors() or 'it gives no reason'})")
 
-    def _profile_of(self, tensors: "Mapping[str, torch.Tensor]") -> int:
+    def _fit(self, feeds: Mapping[str, Array]) -> "tuple[dict[str, torch.Tensor], int]":
+        """Return host tensors of inputs, and the profile that takes them."""
+        tensors = to_torch(feeds, {name: self.dtypes[name] for name in self.inputs}, self.name)
         shapes = {name: tuple(buffer.shape) for name, buffer in tensors.items()}
         costs = {}
         for index, ranges in enumerate(self._ranges):
@@ -365,7 +365,7 @@ class Engine(AbstractContextManager["Engine"]):
                 f"no profile of {self.name} takes {listed}; it takes {takes}: change engine.shapes in the "
                 "recipe and build again"
             )
-        return min(costs, key=lambda index: costs[index])
+        return tensors, min(costs, key=lambda index: costs[index])
 
     def close(self) -> None:
         for bound in list(self._bound):

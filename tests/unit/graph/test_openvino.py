@@ -7,7 +7,7 @@ import pytest
 
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, trace
 from qdqbench.quantize.graph.index import GraphIndex
-from qdqbench.quantize.graph.openvino import fuse_for_openvino, move_value_biases, split_norms
+from qdqbench.quantize.graph.rewrites import fuse_for_openvino, move_value_biases, split_norms
 from qdqbench.quantize.utils.arrays import Array
 
 from ...support import tiny_bert as tiny
