@@ -90,6 +90,15 @@ def _kind_read(operation: Any, plan: Plan) -> str:
     return plan.tensors[read].kind if read else "fp16"
 
 
+def require_boundaries(
+    graph: onnx.ModelProto, plan: Plan, arrays: Arrays, batch: Arrays, share: float = 0.001
+) -> None:
+    """In FP32, codes of every kernel differ by a step and next to rounding borders alone."""
+    for found in compare_boundaries(graph, plan, arrays, batch):
+        assert found.largest <= (1 if found.int8 else 1e-4), found
+        assert not found.int8 or found.share <= share, found
+
+
 def compare_boundaries(
     graph: onnx.ModelProto, plan: Plan, arrays: Arrays, batch: Arrays
 ) -> Iterator[Boundary]:

@@ -28,6 +28,15 @@ POOLINGS = {"mean": tiny_embedder.MEAN, "cls": tiny_embedder.CLS, "last": tiny_e
 HEADS = ["tokens", "questions", "regression", *POOLINGS]
 
 
+def write_once(made_once: Any, *case: Any) -> Path:
+    """The file of a graph by model type and recipe, head of a BERT, or recipe and size of heads."""
+    if isinstance(case[-1], int):
+        write, name = write_wide, f"wide-{case[0]}-{case[1]}"
+    else:
+        write, name = (write_case if len(case) == 2 else write_head), "-".join(case)
+    return made_once(f"cuda-{name}", lambda path: write(path, *case)) / "model.onnx"
+
+
 def batch_for(graph: onnx.ModelProto, lengths: tuple[int, ...] = (9, 4, 16), seed: int = 0) -> tiny.Batch:
     """Random tokens for the inputs of a graph; 0 and 1 stand where padding is alone."""
     batch = tiny.padded_batch(lengths, seed)

@@ -109,7 +109,7 @@ def use_no_nvrtc(monkeypatch) -> None:
     def compile_kernels(plan, targets):
         named = {each.name: sorted(list_kernels(plan, each)) for each in targets}
         return {
-            each: {"x": "".join(f"\0.text.{name}\0" for name in made).encode()}
+            each: {"gemm": "".join(f"\0.text.{name}\0" for name in made).encode()}
             for each, made in named.items()
         }
 

@@ -18,7 +18,7 @@ from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support.cuda_graphs import HEADS, batch_for, write_case, write_head
+from ...support.cuda_graphs import HEADS, batch_for, write_once
 from ...support.fake_bench import PLAN
 from ...support.interpreted import Interpreted, use_host
 
@@ -26,10 +26,8 @@ from ...support.interpreted import Interpreted, use_host
 @pytest.fixture(params=["bert", "roberta", "questions", "mean"])
 def engine(request, made_once):
     """Answers of rows and of tokens; positions that count from padding on."""
-    heads = request.param in HEADS
-    case = [request.param] if heads else [request.param, f"{request.param}-int8-linears"]
-    write = write_head if heads else write_case
-    graph = onnx.load(made_once(f"cuda-{'-'.join(case)}", lambda path: write(path, *case)) / "model.onnx")
+    case = [] if request.param in HEADS else [f"{request.param}-int8-linears"]
+    graph = onnx.load(write_once(made_once, request.param, *case))
     return graph, Interpreted(*pack(match_graph(graph)))
 
 

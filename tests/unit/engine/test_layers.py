@@ -250,14 +250,6 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path):
         read_table(path)
 
 
-def test_missing_or_binary_files(tmp_path):
-    with pytest.raises(UserError, match="No such file"):
-        read_table(tmp_path / "nothing.json")
-    (tmp_path / "binary.json").write_bytes(b"\xff\xfe{")
-    with pytest.raises(UserError, match="it is not text"):
-        read_table(tmp_path / "binary.json")
-
-
 # Names.
 
 

@@ -41,16 +41,6 @@ def test_what_is_wrong_is_said(tmp_path, text, said):
         read_profile(written(tmp_path, text))
 
 
-def test_what_cannot_be_read_is_said(tmp_path):
-    with pytest.raises(UserError, match="No such file"):
-        read_profile(tmp_path / "none.json")
-    with pytest.raises(UserError, match="is no regular file"):
-        read_profile(tmp_path)
-    (tmp_path / "binary").write_bytes(b"\x00\xff\xfe")
-    with pytest.raises(UserError, match="not text"):
-        read_profile(tmp_path / "binary")
-
-
 def test_a_large_file_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(trtexec, "MAX_BYTES", 100)
     with pytest.raises(UserError, match="at most 100"):

@@ -32,8 +32,9 @@ BATCHES = [tiny.padded_batch(), tiny.padded_batch((1,)), tiny.padded_batch((128,
 @pytest.mark.parametrize("weights", ["channel", "factored"])
 @pytest.mark.parametrize("name", INT8_RECIPES)
 def test_the_check_is_clean_and_the_quantized_set_is_the_recipes(tiny_bert, name, weights):
-    plan = tiny.quantized(tiny_bert, name).plan
-    graph = tiny.exported(tiny_bert, name, weights=weights)
+    plan, notes = tiny.quantized(tiny_bert, name).plan, []
+    graph = finish_graph(tiny.traced(tiny_bert, name), plan, ExportSettings(20, "fp16", weights), notes)
+    assert notes == []
     report = check_model(graph, expected_quantized={*plan.int8, *plan.attention})
     assert report.findings == []
     assert {module_of(node) for node in report.quantized} == {*plan.int8, *plan.attention}
@@ -211,14 +212,6 @@ class TestUnjoined:
             store(graph, scale, tiny.tensor(graph, scale) * np.float32(1.01))
         return graph
 
-    @pytest.mark.parametrize("weights", ["channel", "factored"])
-    @pytest.mark.parametrize("name", INT8_RECIPES)
-    def test_nothing_is_noted_of_a_shipped_recipe(self, tiny_bert, name, weights):
-        notes = []
-        settings = ExportSettings(20, "fp16", weights)
-        finish_graph(tiny.traced(tiny_bert, name), tiny.quantized(tiny_bert, name).plan, settings, notes)
-        assert notes == []
-
     @pytest.mark.parametrize("layers", [(0,), (0, 1)])
     def test_attentions_are_counted(self, tiny_bert, layers):
         notes = ["before"]
@@ -230,13 +223,6 @@ class TestUnjoined:
         finish_graph(
             graph, tiny.quantized(tiny_bert).plan, settings
         )  # who asks for no notes gets the same graph
-
-    def test_a_twin_has_nothing_to_join(self, tiny_bert):
-        notes = []
-        model = load_model(str(tiny_bert))
-        settings = ExportSettings(20, "fp16", "factored")
-        finish_graph(trace(model, 20), tiny.plan_of(tiny.recipe_with(), model), settings, notes)
-        assert notes == []
 
     def test_the_stage_warns_once(self, tiny_bert, tmp_path, monkeypatch):
         monkeypatch.setattr(export.rewrites, "join_heads", lambda model: 0)
@@ -278,10 +264,3 @@ class TestSave:
             save(graph, path, "a")
         assert path.read_bytes() == b"old"
         assert [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
-
-    def test_int8_is_much_smaller_than_its_twin(self, tiny_bert):
-        model = load_model(str(tiny_bert))
-        twin = tiny.twin(tiny_bert, "fp32")
-        weights = sum(dict(model.named_parameters())[f"{name}.weight"].numel() for name in tiny.LINEARS)
-        overhead = 40_000  # node names and Q/DQ of a graph this small weigh as much as its weights
-        assert tiny.exported(tiny_bert).ByteSize() < twin.ByteSize() - 3 * weights + overhead

@@ -13,7 +13,7 @@ from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.utils.errors import UserError
 
-from ...support.cuda_graphs import batch_for, write_wide
+from ...support.cuda_graphs import batch_for, write_once
 from ...support.interpreted import Interpreted
 
 NORM = "bert.encoder.layer.0.output.LayerNorm"
@@ -21,8 +21,7 @@ NORM = "bert.encoder.layer.0.output.LayerNorm"
 
 @pytest.fixture(scope="module")
 def graph(made_once):
-    name = "bert-int8-residual-fused"
-    return onnx.load(made_once(f"cuda-wide-{name}", lambda path: write_wide(path, name, 32)) / "model.onnx")
+    return onnx.load(write_once(made_once, "bert-int8-residual-fused", 32))
 
 
 def found(graph, **spoilt):

@@ -1,6 +1,7 @@
 """Engine files: built without a GPU, what their layer tables prove, and damaged ones."""
 
 import functools
+import itertools
 import json
 import operator
 from dataclasses import asdict, replace
@@ -14,9 +15,9 @@ from safetensors.numpy import load, save
 from qdqbench.eval.verification.blocks import stitch
 from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.build import build, list_gemms, require_int8
-from qdqbench.quantize.engine.cuda import check, names
 from qdqbench.quantize.engine.cuda import compile as kernels
 from qdqbench.quantize.engine.cuda import file as files
+from qdqbench.quantize.engine.cuda import names
 from qdqbench.quantize.engine.cuda.file import build_file, list_rows, read_file
 from qdqbench.quantize.engine.cuda.interpret import interpret
 from qdqbench.quantize.engine.cuda.match import match_graph
@@ -31,7 +32,8 @@ from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
 from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
 
 from ....support.cuda_boundaries import run_outputs
-from ....support.cuda_graphs import RECIPES, batch_for, write_case, write_head, write_wide
+from ....support.cuda_graphs import RECIPES, batch_for
+from ....support.interpreted import use_no_nvrtc
 
 PLACES = (  # that an array does not have
     *({"dtype": kind} for kind in ("F64", "BF16", None, [])),
@@ -45,61 +47,31 @@ HOPPER = names.find_target("9.0")
 PROFILE = Profile((1, 1), (2, 16), (4, 128))
 
 
-@pytest.fixture(scope="module")
-def graph_of(made_once):
-    """The file of a graph with heads of 32: a BERT by its recipe."""
-
-    def path_of(recipe: str):
-        folder = made_once(f"cuda-wide-{recipe}", lambda path: write_wide(path, recipe, 32))
-        return folder / "model.onnx"
-
-    return path_of
-
-
 @pytest.fixture
 def without_nvrtc(monkeypatch):
-    """Cubins that hold the names of kernels alone."""
-
-    def compile_kernels(plan, targets):
-        made = {}
-        for target in targets:
-            symbols = "".join(f"\0.text.{name}\0" for name in sorted(names.list_kernels(plan, target)))
-            made[target.name] = {"gemm": b"\x7fELF" + symbols.encode()}
-        return made
-
-    monkeypatch.setattr(files, "compile_kernels", compile_kernels)
-    monkeypatch.setattr(files, "find_products", lambda _: {})
+    use_no_nvrtc(monkeypatch)
 
 
 @pytest.fixture
 def engine(graph_of, without_nvrtc, tmp_path):
     path = tmp_path / "model.engine"
-    path.write_bytes(build_file(onnx.load(graph_of("bert-int8-residual-fused")))[0])
+    path.write_bytes(build_file(graph_of("bert-int8-residual-fused", 32))[0])
     return path
 
 
-def test_kernels_of_shipped_recipes_compile_and_are_found(made_once):
-    try:
-        kernels.load_nvrtc()
-    except MissingDevice as error:
-        pytest.skip(str(error))
+def test_kernels_of_shipped_recipes_compile_and_are_found(packed, nvrtc):
     lines: dict[str, set[str]] = {}
     expected: set[str] = set()
-    for recipe in RECIPES["bert"]:
-        for head_size in names.ATTENTION_SIZES:
-            folder = made_once(
-                f"cuda-bert-{recipe}", lambda path, name=recipe: write_case(path, "bert", name)
-            )
-            plan, _ = pack(match_graph(onnx.load(folder / "model.onnx")))
-            operations = [
-                replace(each, head_size=head_size) if isinstance(each, Attention) else each
-                for each in plan.operations
-            ]
-            plan = replace(plan, operations=tuple(operations))
-            expected |= names.list_kernels(plan, HOPPER)
-            pairs = (pair for each in operations for pair in kernels.list_instances(each, plan, HOPPER))
-            for source, line in pairs:
-                lines.setdefault(source, set()).add(line)
+    for recipe, head_size in itertools.product(RECIPES["bert"], names.ATTENTION_SIZES):
+        plan, _ = packed("bert", recipe)
+        operations = tuple(
+            replace(each, head_size=head_size) if isinstance(each, Attention) else each
+            for each in plan.operations
+        )
+        plan = replace(plan, operations=operations)
+        expected |= names.list_kernels(plan, HOPPER)
+        for source, made in kernels.list_lines([plan], HOPPER).items():
+            lines.setdefault(source, set()).update(made)
     assert {*lines} == {"attention", "gemm", "head", "norm"}
     cubins = [kernels.compile_source(source, sorted(made), HOPPER) for source, made in lines.items()]
     there = [names.find_symbols(cubin) for cubin in cubins]
@@ -108,12 +80,8 @@ def test_kernels_of_shipped_recipes_compile_and_are_found(made_once):
 
 
 @pytest.mark.parametrize("name", ["8.6", "9.0"])
-def test_int8_products_are_in_the_machine_code(name, graph_of):
-    try:
-        kernels.load_nvrtc()
-    except MissingDevice as error:
-        pytest.skip(str(error))
-    plan, _ = pack(match_graph(onnx.load(graph_of("bert-int8-attention"))))
+def test_int8_products_are_in_the_machine_code(name, packed, nvrtc):
+    plan, _ = packed("bert-int8-attention", 32)
     target = names.find_target(name)
     found = [kernels.find_products(code) for code in kernels.compile_kernels(plan, [target])[name].values()]
     if not any(found):
@@ -129,12 +97,12 @@ def test_a_kernel_that_multiplies_in_fp16_is_no_int8_kernel(graph_of, without_nv
     for products in ({"HGMMA"}, {"IGMMA", "HGMMA"}, set()):
         monkeypatch.setattr(files, "find_products", lambda _, found=products: {"gemm_64_64": found})
         with pytest.raises(QdqError, match=r"kernel gemm_64_64 multiplies by .*, and INT8 by IGMMA alone"):
-            build_file(onnx.load(graph_of("bert-int8-linears")))
+            build_file(graph_of("bert-int8-linears", 32))
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPES["bert"] if not name.endswith(("fp16", "-qat"))])
-def test_a_build_proves_what_the_recipe_wants(recipe, graph_of, without_nvrtc, tmp_path):
-    path = graph_of(recipe)
+def test_a_build_proves_what_the_recipe_wants(recipe, path_of, without_nvrtc, tmp_path):
+    path = path_of(recipe, 32)
     nodes = onnx.load(path).graph.node
     int8 = {node.output[0] for node in nodes if node.op_type == "DequantizeLinear"}
     turned = {node.output[0] for node in nodes if node.op_type == "Transpose" and node.input[0] in int8}
@@ -142,15 +110,8 @@ def test_a_build_proves_what_the_recipe_wants(recipe, graph_of, without_nvrtc, t
     expected = [name for name, read in products.items() if read[0] in int8 | turned or read[1] in turned]
     attention = sum(name.endswith("self/MatMul") for name in expected)
     assert expected
-    out = tmp_path / "model.engine"
-    result = build(
-        path,
-        out,
-        backend="cuda",
-        profiles=[PROFILE],
-        expected_gemms=expected,
-        expected_attention=attention,
-    )
+    out, given = tmp_path / "model.engine", {"backend": "cuda", "profiles": [PROFILE]}
+    result = build(path, out, **given, expected_gemms=expected, expected_attention=attention)
     require_int8(result)
     assert (result.int8_gemms, result.not_int8) == (len(expected), [])
     assert result.attention_int8 == attention == (2 if "linears" not in recipe and "ffn" not in recipe else 0)
@@ -163,14 +124,12 @@ def test_a_build_proves_what_the_recipe_wants(recipe, graph_of, without_nvrtc, t
     assert (sidecar.backend, sidecar.version, sidecar.gpu) == ("cuda", kernels.get_version(), None)
     everything = [*expected, *(name for name in products if name not in expected)]
     if len(everything) > len(expected):
-        lost = build(
-            path, out, backend="cuda", profiles=[PROFILE], expected_gemms=everything, expected_attention=2
-        )
+        lost = build(path, out, **given, expected_gemms=everything, expected_attention=2)
         assert lost.not_int8 == sorted({*everything} - {*expected})
 
 
-def test_a_file_holds_the_plan_and_its_arrays(engine, graph_of):
-    plan, arrays = pack(match_graph(onnx.load(graph_of("bert-int8-residual-fused"))))
+def test_a_file_holds_the_plan_and_its_arrays(engine, packed):
+    plan, arrays = packed("bert-int8-residual-fused", 32)
     found = read_file(engine)
     assert found.plan == plan
     assert found.arrays.keys() == arrays.keys()
@@ -178,9 +137,16 @@ def test_a_file_holds_the_plan_and_its_arrays(engine, graph_of):
     assert [row.residual for row in list_rows(plan) if row.residual] == ["Int8"] * 8
 
 
+def parts_of(data):
+    """The JSON of an engine file, and what is behind it."""
+    size = 8 + int.from_bytes(data[:8], "little")
+    return data[8:size].decode(), data[size:]
+
+
 def test_a_damaged_file_or_one_of_another_version_is_refused(engine, tmp_path):
     data, stored = engine.read_bytes(), load(engine.read_bytes())
-    told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    header, rest = parts_of(data)
+    told = json.loads(header)["__metadata__"]
     first = next(name for name in stored if name.endswith(".weight"))
     without_code = {name: array for name, array in stored.items() if not name.startswith("code.")}
     plan = json.loads(told["plan"])
@@ -191,23 +157,16 @@ def test_a_damaged_file_or_one_of_another_version_is_refused(engine, tmp_path):
     def planned(**change):
         return written({"plan": json.dumps(plan | change)})
 
+    def headed(made):
+        return len(made).to_bytes(8, "little") + made + rest
+
     def placed(**change):
         """The file with another entry of an array, whose bytes stay."""
-        size = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + size])
-        header[first] |= change
-        made = json.dumps(header).encode()
-        return len(made).to_bytes(8, "little") + made + data[8 + size :]
-
-    def headed(made):
-        return len(made).to_bytes(8, "little") + made + data[8 + int.from_bytes(data[:8], "little") :]
-
-    def encoded(name):
-        return headed(data[8 : 8 + int.from_bytes(data[:8], "little")].decode().encode(name))
+        entries = json.loads(header)
+        return headed(json.dumps(entries | {first: entries[first] | change}).encode())
 
     entry = json.dumps({first: {"dtype": "I8", "shape": [0], "data_offsets": [0, 0]}})
-    header = data[8 : 8 + int.from_bytes(data[:8], "little")].decode().rstrip()
-    twice = headed(f"{entry[:-1]}, {header[1:]}".encode())
+    twice = headed(f"{entry[:-1]}, {header.rstrip()[1:]}".encode())
     assert placed().endswith(data[-100:])
     assert told["qdqbench"] == metadata.version("qdqbench")
     for broken, message in (
@@ -234,7 +193,7 @@ def test_a_damaged_file_or_one_of_another_version_is_refused(engine, tmp_path):
             "^[^\x1b\x07]*$",
         ),
         (written(arrays=stored | {"\x1b[2J": stored[first]}), r"no kernel reads \?\[2J"),
-        (encoded("utf-16"), "is no whole engine"),
+        (headed(header.encode("utf-16")), "is no whole engine"),
         (twice, r"\(a key that is there twice\)"),
         (planned(inputs=plan["inputs"][1:]), "the plan needs the inputs attention_mask, input_ids, token"),
         (planned(states=["nowhere"]), "the plan gives nowhere as codes, or never"),
@@ -264,8 +223,7 @@ def paths_of(value, path=()):
 
 def test_any_change_of_a_plan_is_read_or_refused(engine, tmp_path):
     """Each value of the plan in turn is taken away, or is another: nothing but a sentence may come of it."""
-    data, stored = engine.read_bytes(), load(engine.read_bytes())
-    told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    stored, told = load(engine.read_bytes()), json.loads(parts_of(engine.read_bytes())[0])["__metadata__"]
     plan, path, refused = json.loads(told["plan"]), tmp_path / "changed.engine", 0
     places = [place for place in paths_of(plan) if "nodes" not in place]
     for number, place in enumerate(places):
@@ -283,33 +241,26 @@ def test_any_change_of_a_plan_is_read_or_refused(engine, tmp_path):
     assert refused > 0.7 * len(places)
 
 
-def test_sizes_that_no_kernel_takes_are_refused(made_once, tmp_path, monkeypatch):
+def test_sizes_that_no_kernel_takes_are_refused(packed, tmp_path, monkeypatch):
     monkeypatch.setattr("qdqbench.quantize.engine.cuda.pack.widen_heads", lambda *given: given)
-    narrow = made_once(
-        "cuda-bert-bert-int8-attention", lambda path: write_case(path, "bert", "bert-int8-attention")
-    )
-    plan, _ = pack(match_graph(onnx.load(narrow / "model.onnx")))
-    with pytest.raises(
-        UserError,
-        match=r"heads of INT8 attention are padded to 32, 64 or 128 channels, not 16; take tensorrt_rtx",
-    ):
-        kernels.compile_kernels(plan, [HOPPER])
+    plan, arrays = packed("bert", "bert-int8-attention")
+    path, told = tmp_path / "model.engine", {"version": kernels.get_version()}
+    path.write_bytes(save(arrays, told | {"plan": json.dumps(asdict(plan))}))
+
+    def refused(message, read=None, **changes):
+        with pytest.raises(UserError, match=message):
+            read_file(read) if read else kernels.compile_kernels(replace(plan, **changes), [HOPPER])
+
+    padded = "heads of INT8 attention are padded to 32, 64 or 128 channels, not 16; take tensorrt_rtx"
+    refused(padded)
+    refused(padded, path)
     operations = (
         replace(each, head_size=4, heads=8, probability_multiplier=None)
         if isinstance(each, Attention)
         else each
         for each in plan.operations
     )
-    with pytest.raises(UserError, match="FP16 attention have a multiple of 8 channels up to 256, not 4;"):
-        kernels.compile_kernels(replace(plan, operations=tuple(operations)), [HOPPER])
-    _, arrays = pack(match_graph(onnx.load(narrow / "model.onnx")))
-    told = {"version": kernels.get_version()}
-    path = tmp_path / "model.engine"
-    path.write_bytes(save(arrays, told | {"plan": json.dumps(asdict(plan))}))
-    with pytest.raises(
-        UserError, match="heads of INT8 attention are padded to 32, 64 or 128 channels, not 16"
-    ):
-        read_file(path)
+    refused("FP16 attention have a multiple of 8 channels up to 256, not 4;", operations=tuple(operations))
     attention = next(each for each in plan.operations if isinstance(each, Attention))
     attention = replace(attention, head_size=32, heads=1)
     linear = next(each for each in plan.operations if each.op == "linear")
@@ -319,24 +270,20 @@ def test_sizes_that_no_kernel_takes_are_refused(made_once, tmp_path, monkeypatch
         (Quantize(name="q", input=linear.input, codes=("odd",)), "a multiple of 4 channels, not 66"),
     ):
         tensors = plan.tensors | {"odd": Tensor(kind="int8", width=66)}
-        with pytest.raises(UserError, match=message):
-            kernels.compile_kernels(replace(plan, operations=(changed,), tensors=tensors), [HOPPER])
+        refused(message, operations=(changed,), tensors=tensors)
     for kind, width, message in (
         ("linear", 40, "next to FP16 attention of 16, not 40"),
         ("norm", 8192, "up to 4096 channels"),
     ):
         operation = next(each for each in plan.operations if each.op == kind)
-        name = operation.writes[0]
-        tensors = plan.tensors | {name: replace(plan.tensors[name], width=width)}
-        tensors |= {read: replace(plan.tensors[read], width=width) for read in operation.reads}
-        wide = replace(plan, operations=(operation,), tensors=tensors)
-        with pytest.raises(UserError, match=message):
-            kernels.compile_kernels(wide, [HOPPER])
+        touched = (operation.writes[0], *operation.reads)
+        tensors = {name: replace(plan.tensors[name], width=width) for name in touched}
+        refused(message, operations=(operation,), tensors=plan.tensors | tensors)
 
 
-def test_a_build_without_nvrtc_or_for_another_gpu_is_refused(graph_of, tmp_path, monkeypatch):
+def test_a_build_without_nvrtc_or_for_another_gpu_is_refused(path_of, tmp_path, monkeypatch):
     given = {"profiles": [PROFILE], "expected_gemms": [], "expected_attention": 0, "backend": "cuda"}
-    path = graph_of("bert-int8-linears")
+    path = path_of("bert-int8-linears", 32)
     for wanted, message in (
         (["8.0", "7.0"], r"runs on compute capability 7\.5 and newer, not on 7\.0"),
         ("ampere", r"builds for compute capability 7\.5, .*PTX, not 'ampere'"),
@@ -363,8 +310,8 @@ def test_a_build_without_nvrtc_or_for_another_gpu_is_refused(graph_of, tmp_path,
     assert not [*tmp_path.iterdir()]
 
 
-def test_an_engine_says_which_gpu_it_needs(graph_of, without_nvrtc, tmp_path, monkeypatch):
-    path, out = graph_of("bert-int8-linears"), tmp_path / "model.engine"
+def test_an_engine_says_which_gpu_it_needs(path_of, without_nvrtc, tmp_path, monkeypatch):
+    path, out = path_of("bert-int8-linears", 32), tmp_path / "model.engine"
     given = {"profiles": [PROFILE], "expected_gemms": [], "expected_attention": 0}
     built = build(path, out, backend="cuda", **given)
     assert built.compute_capability == [*names.NAMES[1:]]  # Turing has no FP16 attention
@@ -379,16 +326,15 @@ def test_an_engine_says_which_gpu_it_needs(graph_of, without_nvrtc, tmp_path, mo
         check_sidecar(out, path)
 
 
-@pytest.mark.parametrize("case", ["bert-int8-attention", "bert-int8-residual-fused", "questions"])
-def test_a_cut_graph_takes_and_gives_states(case, graph_of, made_once, monkeypatch):
-    monkeypatch.setattr(check, "HALF", np.dtype(np.float32))  # FP16 would move codes next to rounding borders
-    path = graph_of(case) if case.startswith("bert") else None
-    if path is None:
-        path = made_once("cuda-questions", lambda folder: write_head(folder, "questions")) / "model.onnx"
-    stitched = stitch(onnx.load(path), family_named("bert"))
+@pytest.mark.parametrize(
+    "case", [("bert-int8-attention", 32), ("bert-int8-residual-fused", 32), ("questions",)], ids=str
+)
+@pytest.mark.usefixtures("in_fp32")
+def test_a_cut_graph_takes_and_gives_states(case, graph_of):
+    whole = graph_of(*case)
+    stitched = stitch(whole, family_named("bert"))
     plan, arrays = pack(match_graph(stitched.model))
     assert len(plan.given) == len(plan.states) == len({each.input for each in stitched.blocks}) - 1
-    whole = onnx.load(path)
     batch = batch_for(whole, (9, 4, 16))
     random, width = np.random.default_rng(0), plan.tensors[plan.given[0]].width
     batch |= {name: random.normal(size=(3, 16, width)).astype(np.float32) for name in plan.given}

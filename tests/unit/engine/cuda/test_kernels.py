@@ -5,7 +5,6 @@ from functools import cache
 from itertools import product
 
 import numpy as np
-import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,19 +13,14 @@ from qdqbench.quantize.engine.cuda import runtime
 from qdqbench.quantize.engine.cuda.check import require_kernels
 from qdqbench.quantize.engine.cuda.driver import AttentionArguments
 from qdqbench.quantize.engine.cuda.match import match_graph
-from qdqbench.quantize.engine.cuda.names import (
-    NORM_PARTS,
-    TARGETS,
-    list_kernels,
-    most_codes,
-)
+from qdqbench.quantize.engine.cuda.names import NORM_PARTS, TARGETS, list_kernels, most_codes
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Attention
 from qdqbench.quantize.engine.cuda.tiles import MOST_ITEMS
 from qdqbench.quantize.engine.cuda.tokens import pack_tokens
 from qdqbench.quantize.utils.errors import UserError
 
-from ....support.cuda_graphs import batch_for, write_wide
+from ....support.cuda_graphs import batch_for
 from ....support.cuda_kernels import (
     DENSE,
     EPILOGUES,
@@ -64,13 +58,12 @@ def tiles_for_the_emulator(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def packed(made_once):
+def packed(graph_of):
     """The graph, plan and arrays of a case."""
 
     @cache
-    def make(recipe, size):
-        folder = made_once(f"cuda-wide-{recipe}-{size}", lambda path: write_wide(path, recipe, size))
-        graph = onnx.load(folder / "model.onnx")
+    def make(*case):
+        graph = graph_of(*case)
         return graph, *pack(match_graph(graph))
 
     return make

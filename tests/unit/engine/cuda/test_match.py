@@ -7,18 +7,18 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from qdqbench.quantize.engine.cuda import check
 from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.models.load import prepare_model
 from qdqbench.quantize.utils.errors import UserError
 
-from ....support.cuda_boundaries import compare_boundaries
-from ....support.cuda_graphs import batch_for, export, load_variant, write_case, write_head
+from ....support.cuda_boundaries import require_boundaries
+from ....support.cuda_graphs import batch_for, export, load_variant
 from ....support.long import mark_long
 from ....support.tiny_bert import copied
 from ....support.tiny_modernbert import new_modernbert
 
+pytestmark = pytest.mark.usefixtures("in_fp32")
 GRAPHS = [
     ("bert", "bert-int8-residual-fused"),
     ("modernbert", "modernbert-int8-attention"),
@@ -30,10 +30,8 @@ GRAPHS = [
 
 # layers of MPNet are as those of BERT but for its bias, which a test below changes
 @pytest.fixture(scope="module", params=mark_long(GRAPHS, GRAPHS[1:3]), ids="-".join)
-def graph(request, made_once):
-    write = write_case if len(request.param) == 2 else write_head
-    folder = made_once(f"cuda-{'-'.join(request.param)}", lambda path: write(path, *request.param))
-    return onnx.load(folder / "model.onnx")
+def graph(request, graph_of):
+    return graph_of(*request.param)
 
 
 def places(graph: onnx.ModelProto) -> Iterator[int]:
@@ -88,15 +86,8 @@ def is_refused_or_right(graph: onnx.ModelProto) -> bool:
         plan, arrays = pack(match_graph(graph))
     except UserError:
         return True
-    for found in compare_boundaries(graph, plan, arrays, batch_for(graph)):
-        assert found.largest <= (1 if found.int8 else 1e-4), found
-        assert found.share <= (0.005 if found.int8 else 1), found
+    require_boundaries(graph, plan, arrays, batch_for(graph), 0.005)
     return False
-
-
-@pytest.fixture(autouse=True)
-def _in_fp32(monkeypatch):
-    monkeypatch.setattr(check, "HALF", np.dtype(np.float32))
 
 
 @pytest.mark.parametrize("kind", ["Identity", "Softmax", "Sub"])
@@ -236,10 +227,8 @@ def test_a_mask_that_leaves_weight_is_refused(graph, fill):
 
 
 @pytest.mark.parametrize("change", ["a bucket", "no bucket", "a head", "places"])
-def test_a_bias_that_does_not_follow_from_distances_is_refused(change, made_once):
-    case = "mpnet", "mpnet-int8-attention"
-    folder = made_once(f"cuda-{'-'.join(case)}", lambda path: write_case(path, *case))
-    graph = onnx.load(folder / "model.onnx")
+def test_a_bias_that_does_not_follow_from_distances_is_refused(change, graph_of):
+    graph = graph_of("mpnet", "mpnet-int8-attention")
     constants = {each.name: each for each in graph.graph.initializer}
     (gather,) = (each for each in graph.graph.node if "relative_attention_bias" in each.name)
     slices = [each for each in graph.graph.node if each.op_type == "Slice"]
@@ -257,11 +246,9 @@ def test_a_bias_that_does_not_follow_from_distances_is_refused(change, made_once
 
 
 @pytest.fixture
-def rotated(made_once):
+def rotated(graph_of):
     """A graph that rotates q and k."""
-    case = "modernbert", "modernbert-int8-attention"
-    folder = made_once(f"cuda-{'-'.join(case)}", lambda path: write_case(path, *case))
-    return onnx.load(folder / "model.onnx")
+    return graph_of("modernbert", "modernbert-int8-attention")
 
 
 def test_angles_are_products_of_matrices_in_graphs_of_older_transformers(rotated):
@@ -333,16 +320,13 @@ def test_other_rotations_and_windows_are_refused(rotated, change, why):
         match_graph(rotated)
 
 
-def test_types_of_inputs_and_outputs_are_checked(graph):
+def test_other_types_versions_and_inputs_are_refused(graph):
     for values in ("input", "output"):
         changed = copied(graph)
         value = getattr(changed.graph, values)[0]
         value.type.tensor_type.elem_type = TensorProto.FLOAT16
         with pytest.raises(UserError, match=f"int64 inputs and float32 outputs, unlike {value.name}"):
             match_graph(changed)
-
-
-def test_other_versions_and_inputs_are_refused(graph):
     changed = copied(graph)
     changed.opset_import[0].version = 19
     with pytest.raises(UserError, match="opset 20 or newer, not 19"):

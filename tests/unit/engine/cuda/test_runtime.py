@@ -64,10 +64,8 @@ def test_a_graph_is_for_all_that_its_tokens_need(lengths):
     tokens = packed(lengths)
     bucket, rows, longest, reach = choose_graph(tokens)
     assert bucket >= sum(lengths)
-    assert (len(lengths) <= rows < 2 * len(lengths), max(lengths) <= longest < 2 * max(lengths)) == (
-        True,
-        True,
-    )
+    assert len(lengths) <= rows < 2 * len(lengths)
+    assert max(lengths) <= longest < 2 * max(lengths)
     row = np.repeat(np.arange(len(lengths)), lengths)
     reached = max(
         tokens.starts[row[min(first + 64, len(row)) - 1] + 1] - tokens.starts[row[first]]
@@ -179,16 +177,13 @@ def test_bound_launches_share_no_buffer_stream_or_pool(monkeypatch):
 
 def test_batches_that_no_bucket_holds_or_of_other_shapes_are_refused():
     ones = np.ones((129, 512), np.int64)
-    with pytest.raises(
-        UserError, match="has 66048 tokens, and an engine takes 65536 at once; give fewer rows"
+    for ids, mask, message in (
+        (ones, ones, "has 66048 tokens, and an engine takes 65536 at once; give fewer rows"),
+        *((ones, other, "of one shape") for other in (ones[:1], ones[:, :1], ones[0])),
+        *((empty, empty, "none of them empty") for empty in (ones[:0], ones[:, :0], ones[0])),
     ):
-        pack_tokens(PLAN, TABLES, {"input_ids": ones, "attention_mask": ones})
-    for mask in (ones[:1], ones[:, :1], ones[0]):
-        with pytest.raises(UserError, match="of one shape"):
-            pack_tokens(PLAN, TABLES, {"input_ids": ones, "attention_mask": mask})
-    for empty in (ones[:0], ones[:, :0], ones[0]):
-        with pytest.raises(UserError, match="none of them empty"):
-            pack_tokens(PLAN, TABLES, {"input_ids": empty, "attention_mask": empty})
+        with pytest.raises(UserError, match=message):
+            pack_tokens(PLAN, TABLES, {"input_ids": ids, "attention_mask": mask})
 
 
 @pytest.mark.parametrize(

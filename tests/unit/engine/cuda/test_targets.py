@@ -31,7 +31,7 @@ from qdqbench.quantize.engine.cuda.names import (
 )
 from qdqbench.quantize.engine.cuda.runtime import NORM_BLOCKS, choose_heads, fit_attention
 from qdqbench.quantize.engine.cuda.tiles import MOST_ITEMS, TileFile, guess_form, list_forms, may_split
-from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
+from qdqbench.quantize.utils.errors import QdqError, UserError
 
 from ....support.cubins import read_resources
 from ....support.cuda_kernels import EPILOGUES, make_gemm
@@ -51,14 +51,6 @@ KNOWN = {
     "norm": ("NORM(6, 1)", "de71e29ae08b2ccd"),
 }
 BY_MMA = [target.name for target in TARGETS if not target.wgmma and target.name in SHARED_KB]
-
-
-@pytest.fixture
-def nvrtc():
-    try:
-        return kernels.load_nvrtc()
-    except MissingDevice as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize(
@@ -109,12 +101,11 @@ def test_an_engine_is_built_for_the_gpu_here_or_for_all():
     plan, _ = make_gemm(64, 64, None, None, "int8")
     assert choose_targets([], None, plan) == TARGETS
     assert choose_targets([], "6.1", plan) == TARGETS
-    assert [each.name for each in choose_targets([], "8.7", plan)] == ["8.6"]
-    assert [each.name for each in choose_targets(["9.0", "10.0", "8.9"], "8.0", plan)] == [
-        "8.9",
-        "9.0",
-        "8.0+PTX",
-    ]
+    for wanted, here, found in (
+        ([], "8.7", ["8.6"]),
+        (["9.0", "10.0", "8.9"], "8.0", ["8.9", "9.0", "8.0+PTX"]),
+    ):
+        assert [each.name for each in choose_targets(wanted, here, plan)] == found
     with pytest.raises(UserError, match="few INT8 units"):
         choose_targets([], "10.3", plan)
 
@@ -240,7 +231,7 @@ def test_every_form_has_room_for_its_sums(m, n, k, multiprocessors, target):
 def test_a_gemm_whose_sums_have_no_room_is_not_launched():
     form, call = AMPERE.tiles[-1]._replace(parts=8), GemmArguments(m=320, n=1536, k=3072)
     with pytest.raises(QdqError, match="gemm_32_64 of 320 x 1536 has no room for the sums of 8 parts"):
-        runtime.launch_mma_gemm(None, "none", form, 132, None, None, None, call)
+        runtime.launch_gemm(None, "none", form, 132, None, None, call, scratch=0)
 
 
 def test_the_fastest_tiles_are_kept_and_hostile_files_are_not_read(tmp_path, monkeypatch):
@@ -256,15 +247,8 @@ def test_the_fastest_tiles_are_kept_and_hostile_files_are_not_read(tmp_path, mon
     assert again.get("none_none_int8", 128, 768, 3072, 4) is None  # no room for its sums
     assert TileFile(path, {"gemm": b"other"}, AMPERE).get("none_none_int8", 128, 768, 3072, 108) is None
     (place,) = json.loads(path.read_text())
-    for text in (
-        "",
-        "[]",
-        "{",
-        '{"x": 1}',
-        json.dumps({place: [1]}),
-        json.dumps({place: {"a": [9e9, None]}}),
-        "[" * 9999,
-    ):
+    hostile = json.dumps({place: [1]}), json.dumps({place: {"a": [9e9, None]}})
+    for text in ("", "[]", "{", '{"x": 1}', *hostile, "[" * 9999):
         path.write_text(text)
         TileFile(path, codes, AMPERE).keep()
     monkeypatch.setattr(tile_files, "_MOST_CACHE", 1)

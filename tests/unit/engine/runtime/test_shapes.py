@@ -1,5 +1,6 @@
-"""Which profile takes a shape, what a batch is padded to, and whether the profiles fit the data."""
+"""Which profile takes a shape, what a batch is padded to, the best lengths, and whether they fit the data."""
 
+from itertools import combinations, pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,19 +36,6 @@ def test_no_profile_holds_it(size):
         shapes.choose_profile([SMALL, LARGE], *size)
 
 
-@pytest.mark.parametrize(
-    ("size", "step", "found"),
-    [
-        ((5, 33), 1, (0, 5, 33)),
-        ((5, 33), 16, (0, 5, 48)),
-        ((5, 3), 16, (0, 5, 16)),
-        ((128, 127), 16, (0, 128, 128)),
-    ],
-)
-def test_padding_to_one_profile(size, step, found):
-    assert shapes.fit_batch([ONE], *size, step) == found
-
-
 def test_a_gap_between_profiles_is_padded_over():
     single, many = shapes.Profile((1, 16), (1, 64), (1, 100)), shapes.Profile((8, 16), (32, 128), (64, 128))
     assert shapes.fit_batch([single, many], 3, 20, 16) == (1, 8, 32)
@@ -70,6 +58,7 @@ def test_a_fitted_shape_is_held_and_not_smaller(profiles, batch, length, step):
     assert max(batch, low[0]) == rows <= high[0]
     assert max(length, low[1]) <= columns <= high[1]
     assert columns in (high[1], low[1]) or columns % step == 0
+    assert columns < max(length + step, low[1] + 1)
     assert shapes.choose_profile(profiles, rows, columns) in range(len(profiles))
 
 
@@ -140,3 +129,54 @@ def test_a_batch_runs_as_it_is_where_nothing_is_padded(pads, shape):
     runner.pads = pads
     assert runner({"input_ids": np.ones((2, 5), dtype=np.int64)}).shape == (2, 2)
     assert seen == [shape]
+
+
+LENGTHS = st.lists(st.integers(1, 75), min_size=1, max_size=40)
+
+
+def padded(lengths, edges):
+    """Tokens where every row is padded to the first edge that holds it."""
+    return sum(min(edge for edge in edges if edge >= length) for length in lengths)
+
+
+def best(lengths, count, longest):
+    """The fewest tokens with at most so many edges, by trying all."""
+    *inner, last = sorted({min(-(-length // shapes.STEP) * shapes.STEP, longest) for length in lengths})
+    sets = (tried for more in range(count) for tried in combinations(inner, more))
+    return min(padded(lengths, [*tried, last]) for tried in sets)
+
+
+@given(LENGTHS, st.integers(1, 5), st.sampled_from([75, 80, 128]))
+def test_no_other_edges_pad_less(lengths, most, longest):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "LEAST_SAVING", 0.0)
+        edges = shapes.choose_edges(np.array(lengths), longest, most)
+    assert edges == sorted(set(edges))
+    assert len(edges) <= most
+    assert all(edge % shapes.STEP == 0 or edge == longest for edge in edges)
+    assert padded(lengths, edges) == best(lengths, most, longest)
+
+
+@given(LENGTHS)
+def test_each_bucket_more_saves_enough(lengths):
+    edges = shapes.choose_edges(np.array(lengths), 128)
+    costs = [best(lengths, count, 128) for count in range(1, len(edges) + 2)]
+    assert padded(lengths, edges) == costs[len(edges) - 1]
+    for fewer, more in pairwise(costs[: len(edges)]):
+        assert more <= (1 - shapes.LEAST_SAVING) * fewer
+    assert len(edges) == shapes.MOST or costs[-1] > (1 - shapes.LEAST_SAVING) * costs[-2]
+
+
+@given(LENGTHS, st.sampled_from([75, 128]), st.integers(1, 300))
+def test_every_row_runs_at_its_edge_which_is_what_kernels_are_chosen_for(lengths, longest, batch):
+    edges = shapes.choose_edges(np.array(lengths), longest)
+    buckets = shapes.bucket_profiles(edges, longest, batch)
+    for length in range(1, longest + 1):
+        index, _, to = shapes.fit_batch(buckets, batch, length, shapes.LENGTH_STEP)
+        if length <= edges[-1]:
+            assert to == edges[index] == min(edge for edge in edges if edge >= length)
+            assert buckets[index].opt == (batch, to)
+        else:
+            assert length <= to <= longest
+    notes = shapes.note_distant_data(buckets, np.array(lengths), batch)
+    assert not any("length" in note.partition("(")[0] for note in notes)
