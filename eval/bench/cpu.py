@@ -210,7 +210,7 @@ def _compiled_lanes(
         compiled = cpu_runtimes.compile_model(
             backend, model, blob=blob, compute=compute, threads=threads, streams=streams
         )
-        return [partial(answer, run) for run in compiled.lanes()]
+        return [partial(answer, run) for run in compiled.lanes]
 
     return lanes
 

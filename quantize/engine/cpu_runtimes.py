@@ -56,14 +56,10 @@ class Signature(NamedTuple):
 class CompiledModel(ABC):
     inputs: dict[str, Signature]
     outputs: list[str]
-    _lanes: list[Run]
+    lanes: list[Run]  # one a stream, each as `run`; they may run at once
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        return self._lanes[0](feeds)
-
-    def lanes(self) -> list[Run]:
-        """Return one function a stream, each as `run`; they may run at once."""
-        return self._lanes
+        return self.lanes[0](feeds)
 
     @abstractmethod
     def blob(self) -> bytes:
@@ -110,7 +106,7 @@ class _OnnxRuntimeModel(CompiledModel):
         # a session of one thread has no pool: whoever calls it computes, so that all streams can share it
         more = 0 if self._threads == 1 else streams - 1
         sessions = [session, *(_session(data, self._threads) for _ in range(more))] * (streams - more)
-        self._lanes = [partial(self._infer, each) for each in sessions]
+        self.lanes = [partial(self._infer, each) for each in sessions]
         self.inputs = {each.name: _session_signature(each) for each in session.get_inputs()}
         self.outputs = [each.name for each in session.get_outputs()]
 
@@ -275,7 +271,7 @@ class _OpenVinoModel(CompiledModel):
                 f"{who} refuses this graph, which ONNX Runtime may take (--backend onnxruntime): {why}"
             ) from error
         requests = [self._model.create_infer_request() for _ in range(config["NUM_STREAMS"])]
-        self._lanes = [partial(self._infer, request) for request in requests]
+        self.lanes = [partial(self._infer, request) for request in requests]
         # folding an operator into an input adds a name to its tensor; the node keeps the name of the file
         self.inputs = {
             port.get_node().get_friendly_name(): _port_signature(port) for port in self._model.inputs
@@ -382,14 +378,12 @@ def choose_streams(open_model: Callable[[int], CompiledModel], shape: tuple[int,
     rates = dict[int, float]()
     for count in (1 << place for place in range(cores.bit_length())):
         model = open_model(count)
-        warm_up(model, shape)
-        feeds = make_feeds(model, shape)
-
+        model.run(feeds := make_feeds(model, shape))
         with ThreadPoolExecutor(count) as pool:
             times = list[float]()
             while len(times) < STREAM_TRIALS and sum(times) < STREAM_S:
                 started = time.perf_counter()
-                list(pool.map(_repeat, model.lanes(), [feeds] * count))
+                list(pool.map(_repeat, model.lanes, [feeds] * count))
                 times.append(time.perf_counter() - started)
         rates[count] = count * STREAM_BATCHES / min(times)
     best = max(rates, key=lambda count: rates[count])

@@ -52,13 +52,18 @@ def share_scaled_inputs(model: onnx.ModelProto) -> None:
     first: dict[tuple[str, bytes], str] = {}
     replaced: dict[str, str] = {}
     for node in model.graph.node:
-        factors = index.constant(node.input[1]) if node.op_type == "Mul" else None
-        if factors is None or factors.ndim != 1:
+        if (factors := _factors(index, node)) is None:
             continue
         output = first.setdefault((node.input[0], factors.tobytes()), node.output[0])
         if output != node.output[0]:
             replaced[node.output[0]] = output
     rename_tensors(model.graph.node, replaced)
+
+
+def _factors(index: GraphIndex, node: onnx.NodeProto) -> Array | None:
+    """Return the factors of channels that a Mul has; None for any other node."""
+    factors = index.constant(node.input[1]) if node.op_type == "Mul" else None
+    return factors if factors is not None and factors.ndim == 1 else None
 
 
 def clip_scaled_linears(model: onnx.ModelProto) -> int:
@@ -73,8 +78,7 @@ def clip_scaled_linears(model: onnx.ModelProto) -> int:
     nodes: list[onnx.NodeProto] = []
     clipped: dict[str, str] = {}
     for node in model.graph.node:
-        factors = index.constant(node.input[1]) if node.op_type == "Mul" else None
-        source = node.input[0] if factors is not None and factors.ndim == 1 else ""
+        source = "" if _factors(index, node) is None else node.input[0]
         maker = index.producers.get(source)
         if maker is not None and maker.op_type in ("MatMul", "Gemm", "Add"):
             if source not in clipped:
@@ -449,7 +453,7 @@ def _scaled_codes(index: GraphIndex, norm: onnx.NodeProto) -> Iterator[tuple[onn
     if gamma is None or beta is None or gamma.ndim != 1 or gamma.shape != beta.shape:
         return
     for reader in index.consumers.get(norm.output[0], []):
-        factors = index.constant(reader.input[1]) if reader.op_type == "Mul" else None
+        factors = _factors(index, reader)
         behind = index.consumers.get(reader.output[0], [])
         if factors is None or factors.shape != gamma.shape or reader.output[0] in outputs:
             continue

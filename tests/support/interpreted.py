@@ -54,7 +54,7 @@ class Interpreted(CompiledModel):
         self.inputs = {name: Signature(np.dtype(np.int64), (None, None)) for name in plan.inputs}
         self.outputs = [*(each.name for each in plan.head.answers), *plan.states]
         self.by_token = plan.head.pooling == "tokens"
-        self._lanes = [lambda feeds: interpret(plan, arrays, feeds)]
+        self.lanes = [lambda feeds: interpret(plan, arrays, feeds)]
 
     def launch(self, ids, types, lengths):
         answers = self.answer(pack_rows(self.plan, self.arrays, ids, types, lengths))

@@ -41,7 +41,7 @@ class CudaModel(CudaEngine, CompiledModel):
             width = plan.tensors[name].own
             self.inputs[name] = Signature(np.dtype(np.float32), (None, None, width))
         self.outputs = [*(answer.name for answer in plan.head.answers), *plan.states]
-        self._lanes = [self.run]
+        self.lanes = [self.run]
 
     def blob(self) -> bytes:
         raise NotImplementedError("an engine file is written where it is built")

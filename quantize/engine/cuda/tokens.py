@@ -10,6 +10,7 @@ from qdqbench.quantize.utils.arrays import Array, Int32
 from qdqbench.quantize.utils.errors import UserError
 
 TOKENS, MASK, TYPES = "input_ids", "attention_mask", "token_type_ids"  # names of inputs
+_TABLES = {"token": "word"}
 MOST_TOKENS = 1 << 16  # of a batch: the largest bucket
 MOST_POSITIONS = 8192  # of a row whose queries and keys are rotated
 
@@ -50,7 +51,8 @@ def pack_tokens(plan: Plan, arrays: Mapping[str, Array], batch: Mapping[str, Arr
             f"row {begun.argmax()} has masked tokens between others, whose distances the model counts"
         )
     given = {name: batch[name][kept] for name in plan.given}
-    return _check(plan, arrays, ids[kept], positions[kept], types[kept], kept.sum(axis=1), kept, given)
+    line = {"token": ids[kept], "position": positions[kept], "type": types[kept]}
+    return _check(plan, arrays, line, kept.sum(axis=1), kept, given)
 
 
 def pack_rows(plan: Plan, arrays: Mapping[str, Array], ids: Array, types: Array, lengths: Array) -> Tokens:
@@ -61,26 +63,21 @@ def pack_rows(plan: Plan, arrays: Mapping[str, Array], ids: Array, types: Array,
         there = ids != padding
         counted = there.cumsum()
         positions = (counted - (counted - there)[before]) * there + padding
-    kinds = types if plan.embed.typed else np.zeros_like(ids)
-    return _check(plan, arrays, ids, positions, kinds, lengths, np.empty((0, 0), bool), {})
+    line = {"token": ids, "position": positions, "type": types if plan.embed.typed else np.zeros_like(ids)}
+    return _check(plan, arrays, line, lengths, np.empty((0, 0), bool), {})
 
 
 def _check(  # noqa: PLR0913, PLR0917
     plan: Plan,
     arrays: Mapping[str, Array],
-    ids: Array,
-    positions: Array,
-    types: Array,
+    line: Mapping[str, Array],
     lengths: Array,
     kept: Array,
     given: dict[str, Array],
 ) -> Tokens:
-    for part, table, values in (
-        ("token", "word", ids),
-        ("position", "position", positions),
-        ("type", "type", types),
-    ):
-        entries = len(arrays.get(f"embed.{table}", range(MOST_POSITIONS)))
+    """Return the tokens of `line` if the tables of the model have them."""
+    for part, values in line.items():
+        entries = len(arrays.get(f"embed.{_TABLES.get(part, part)}", range(MOST_POSITIONS)))
         wrong = (values < 0) | (values >= entries)
         if wrong.any():
             row = int(np.searchsorted(lengths.cumsum(), wrong.argmax(), "right"))
@@ -92,8 +89,7 @@ def _check(  # noqa: PLR0913, PLR0917
             f"row {lengths.argmax()} has {lengths.max()} tokens; the model has distances of {plan.embed.span}"
         )
     starts = np.concatenate([[0], lengths.cumsum()])
-    ids, positions, types, starts = (each.astype(np.int32) for each in (ids, positions, types, starts))
-    return Tokens(ids, positions, types, starts, kept, given)
+    return Tokens(*(each.astype(np.int32) for each in (*line.values(), starts)), kept, given)
 
 
 def count_positions(ids: Array, padding: int | None) -> Array:

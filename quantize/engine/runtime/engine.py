@@ -26,17 +26,8 @@ if TYPE_CHECKING:
 
 DEVICE = "cuda"
 Arrays = dict[str, Array]
-_DTYPES = {  # trt.DataType member: torch dtype
-    "FLOAT": "float32",
-    "HALF": "float16",
-    "BF16": "bfloat16",
-    "FP8": "float8_e4m3fn",
-    "INT8": "int8",
-    "INT32": "int32",
-    "INT64": "int64",
-    "UINT8": "uint8",
-    "BOOL": "bool",
-}
+_DTYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "float8_e4m3fn"}
+_DTYPES |= {name: name.lower() for name in ("INT8", "INT32", "INT64", "UINT8", "BOOL")}  # of trt.DataType
 
 
 def torch_dtype(name: str) -> "torch.dtype":

@@ -80,7 +80,7 @@ class CompiledEngine(AbstractContextManager["CompiledEngine"]):
             used = max(0, psutil.Process().memory_info().rss - before)
             self.memory = CpuMemory(sidecar.engine_bytes, used)
         self._lanes: SimpleQueue[Run] = SimpleQueue()  # of those that do not run
-        for lane in self._model.lanes():
+        for lane in self._model.lanes:
             self._lanes.put(lane)
         self.launch = getattr(self._model, "launch", None)  # where tokens are packed
         self.name, self.profiles = path.name, sidecar.profiles

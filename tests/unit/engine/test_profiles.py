@@ -315,24 +315,22 @@ def built(run, rtx):
     return run.folder / "engine" / "model.fp16.engine"
 
 
-def test_how_to_rebuild_an_engine_without_a_sidecar(built, tmp_path):
-    built.with_name(built.name + ".json").unlink()
-    with pytest.raises(UserError, match=rf"does not exist.* again with `qdqbench build {tmp_path}`"):
+def test_how_to_rebuild_an_engine(built, tmp_path, monkeypatch):
+    """Without its sidecar, outside of a run, and of what the recipe makes for another GPU."""
+    path, config = built.with_name(f"{built.name}.json"), tmp_path / session.CONFIG
+    data, vouched = built.read_bytes(), path.read_bytes()
+    path.unlink()
+    with pytest.raises(UserError, match=rf"does not exist.* again with `qdqbench build {tmp_path}`$"):
         check_sidecar(built)
-
-
-def test_how_to_rebuild_what_the_recipe_makes_for_another_gpu(built, tmp_path, monkeypatch):
-    monkeypatch.setattr(sidecar, "find_gpu", lambda: Gpu("T4", "7.5", "580.1"))
-    with pytest.raises(
-        UserError, match=rf"qdqbench build {tmp_path}` \(with engine.compute_capability: null"
-    ):
-        check_sidecar(built)
-
-
-def test_how_to_rebuild_outside_of_a_run(built, tmp_path):
-    (tmp_path / session.CONFIG).unlink()
+    path.write_bytes(vouched)
     built.write_bytes(b"other")
+    config.unlink()
     with pytest.raises(
         UserError, match="not the one that was built; build it again with `qdqbench build RUN`"
     ):
+        check_sidecar(built)
+    built.write_bytes(data)
+    config.write_text("{}")
+    monkeypatch.setattr(sidecar, "find_gpu", lambda: Gpu("T4", "7.5", "580.1"))
+    with pytest.raises(UserError, match=rf"build {tmp_path}` \(with engine.compute_capability: null"):
         check_sidecar(built)

@@ -72,39 +72,6 @@ def test_codes_are_those_of_onnx_runtime_bit_for_bit(weight, scaled):
     np.testing.assert_array_equal(quantize_weights(weight, scale, axis), quantize_linear(axis)(weight, scale))
 
 
-@settings(deadline=None)
-@given(weight=weights, scale=vectors(ROWS))
-def test_codes_are_those_of_torch_and_modelopt_off_the_ties(weight, scale):
-    # both multiply by a reciprocal where QuantizeLinear divides: a tie may go either way
-    import torch
-
-    quotient = weight.astype(np.float64) / scale[:, None]
-    border = np.abs(np.abs(quotient - np.floor(quotient)) - 0.5) < 1e-4
-    codes = quantize_weights(weight, scale, 0).astype(np.int32)
-    zero = torch.zeros(ROWS, dtype=torch.int32)
-    x, s = torch.from_numpy(weight), torch.from_numpy(scale)
-    theirs = torch.fake_quantize_per_channel_affine(x, s, zero, 0, -128, 127).numpy()
-    for fake in (theirs, modelopt(weight, scale)):
-        step = np.rint(fake.astype(np.float64) / scale[:, None]) - codes
-        assert not step[~border].any()
-        assert np.abs(step).max() <= 1
-
-
-def modelopt(weight, scale):
-    import torch
-
-    from qdqbench.quantize.calibration.fakequant.quantizers import import_modelopt
-
-    import_modelopt()
-    from modelopt.torch.quantization.config import QuantizerAttributeConfig
-    from modelopt.torch.quantization.nn import TensorQuantizer
-
-    amax = torch.from_numpy(scale.astype(np.float64) * 127).float()[:, None]
-    quantizer = TensorQuantizer(QuantizerAttributeConfig(num_bits=8, axis=0), amax=amax)
-    with torch.no_grad():
-        return np.asarray(quantizer(torch.from_numpy(weight)).numpy())
-
-
 def test_folded_codes_dequantize_to_the_fake_quant_weights(tiny_bert):
     model = quantized(tiny_bert).model
     graph = exported(tiny_bert, compute="fp32")

@@ -23,9 +23,9 @@ def test_streams_answer_at_once_as_one_does(backend, threads, tiny_bert):
     single = compile_model(backend, data, blob=False, compute="fp32", threads=1)
     expected = [single.run(batch)["logits"] for batch in batches]
     model = compile_model(backend, data, blob=False, compute="fp32", threads=threads, streams=2)
-    assert len(model.lanes()) == 2
+    assert len(model.lanes) == 2
     with ThreadPoolExecutor(2) as pool:
-        made = list(pool.map(lambda run, batch: run(batch)["logits"], model.lanes(), batches))
+        made = list(pool.map(lambda run, batch: run(batch)["logits"], model.lanes, batches))
     for answer, wanted in zip(made, expected, strict=True):
         assert np.allclose(answer, wanted, atol=1e-4)
 
@@ -51,6 +51,6 @@ def test_streams_are_as_many_as_answer_most_and_one_where_more_win_little(second
 
     def opened(count):
         lanes = [Lane(count) for _ in range(count)]
-        return SimpleNamespace(inputs={}, run=lanes[0], lanes=lambda: lanes)
+        return SimpleNamespace(inputs={}, run=lanes[0], lanes=lanes)
 
     assert choose_streams(opened, (32, 16), 4) == best

@@ -18,7 +18,6 @@ from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.plan import Answer, Attention, Linear, Plan, Quantize, Tensor, parse
 from qdqbench.quantize.engine.cuda.runtime import CudaEngine
-from qdqbench.quantize.engine.cuda.tokens import pack_tokens
 from qdqbench.quantize.models.families import known
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import MOST_KERNEL_HEAD
@@ -216,14 +215,6 @@ def test_arrays_of_a_head_are_told_by_whole_names(packed):
     types = {name: array.dtype for name, array in engine._prepared()}
     assert types[f"{named.name}.scale"] == np.float32
     assert types[f"{plan.head.name}.0.bias"] == np.float16
-
-
-@pytest.mark.parametrize("name", ["input_ids", "attention_mask"])
-def test_tokens_are_integers(name, packed):
-    plan, arrays = packed("bert", "bert-int8-linears")
-    batch = {each: np.ones((2, 8), np.int64) for each in plan.inputs}
-    with pytest.raises(UserError, match=rf"'{name}': 'float64'.*; give integers"):
-        pack_tokens(plan, arrays, batch | {name: np.full((2, 8), 1.9)})
 
 
 def test_a_plan_of_many_operations_is_checked_in_linear_time(packed):

@@ -180,6 +180,8 @@ def test_batches_that_no_bucket_holds_or_of_other_shapes_are_refused():
     for ids, mask, message in (
         (ones, ones, "has 66048 tokens, and an engine takes 65536 at once; give fewer rows"),
         *((ones, other, "of one shape") for other in (ones[:1], ones[:, :1], ones[0])),
+        (ones * 1.5, ones, "'input_ids': 'float64'.*; give integers"),
+        (ones, ones * 1.5, "'attention_mask': 'float64'.*; give integers"),
         *((empty, empty, "none of them empty") for empty in (ones[:0], ones[:, :0], ones[0])),
     ):
         with pytest.raises(UserError, match=message):
