@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from qdqbench.quantize.engine.cuda.interpret import compute
 from qdqbench.quantize.engine.cuda.names import BROAD, NARROW, SLIM, STATIONARY, TILES, find_target
-from qdqbench.quantize.engine.cuda.plan import Answer, Embed, Head, Plan, Step, Tensor
+from qdqbench.quantize.engine.cuda.plan import Answer, Embed, Head, Plan, Tensor
 from qdqbench.quantize.engine.cuda.runtime import (
     PACKED,
     CudaEngine,
@@ -28,6 +28,7 @@ from qdqbench.quantize.engine.cuda.runtime import (
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS, pack_tokens
 from qdqbench.quantize.utils.errors import UserError
 
+from ....support.cuda_kernels import Dense
 from ....support.interpreted import use_host
 
 PLAN = Plan(
@@ -205,26 +206,12 @@ def test_batches_that_no_bucket_holds_or_of_other_shapes_are_refused():
 def test_a_head_folds_activations_into_its_dense_steps(
     pooling, steps, widths, launches, *, spare, monkeypatch
 ):
-    random, kinds = np.random.default_rng(0), steps.split()
-    head = Head(
-        name="head",
-        input="x",
-        pooling=pooling,
-        steps=tuple(Step(kind=kind) for kind in kinds),
-        answers=(Answer(name="y"), Answer(name="z", column=1)),
-    )
-    numbers = (number for number, kind in enumerate(kinds) if kind == "dense")
-    arrays = {}
-    for number, n, k in zip(numbers, widths[1:], widths, strict=False):
-        arrays |= {
-            f"head.{number}.weight": random.normal(size=(n, k)).astype(np.float32),
-            f"head.{number}.bias": random.normal(size=n).astype(np.float32),
-        }
-    values = {"x": random.normal(size=(14, widths[0] + spare)).astype(np.float16)}
+    head = Dense((5, 2, 7), pooling, steps, widths)
     tensor = Tensor(kind="fp16", width=widths[0] + spare, channels=widths[0])
-    plan = replace(PLAN, tensors={"x": tensor})
-    tokens, engine, ran = packed([5, 2, 7]), CudaEngine.__new__(CudaEngine), []
-    engine.plan, engine.arrays = replace(plan, operations=(plan.operations[0], head)), arrays
+    plan, arrays, tokens = replace(head.plan(), tensors={"x": tensor}), head.arrays(), head.tokens()
+    states = np.pad(tokens.given["x"], ((0, 0), (0, spare)), constant_values=9)
+    engine, ran = CudaEngine.__new__(CudaEngine), []
+    engine.plan, engine.arrays = plan, arrays
     engine._arrays = {name: torch.from_numpy(array).half() for name, array in engine._prepared()}
 
     def dense(name, x, rows, places, *last):
@@ -239,10 +226,9 @@ def test_a_head_folds_activations_into_its_dense_steps(
 
     monkeypatch.setattr(engine, "_dense", dense)
     bounds = torch.from_numpy(np.append(tokens.starts, [14] * 2).astype(np.int32))  # two spare rows
-    x = {"x": torch.from_numpy(values["x"])}
-    made = engine._head(head, x, SimpleNamespace(bounds=bounds))
+    made = engine._head(plan.head, {"x": torch.from_numpy(states)}, SimpleNamespace(bounds=bounds))
     assert ran == launches
-    for name, wanted in compute(head, plan, arrays, values, tokens).items():
+    for name, wanted in compute(plan.head, plan, arrays, {"x": states}, tokens).items():
         assert made[name].dtype == torch.float32
         np.testing.assert_allclose(made[name][: len(wanted)].numpy(), wanted, rtol=0.01, atol=0.02)
 
