@@ -41,8 +41,8 @@ POOLER = "/bert/pooler/dense/Gemm"
 BOTH = [f"{SELF}/MatMul", f"{SELF}/MatMul_1"]
 
 
-def golden_log(name: str) -> list[str]:
-    return (GOLDEN / name).read_text(encoding="utf-8").split("\n")
+def golden(name: str) -> str:
+    return (GOLDEN / name).read_text(encoding="utf-8")
 
 
 def row(name: str, kind: str = "gemm", **fields: list[str]) -> LayerRow:
@@ -52,7 +52,7 @@ def row(name: str, kind: str = "gemm", **fields: list[str]) -> LayerRow:
 
 @pytest.mark.parametrize("schema", ["inspector_trt10.json", "inspector_trt11.json"])
 def test_both_inspector_schemas_prove_the_same(schema):
-    layers = parse_inspector_json((GOLDEN / schema).read_text(encoding="utf-8"))
+    layers = parse_inspector_json(golden(schema))
     proof = measure_coverage(layers, [*QKV, OUTPUT], [*QKV, OUTPUT, POOLER, *BOTH])
     assert proof.int8_gemms == sorted([*QKV, OUTPUT])
     assert (proof.not_int8, proof.unknown) == ([], [])
@@ -60,10 +60,7 @@ def test_both_inspector_schemas_prove_the_same(schema):
 
 
 def test_datatypes_of_both_schemas():
-    old, new = (
-        parse_inspector_json((GOLDEN / f"inspector_trt{n}.json").read_text(encoding="utf-8"))
-        for n in (10, 11)
-    )
+    old, new = (parse_inspector_json(golden(f"inspector_trt{n}.json")) for n in (10, 11))
     assert [(r.kind, r.inputs, r.outputs) for r in old] == [(r.kind, r.inputs, r.outputs) for r in new]
     assert [r.outputs for r in old] == [["Int64"], [], ["Half"], ["Half"], ["Int8"], ["Half"], ["Half"]]
     assert new[4].inputs == ["Half"] * 4
@@ -72,7 +69,7 @@ def test_datatypes_of_both_schemas():
 
 
 def test_log_of_two_profiles_with_int8_attention():
-    rows = parse_log(golden_log("build_log_int8_attention.txt"))
+    rows = parse_log(golden("build_log_int8_attention.txt").split("\n"))
     kinds = ["gemm", "kgen", "kgen", "gemm", "gemm", "kgen", "gemm", "runtime_fusion"]
     assert [r.kind for r in rows] == kinds
     assert rows[0].outputs == ["Float"]
@@ -93,7 +90,7 @@ def test_log_of_two_profiles_with_int8_attention():
 
 
 def test_log_without_separators_in_metadata_or_as_one_message():
-    lines = golden_log("build_log_int8_attention.txt")
+    lines = golden("build_log_int8_attention.txt").split("\n")
     assert "\x1f" in "".join(lines)
     for log in ([line.replace("\x1f", "") for line in lines], ["\n".join(lines)]):
         assert parse_log(log) == parse_log(lines)
@@ -109,7 +106,7 @@ def test_log_without_separators_in_metadata_or_as_one_message():
     ],
 )
 def test_what_is_not_int8_is_named_with_the_reason(node, reason):
-    rows = parse_log(golden_log("build_log_not_int8.txt"))
+    rows = parse_log(golden("build_log_not_int8.txt").split("\n"))
     proof = measure_coverage(rows, [node], [])
     assert proof.not_int8 == [node]
     assert proof.int8_gemms == []
@@ -202,7 +199,7 @@ def test_any_layer_objects_are_read(layers):
 @pytest.mark.parametrize("schema", ["inspector_trt10.json", "inspector_trt11.json"])
 def test_a_saved_table_of_any_kind_gives_the_same_rows(schema, tmp_path):
     rows = read_table(GOLDEN / schema)
-    assert rows == parse_inspector_json((GOLDEN / schema).read_text(encoding="utf-8"))
+    assert rows == parse_inspector_json(golden(schema))
     own = tmp_path / "layers.json"  # as qdqbench writes it; build.json has other keys too
     own.write_text(json.dumps({"file": "x.engine", "layers": [row.model_dump() for row in rows]}))
     assert read_table(own) == rows
@@ -322,7 +319,7 @@ def test_profiles_with_other_kernels_are_told_by_the_most():
 @pytest.mark.parametrize("backend", ["openvino", "onnxruntime"])
 def test_layernorms_of_cpu_runtimes_are_counted(backend):
     """OpenVINO's kernel of the statistics, MVN, is named after no ONNX node; what scales it is."""
-    rows = json.loads((GOLDEN / f"layers_{backend}.json").read_text(encoding="utf-8"))
+    rows = json.loads(golden(f"layers_{backend}.json"))
     layers = [LayerRow.model_validate(row) for row in rows]
     assert sum(inspect_layers(layers).layernorm.values()) == 2 * 6 + 1
     assert "elementwise" not in {kernel_kind(row) for row in layers if row.kind == "MVN"}
