@@ -88,8 +88,9 @@ def _check(  # noqa: PLR0913, PLR0917
         raise UserError(
             f"row {lengths.argmax()} has {lengths.max()} tokens; the model has distances of {plan.embed.span}"
         )
-    starts = np.concatenate([[0], lengths.cumsum()])
-    return Tokens(*(each.astype(np.int32) for each in (*line.values(), starts)), kept, given)
+    parts = (*line.values(), np.concatenate([[0], lengths.cumsum()]))
+    ids, positions, types, starts = (each.astype(np.int32) for each in parts)
+    return Tokens(ids, positions, types, starts, kept, given)
 
 
 def count_positions(ids: Array, padding: int | None) -> Array:

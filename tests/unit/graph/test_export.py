@@ -59,9 +59,14 @@ def test_logits_follow_the_fake_quant_model(tiny_bert, name, compute, weights):
 
 
 @pytest.mark.parametrize("compute", ["fp32", "fp16"])
-def test_twins_follow_the_fp32_model(tiny_bert, compute):
+def test_twins_follow_the_fp32_model_and_keep_the_nodes_of_the_trace(tiny_bert, compute):
+    """INT8 is measured against them: none of the rewrites touches them."""
     model, twin = load_model(str(tiny_bert)), tiny.twin(tiny_bert, compute)
-    assert not any(node.op_type.endswith("quantizeLinear") for node in twin.graph.node)
+    names, found = (
+        [node.name for node in each.graph.node if node.op_type != "Cast"] for each in (trace(model, 20), twin)
+    )
+    assert found == names
+    assert sum(node.op_type == "Gelu" for node in twin.graph.node) == tiny.LAYERS
     assert check_model(twin, expected_quantized=()).findings == []
     for batch in BATCHES:
         tolerance = 1e-5 if compute == "fp32" else 0.01
@@ -86,19 +91,9 @@ def test_the_tanh_gelu_of_a_recipe(tiny_bert, compute, weights):
         assert np.abs(forward(exact, batch).numpy() - wanted).max() > 2e-5  # so the form shows
 
 
-@pytest.mark.parametrize("compute", ["fp32", "fp16"])
-def test_a_twin_keeps_the_nodes_of_the_trace(tiny_bert, compute):
-    """Twins are what INT8 is measured against: none of the rewrites touches them."""
-    graph, twin = trace(load_model(str(tiny_bert)), 20), tiny.twin(tiny_bert, compute)
-    names, found = (
-        [node.name for node in each.graph.node if node.op_type != "Cast"] for each in (graph, twin)
-    )
-    assert found == names
-    assert sum(node.op_type == "Gelu" for node in twin.graph.node) == tiny.LAYERS
-
-
-def test_the_interface(tiny_bert):
-    graph = tiny.exported(tiny_bert).graph
+@pytest.mark.parametrize("opset", [20, 21])
+def test_the_interface_and_versions(tiny_bert, opset):
+    model = trace(load_model(str(tiny_bert)), opset)
 
     def described(values):
         typed = [(value.name, value.type.tensor_type) for value in values]
@@ -106,15 +101,10 @@ def test_the_interface(tiny_bert):
         return [(name, kind.elem_type, sizes[name]) for name, kind in typed]
 
     names = ("input_ids", "attention_mask", "token_type_ids")
-    assert described(graph.input) == [(name, TensorProto.INT64, ["batch", "length"]) for name in names]
-    assert described(graph.output) == [("logits", TensorProto.FLOAT, ["batch", 3])]
-
-
-@pytest.mark.parametrize("opset", [20, 21])
-def test_opset_and_ir_version(tiny_bert, opset):
-    graph = trace(load_model(str(tiny_bert)), opset)
-    assert [(entry.domain, entry.version) for entry in graph.opset_import] == [("", opset)]
-    assert graph.ir_version == export.IR_VERSION
+    assert described(model.graph.input) == [(name, TensorProto.INT64, ["batch", "length"]) for name in names]
+    assert described(model.graph.output) == [("logits", TensorProto.FLOAT, ["batch", 3])]
+    assert [(entry.domain, entry.version) for entry in model.opset_import] == [("", opset)]
+    assert model.ir_version == export.IR_VERSION
 
 
 def test_every_constant_is_finite_and_the_mask_hides(tiny_bert):
