@@ -91,12 +91,11 @@ class _Heads(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A step of a head, or a Cast (None) that changes nothing; `of_rows`: of one vector for each row."""
+    """A step of a head, with its arrays; `of_rows`: of one vector for each row."""
 
-    kind: plan.StepKind | None
+    kind: plan.StepKind
     read: str
-    weight: Array | None = None
-    bias: Array | None = None
+    arrays: dict[str, Array] = {}
     of_rows: bool = False
     epsilon: float | None = None
 
@@ -775,54 +774,51 @@ class _Matcher(Cover):
         name, answers = self._answers(outputs)
         steps: list[_Step] = []
         pooling: plan.Pooling = "tokens"
-        while (step := self._step(name)) is not None:
+        while (step := self._step(name := self._behind_casts(name))) is not None:
             steps.insert(0, step)
             name = step.read
         if self.kind(name) in ("Gather", "ReduceSum", "Div"):
             pooling, name = self._pooled(name)
         elif steps and any(step.of_rows for step in steps):
             refuse("expected one token of each row", self.index.producers.get(name, name))
-        steps = [step for step in steps if step.kind is not None]
         for number, step in enumerate(steps):
-            if step.weight is not None:
-                zeros = np.zeros(len(step.weight), np.float32)
-                parts = ("gamma", "beta") if step.kind == "norm" else ("weight", "bias")
-                numbers = step.weight, zeros if step.bias is None else step.bias
-                self.constants |= {
-                    f"head.{number}.{part}": each for part, each in zip(parts, numbers, strict=True)
-                }
-        listed = tuple(
-            plan.Step(kind=step.kind, epsilon=step.epsilon) for step in steps if step.kind is not None
-        )
+            self.constants |= {f"head.{number}.{part}": array for part, array in step.arrays.items()}
+        listed = tuple(plan.Step(kind=step.kind, epsilon=step.epsilon) for step in steps)
         read = self._half(name).name
         self._add(plan.Head(name="head", input=read, pooling=pooling, steps=listed, answers=answers))
 
-    def _step(self, name: str) -> "_Step | None":  # noqa: PLR0911
+    def _behind_casts(self, name: str) -> str:
+        while self.kind(name) == "Cast":
+            name = self.take(name, "Cast", to=TensorProto.FLOAT).input[0]
+        return name
+
+    def _step(self, name: str) -> _Step | None:
         """Cover the last step of a head; None: it has none before `name`."""
         kind = self.kind(name)
         if kind in _STEPS:
             return _Step(_STEPS[kind], self.take(name, kind).input[0])
         if kind == "Gelu":
             return _Step(*self._gelu(name))
-        if kind == "Cast":
-            return _Step(None, self.take(name, "Cast", to=TensorProto.FLOAT).input[0])
         if kind == "Div" and self.kind(self.index.producers[name].input[1]) != "Cast":
             return _Step("normalize", self._normalized(name), of_rows=True)
         if kind == "LayerNormalization" and self.kind(self.index.producers[name].input[0]) in _ACTIVATED:
             norm = self.take(name, "LayerNormalization", free=("epsilon",))
-            gamma, beta = (self.constant(norm, position, 1) for position in (1, 2))
+            arrays = {part: self.constant(norm, place, 1) for place, part in ((1, "gamma"), (2, "beta"))}
             epsilon = float(read_attribute(norm, "epsilon", 1e-5))
-            return _Step("norm", norm.input[0], gamma, beta, epsilon=epsilon)
+            return _Step("norm", norm.input[0], arrays, epsilon=epsilon)
         if kind == "Gemm":
-            gemm = self.take(name, "Gemm", transB=1)
-            bias = self.constant(gemm, 2, 1) if len(gemm.input) > 2 else None
-            return _Step("dense", gemm.input[0], self.constant(gemm, 1, 2), bias, of_rows=True)
-        matmul = self._product(name)
-        if matmul is None or self.index.constant(matmul.input[1]) is None:
-            return None
-        name, bias = self.operands(self.take(name, "Add"), 1) if kind == "Add" else (name, None)
-        self.take(name, "MatMul")
-        return _Step("dense", matmul.input[0], self.constant(matmul, 1, 2).T, bias)
+            product = self.take(name, "Gemm", transB=1)
+            bias = self.constant(product, 2, 1) if len(product.input) > 2 else None
+            weight = self.constant(product, 1, 2)
+        else:
+            matmul = self._product(name)
+            if matmul is None or self.index.constant(matmul.input[1]) is None:
+                return None
+            name, bias = self.operands(self.take(name, "Add"), 1) if kind == "Add" else (name, None)
+            product = self.take(name, "MatMul")
+            weight = self.constant(product, 1, 2).T
+        bias = np.zeros(len(weight), np.float32) if bias is None else bias
+        return _Step("dense", product.input[0], {"weight": weight, "bias": bias}, of_rows=kind == "Gemm")
 
     def _answers(self, outputs: list[str]) -> tuple[str, tuple[plan.Answer, ...]]:
         """Return the tensor that the outputs are of, and each output."""
