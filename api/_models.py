@@ -53,7 +53,7 @@ from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE, count_of
 from qdqbench.quantize.utils.options import parse_options, path_of, take_options
 from qdqbench.quantize.utils.progress import reporter
-from qdqbench.quantize.utils.shown import Shown
+from qdqbench.quantize.utils.schema import Shown
 from qdqbench.quantize.utils.system.process import invoked_as
 from qdqbench.quantize.utils.system.quiet import quiet
 

@@ -45,17 +45,15 @@ def compute(task: Task, answers: Floats, gold: Gold) -> dict[str, float]:
     return {name: task.kind.metrics[name].value(table) for name in task.metrics}
 
 
-def stderr(
-    task: Task, answers: Floats, gold: Gold, *, seed: int, resamples: int = RESAMPLES
-) -> dict[str, float]:
+def stderr(task: Task, answers: Floats, gold: Gold, *, seed: int) -> dict[str, float]:
     """Return the standard error of each metric of `compute` over samples.
 
     Where the metric has no closed form: bootstrap (Efron and Tibshirani 1993, chapter 6), the standard
-    deviation of the metric over `resamples` draws of n samples with replacement. Errors as `compute`.
+    deviation of the metric over `RESAMPLES` draws of n samples with replacement. Errors as `compute`.
     """
     predicted = predict(task, answers, gold)
     table, found = task.kind.table(predicted, gold), {}
-    drawn = bootstrap(task, gold, [predicted], seed=seed, resamples=resamples)
+    drawn = bootstrap(task, gold, [predicted], seed=seed, resamples=RESAMPLES)
     for name, values in drawn.items():
         closed = task.kind.metrics[name].stderr
         found[name] = float(np.std(values[0], ddof=1)) if closed is None else closed(table)

@@ -2,8 +2,7 @@
 
 from typing import Any, Literal
 
-from qdqbench.quantize.utils.schema import Strict, field
-from qdqbench.quantize.utils.shown import Shown
+from qdqbench.quantize.utils.schema import Shown, Strict, field
 from qdqbench.quantize.utils.trackers import LogRow
 
 RESULT = "finetune.json"

@@ -1,6 +1,7 @@
-"""The base class of all schemas, and the function that reads a file of one."""
+"""The base class of all schemas, the function that reads a file of one, and results in notebooks."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, dataclass_transform
 
@@ -8,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
-from qdqbench.quantize.utils.shown import Shown
 
 if TYPE_CHECKING:
     import pandas
@@ -44,6 +44,29 @@ def read(path: Path, schema: type[Schema], what: str, again: str) -> Schema:
         where = ".".join(map(str, first["loc"])) or "the whole"
         told = "".join(c if c.isprintable() else "?" for c in f"{where[:100]}: {first['msg'][:200]}")
         raise UserError(f"{path} is no {what} of this version of qdqbench ({told}); {again}") from error
+
+
+class Shown:
+    """A result that shows a few facts in place of all that it holds."""
+
+    def facts(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        """Return one line."""
+        facts = (f"{name}: {value}" for name, value in self.facts().items())
+        return f"{type(self).__name__}({', '.join(facts)})"
+
+    def __str__(self) -> str:
+        """Return one line too."""
+        return repr(self)
+
+    def _repr_html_(self) -> str:
+        rows = (
+            f"<tr><th>{escape(name)}</th><td>{escape(str(value))}</td></tr>"
+            for name, value in self.facts().items()
+        )
+        return f"<table><caption>{type(self).__name__}</caption>{''.join(rows)}</table>"
 
 
 class Tabular(Shown, Strict):

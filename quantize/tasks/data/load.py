@@ -120,6 +120,8 @@ def join_columns(split: Split, task: Task) -> Split:
         )
 
 
+NUMERIC = ("int", "uint", "float", "halffloat", "double", "decimal", "null")
+PLAIN = (*NUMERIC, "string", "large_string", "bool", "dictionary")  # starts of Arrow's names of types
 MOST_VALUES = 1000  # different texts up to which a column may be one of classes
 
 
@@ -190,23 +192,16 @@ def _read_labels(
         elif task.label_column not in split.dataset.column_names:
             continue  # texts alone; where labels are needed, the caller says so
         column = split.dataset.data.column(task.label_column)
-        _require_plain(column, task.label_column, source)
-        types.append(str(column.type))
+        types.append(kind := str(column.type))
+        if not kind.startswith(PLAIN):
+            raise UserError(
+                f"the labels (column {task.label_column!r}) of {source} are {kind}, neither numbers nor "
+                "texts; name the right --label-column"
+            )
         labels |= {str(value) for value in column.unique().to_pylist() if value is not None}
     if any("string" in each or each == "bool" for each in types):
         return labels, "texts"
     return labels, "whole" if all("int" in each for each in types) else "fractions"
-
-
-def _require_plain(column: Any, name: str, source: str) -> None:
-    """Refuse labels that are neither numbers, booleans nor texts."""
-    kind = str(column.type)
-    numbers = ("int", "uint", "float", "halffloat", "double", "decimal", "null")
-    if not kind.startswith((*numbers, "string", "large_string", "bool", "dictionary")):
-        raise UserError(
-            f"the labels (column {name!r}) of {source} are {kind}, neither numbers nor texts; name the right "
-            "--label-column"
-        )
 
 
 def _number_labels(dataset: "datasets.Dataset", task: Task, source: str) -> tuple["datasets.Dataset", str]:

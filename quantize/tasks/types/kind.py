@@ -213,6 +213,11 @@ class TaskKind(ABC):
     def model_class(self) -> str:
         return "AutoModel" if self.embeds else f"AutoModel{self.architecture}"
 
+    @staticmethod
+    def column(dataset: "Dataset", name: str) -> list[Any]:
+        values: list[Any] = dataset.select_columns([name])[:][name]
+        return values
+
     def groups(self, dataset: "Dataset", task: TaskFields) -> Int64:
         """Return the sample of each row of a data set, by its first row."""
         return np.arange(len(dataset))
@@ -228,8 +233,7 @@ class TaskKind(ABC):
         return f"are not finite in {bad} of {len(labels)} rows; drop or correct them" if bad else ""
 
     def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
-        values = dataset.select_columns([task.label_column])[:][task.label_column]
-        return Targets(np.array(values, dtype=self.label_dtype))
+        return Targets(np.array(self.column(dataset, task.label_column), dtype=self.label_dtype))
 
     def answer_samples(self, gold: Any) -> Int64:
         """Return the sample of each answer, [answers]."""

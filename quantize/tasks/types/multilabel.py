@@ -1,6 +1,6 @@
 """Multi-label classification: each class is in an answer or not, for a sentence or a pair."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,7 +61,7 @@ class MultiLabel(TaskKind):
     default_metrics = tuple(metrics)
 
     def label_problem(self, dataset: "Dataset", task: TaskFields) -> str:
-        rows = _read_labels(dataset, task)
+        rows = self.column(dataset, task.label_column)
         if missing := sum(None in row for row in rows):
             return f"are missing in part in {missing} of {len(rows)} rows; correct or drop them"
         names = class_names(dataset, task.label_column)
@@ -79,7 +79,7 @@ class MultiLabel(TaskKind):
         return explain_names(names, task, texts=texts)
 
     def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
-        known, rows = read_classes(dataset, task, "labels"), _read_labels(dataset, task)
+        known, rows = read_classes(dataset, task, "labels"), self.column(dataset, task.label_column)
         marks = np.zeros((len(rows), task.num_labels), dtype=np.float32)
         if not known.names and _is_marked(rows, task.num_labels):
             marks[:] = rows
@@ -121,14 +121,9 @@ def _numbers(text: str) -> list[int]:
     return [] if text == NONE else [int(number) for number in text.split()]
 
 
-def _read_labels(dataset: "Dataset", task: TaskFields) -> list[list[Any]]:
-    rows: Iterable[Any] = dataset.select_columns([task.label_column])[:][task.label_column]
-    return [list(row) for row in rows]
-
-
 def count_labels(dataset: "Dataset", column: str) -> int:
     """Return how many classes labels without names say that there are."""
-    rows = [[*row] for row in dataset[:][column]]
+    rows = MULTI_LABEL.column(dataset, column)
     marked = rows and len(rows[0]) > 1 and _is_marked(rows, len(rows[0]))  # one is the number of a class
     return len(rows[0]) if marked else 1 + max((int(label) for row in rows for label in row), default=0)
 

@@ -5,7 +5,7 @@ has fewer; so are predictions with their scores.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,11 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BEST = 10  # passages that ndcg@10 and mrr@10 look at
-
-
-def _column(dataset: "Dataset", name: str) -> list[Any]:
-    values: list[Any] = dataset.select_columns([name])[:][name]
-    return values
 
 
 class Reranking(Regression):
@@ -42,11 +37,11 @@ class Reranking(Regression):
     def groups(self, dataset: "Dataset", task: TaskFields) -> Int64:
         import pandas
 
-        queries = np.array(_column(dataset, task.text_columns[0]), dtype=object)
+        queries = np.array(self.column(dataset, task.text_columns[0]), dtype=object)
         return np.asarray(pandas.factorize(queries)[0], dtype=np.int64)
 
     def label_problem(self, dataset: "Dataset", task: TaskFields) -> str:
-        labels = np.array(_column(dataset, task.label_column), dtype=np.float64)
+        labels = np.array(self.column(dataset, task.label_column), dtype=np.float64)
         groups = self.groups(dataset, task)
         if not ((labels >= 0) & (labels <= 1)).all():
             if not np.isfinite(labels).all():
@@ -67,7 +62,7 @@ class Reranking(Regression):
         return ""
 
     def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
-        labels = np.array(_column(dataset, task.label_column), dtype=np.float64)
+        labels = np.array(self.column(dataset, task.label_column), dtype=np.float64)
         counts = np.bincount(layout.samples)
         gold = np.full((len(counts), counts.max()), np.nan)
         gold[np.arange(counts.max()) < counts[:, None]] = labels

@@ -197,8 +197,7 @@ class TokenClassification(TaskKind):
     def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
         known = read_classes(dataset, task, "tags")
         warnings = [*known.warnings]
-        rows = dataset.select_columns([task.label_column])[:][task.label_column]
-        tags, words, lost = [], [], 0
+        rows, tags, words, lost = self.column(dataset, task.label_column), [], [], 0
         for row, (positions, about) in zip(rows, layout.units, strict=True):
             tags.append(np.array([*map(known.number, row)], dtype=np.int64)[about])
             words.append(len(positions))

@@ -79,6 +79,7 @@ def test_the_graph_projects_no_positions_and_takes_no_logarithm(name):
     per_layer = 6 + 2 + terms  # linears, the attention's own two, products with the positions
     embedded = int(name == "p2c")
     assert found.count("MatMul") == 2 * per_layer + embedded
+    assert found.count("Gemm") == 2  # of the head
 
 
 @pytest.mark.parametrize(

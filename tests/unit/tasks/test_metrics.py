@@ -87,10 +87,11 @@ def test_weighted_metrics_equal_those_of_repeated_samples(seed, n, kind):
 
 
 @pytest.mark.parametrize("task", [BINARY, FOUR, STSB], ids=lambda task: task.metrics[0])
-def test_standard_errors_are_those_of_resampled_samples(task):
+def test_standard_errors_are_those_of_resampled_samples(task, monkeypatch):
+    monkeypatch.setattr(metrics, "RESAMPLES", 2000)
     n, draws = 150, 250
     logits, labels = some(task, n)
-    found = metrics.stderr(task, logits, labels, seed=1, resamples=2000)
+    found = metrics.stderr(task, logits, labels, seed=1)
     generator = np.random.default_rng(2)
     rows = generator.integers(n, size=(draws, n))
     values = [metrics.compute(task, logits[row], labels[row]) for row in rows]

@@ -145,8 +145,9 @@ def test_what_a_killed_process_was_writing_goes_and_of_a_living_one_stays(tmp_pa
         process.kill()
     files.remove_abandoned(tmp_path / "other")
     assert len([*tmp_path.glob(".out.*.tmp")]) == 1
+    (tmp_path / ".old.abcd1234.tmp" / files.REPLACED).mkdir(parents=True)
     files.remove_abandoned_below(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [".cache.tmp"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".cache.tmp", "old"]  # no new one came
 
 
 def test_a_file_that_vanished_is_named_and_no_other_error():

@@ -219,6 +219,7 @@ def test_one_file_is_split_the_same_way_each_time_if_it_can_be(tmp_path):
     path = write(tmp_path, "all.csv", [(f"text {n}", n % 2) for n in range(50)])
     judged, trained = read(OWN, path)[0], read(OWN, path, "train")[0]
     assert len(judged) == 25
+    assert 5 < sum(int(text.split()[1]) < 25 for text in judged) < 20  # neither the start nor the end
     assert sorted(judged + trained) == sorted(f"text {n}" for n in range(50))
     assert judged == read(OWN, path)[0]
     assert "one file" in read(OWN, path)[2][0]

@@ -1,5 +1,7 @@
 """Texts without labels: lines of a file, each once, parts of a file, and names of splits."""
 
+import re
+
 import pytest
 
 from qdqbench.quantize.tasks.data.files import find_files, read_lines
@@ -58,39 +60,56 @@ def test_a_file_has_no_other_split():
         draw_part(["a"], NAMES, "test", "a.txt")
 
 
+SST2, OWN = get_task("sst2"), get_task("own", text_columns=["text"], num_labels=2)
+SHARDS = "train-00000-of-00002.csv train-00001-of-00002.csv"
+INSTEAD = r"there is no split '\w+': .* is in its place"
+
+
 @pytest.mark.parametrize(
-    ("name", "split", "found"),
+    ("task", "split", "there", "found", "told"),
     [
-        ("own", "validation", "dev.csv"),
-        ("own", "validation", "test.csv"),
-        ("own", "validation", "Reviews_Test.csv"),
-        ("own", "train", "reviews-train.csv"),
-        ("own", "train", "Training.csv"),
-        ("sst2", "validation", "dev.csv"),
-        ("sst2", "validation", "test.csv"),  # of GLUE, which has no labels
+        (SST2, "validation", "validation.csv a.csv", "validation.csv", ""),
+        (SST2, "validation", "validation.csv sst2/validation.csv", "sst2/validation.csv", ""),
+        (SST2, "validation", "validation.csv validation.json", "validation.csv", ".*validation.json not"),
+        (
+            SST2,
+            "train",
+            "train_subset.csv a.csv",
+            "train_subset.csv",
+            ".* holds only a part of the train split",
+        ),
+        (SST2, "validation", "validation_subset.csv a.csv", "", "no file"),
+        (SST2, "train", "train_subset.csv train.csv", "train.csv", ""),
+        (SST2, "train", "train-00001-of-00002.csv", "", "1 shards .* say 2; complete the download"),
+        (SST2, "train", SHARDS, SHARDS, ""),
+        (
+            SST2,
+            "test",
+            "sst2/train.csv",
+            "",
+            r"looked for .*sst2.test.*\.jsonl.*shards.*sst2 holds train\.csv",
+        ),
+        (SST2, "validation", "dev.csv a.csv", "dev.csv", INSTEAD),
+        (SST2, "validation", "test.csv a.csv", "", "no file for split 'validation'"),  # it has no labels
+        (OWN, "validation", "dev.csv a.csv", "dev.csv", INSTEAD),
+        (OWN, "validation", "test.csv a.csv", "test.csv", INSTEAD),
+        (OWN, "validation", "Reviews_Test.csv a.csv", "Reviews_Test.csv", INSTEAD),
+        (OWN, "train", "reviews-train.csv a.csv", "reviews-train.csv", ""),
+        (OWN, "train", "Training.csv a.csv", "Training.csv", INSTEAD),
+        (OWN, "train", "Training.csv train.csv my-train.csv", "train.csv", ""),
+        # a train file alone is offered to be split, and a test file is not
+        (OWN, "validation", "train.csv", "", r"give --data .*train\.csv, which is split in two, or a folder"),
+        (OWN, "train", "test.csv", "", "give --data a folder that holds it"),
     ],
 )
-def test_a_split_is_found_under_its_usual_names(tmp_path, name, split, found):
-    task = get_task(name, text_columns=["text"], num_labels=2)
-    (tmp_path / found).write_text("text,label\na,1\n")
-    (tmp_path / "notes.csv").write_text("text,label\nb,0\n")
-    if name == "sst2" and found == "test.csv":
-        with pytest.raises(UserError, match="no file for split 'validation'"):
+def test_files_of_a_split_are_found_by_their_names(task, split, there, found, told, *, tmp_path):
+    for name in there.split():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    if not found:
+        with pytest.raises(UserError, match=told):
             find_files(task, tmp_path, split)
         return
-    (path,), warnings = find_files(task, tmp_path, split)
-    assert path.name == found
-    assert bool(warnings) is not path.stem.lower().endswith(split)
-    own = tmp_path / f"{split}.csv"
-    own.write_text("text,label\na,1\n")
-    assert find_files(task, tmp_path, split) == ([own], [])
-
-
-def test_a_train_file_alone_is_offered_to_be_split_and_a_test_file_is_not(tmp_path):
-    task = get_task("own", text_columns=["text"], num_labels=2)
-    (tmp_path / "train.csv").write_text("text,label\na,1\n")
-    with pytest.raises(UserError, match=r"give --data .*train\.csv, which is split in two, or a folder"):
-        find_files(task, tmp_path, "validation")
-    (tmp_path / "train.csv").rename(tmp_path / "test.csv")
-    with pytest.raises(UserError, match=r"give --data a folder that holds it"):
-        find_files(task, tmp_path, "train")
+    paths, warnings = find_files(task, tmp_path, split)
+    assert [str(path.relative_to(tmp_path)) for path in paths] == found.split()
+    assert re.fullmatch(told, "; ".join(warnings))

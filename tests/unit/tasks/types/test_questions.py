@@ -1,5 +1,7 @@
 """Question answering: windows, spans, answers, and SQuAD's scores."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -128,8 +130,14 @@ def test_none_is_an_answer_only_where_questions_may_have_none():
     logits[4] = 1
     assert QUESTIONS.predict(logits, one_window(4)).tolist() == ["x"]
     assert QUESTIONS.predict(logits, one_window(4, unanswerable=True)).tolist() == [""]
-    logits[4] = 6
-    assert QUESTIONS.predict(logits, one_window(4, unanswerable=True)).tolist() == ["x"]
+    sure, gold = (
+        np.where(np.arange(8)[:, None] == 4, 6, logits).astype(np.float32),
+        one_window(4, unanswerable=True),
+    )
+    assert QUESTIONS.predict(sure, gold).tolist() == ["x"]
+    both = replace(gold, windows=[2 * gold.windows[0]])  # none of all windows has it, or one has
+    answers = [np.concatenate(pair) for pair in ((sure * 0.9, logits), (sure * 0, logits), (logits, logits))]
+    assert [str(*QUESTIONS.predict(each, both)) for each in answers] == ["x", "x", ""]
 
 
 def test_a_question_without_answer_is_learned_at_the_first_token(tmp_path):
