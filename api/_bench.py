@@ -114,15 +114,12 @@ def start_bench(target: str | Path | None, options: BenchOptions) -> tuple[Bench
             save=save,
             earlier=read_earlier(place / BENCH_FILE, opened.about.files, own_recipe.model_dump(mode="json")),
         )
-        return (result, []) if options.build_only else _report(result, place)
-
-
-def _report(bench: Bench, folder: Path) -> tuple[Bench, list[Path]]:
-    """Write the reports of a bench and again those of its run; why these cannot be is a warning of it."""
-    refreshed, why = refresh_reports(folder)
-    if why:
-        bench = bench.model_copy(update={"warnings": [*bench.warnings, why]})
-    return bench, [*write_bench_reports(bench, folder), *refreshed]
+        if options.build_only:
+            return result, []
+        refreshed, why = refresh_reports(place)  # those of its run
+        if why:
+            result = result.model_copy(update={"warnings": [*result.warnings, why]})
+        return result, [*write_bench_reports(result, place), *refreshed]
 
 
 def _plan(options: BenchOptions, cpu: bool) -> BenchPlan:

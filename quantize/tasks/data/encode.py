@@ -9,7 +9,7 @@ import numpy as np
 from qdqbench.quantize.standalone.texts import MOST_WINDOWS, Encoder
 from qdqbench.quantize.tasks.data.splits import Split
 from qdqbench.quantize.tasks.task import Task
-from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch, RowLayout, Units, pad
+from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch, Units, pad
 from qdqbench.quantize.utils.arrays import Batch, Int64
 from qdqbench.quantize.utils.errors import UserError
 
@@ -106,7 +106,7 @@ def encode(split: Split, task: Task, tokenizer: Any, max_length: int) -> Encoded
         if kind.over_tokens:
             units.append(kind.units(row.coded))
     samples = kind.groups(split.dataset, task)[[row.sample for row in rows]]
-    targets = kind.targets(split.dataset, task, RowLayout(samples, units))
+    targets = kind.targets(split.dataset, task, samples, units)
     return Encoded(
         input_ids=[row.input_ids for row in rows],
         token_type_ids=[row.token_type_ids for row in rows],

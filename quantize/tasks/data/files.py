@@ -176,7 +176,8 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
     import datasets
 
     names = ", ".join(str(path) for path in paths)
-    options, mark, notes, warnings = _csv_options(task, paths) if kind == "csv" else ({}, ",", [], [])
+    options, notes, warnings = _csv_options(task, paths) if kind == "csv" else ({}, [], [])
+    mark = options.get("sep", ",")
     # else a load of local files asks a server, which takes seconds if there is no network
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     try:
@@ -213,8 +214,8 @@ def read_table(task: Task, paths: list[Path], kind: str) -> "tuple[datasets.Data
     return dataset, notes, warnings
 
 
-def _csv_options(task: Task, paths: list[Path]) -> tuple[dict[str, Any], str, list[str], list[str]]:
-    """Return options of the reader, the separator, notes on the form, and warnings."""
+def _csv_options(task: Task, paths: list[Path]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return options of the reader, notes on the form, and warnings."""
     encoding, mark, _ = find_form(paths[0], {*task.text_columns, task.label_column})
     # a sentence may be "NA", "null" or "12": only labels can be missing
     missing = {task.label_column: ["", "NA", "NaN", "nan", "null", "None"]}
@@ -228,7 +229,7 @@ def _csv_options(task: Task, paths: list[Path]) -> tuple[dict[str, Any], str, li
         notes.append(f"{names} has {BETWEEN[mark]} between its fields")
     for path in paths:
         require_closed_quotes(path, encoding, mark)
-    return options, mark, notes, warnings
+    return options, notes, warnings
 
 
 def _count_columns(path: Path, kind: str, mark: str) -> int:
@@ -308,20 +309,16 @@ def cache_folder() -> str:
 
     It is locked until the process ends, so that a later one removes those of killed processes.
     """
-    _remove_abandoned(Path(tempfile.gettempdir()))
+    for abandoned in Path(tempfile.gettempdir()).glob(f"{CACHE}*"):
+        with suppress(OSError):  # of another user, or held by its process
+            if not abandoned.is_symlink() and time.time() - abandoned.stat().st_mtime > JUST_MADE:
+                with files.locked(abandoned):
+                    shutil.rmtree(abandoned)
     folder = tempfile.mkdtemp(prefix=CACHE)
     with suppress(OSError):  # a file system without locks
         _HELD.enter_context(files.locked(Path(folder)))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
-
-
-def _remove_abandoned(place: Path) -> None:
-    for folder in place.glob(f"{CACHE}*"):
-        with suppress(OSError):  # of another user, or held by its process
-            if not folder.is_symlink() and time.time() - folder.stat().st_mtime > JUST_MADE:
-                with files.locked(folder):
-                    shutil.rmtree(folder)
 
 
 def find_form(path: Path, wanted: Collection[str]) -> tuple[str, str, list[str]]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets
+from qdqbench.quantize.tasks.types.encoded import Targets, Units
 from qdqbench.quantize.tasks.types.kind import CORRELATIONS, Metric, TaskFields, TaskKind, mean_of_column
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 from qdqbench.quantize.utils.errors import UserError
@@ -107,8 +107,8 @@ class PairEmbedding(Embedding):
     metrics = CORRELATIONS
     default_metrics = ("spearman", "pearson")
 
-    def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
-        labels = super().targets(dataset, task, layout).labels
+    def targets(self, dataset: "Dataset", task: TaskFields, samples: Int64, units: list[Units]) -> Targets:
+        labels = super().targets(dataset, task, samples, units).labels
         return Targets(np.repeat(labels, 2), gold=labels)
 
     def answer_samples(self, gold: Array) -> Int64:
@@ -126,8 +126,8 @@ class TextEmbedding(Embedding):
     metrics = AGREEMENT
     default_metrics = tuple(metrics)
 
-    def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
-        count = len(layout.samples)
+    def targets(self, dataset: "Dataset", task: TaskFields, samples: Int64, units: list[Units]) -> Targets:
+        count = len(samples)
         if count <= NEIGHBORS:
             raise UserError(
                 f"{count} texts are too few to compare their {NEIGHBORS} nearest neighbors; give more"

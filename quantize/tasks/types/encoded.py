@@ -20,13 +20,6 @@ class Units(NamedTuple):
     about: Int64  # [answers] or [answers, 2]
 
 
-class RowLayout(NamedTuple):
-    """Samples of a split as encoded rows."""
-
-    samples: Int64  # of each row, ascending
-    units: list[Units]  # of each row; empty where a row has one answer
-
-
 class Targets(NamedTuple):
     labels: Array  # to learn from, of each answer
     gold: Any = None  # what samples are scored against; None: the labels

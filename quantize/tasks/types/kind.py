@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
+from qdqbench.quantize.tasks.types.encoded import Targets, Units
 from qdqbench.quantize.utils.arrays import Array, Floats, Int64
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.schema import Frozen
@@ -232,7 +232,8 @@ class TaskKind(ABC):
         bad = int((~np.isfinite(labels)).sum())
         return f"are not finite in {bad} of {len(labels)} rows; drop or correct them" if bad else ""
 
-    def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
+    def targets(self, dataset: "Dataset", task: TaskFields, samples: Int64, units: list[Units]) -> Targets:
+        """Read labels; of each encoded row there are its sample, ascending, and units with `over_tokens`."""
         return Targets(np.array(self.column(dataset, task.label_column), dtype=self.label_dtype))
 
     def answer_samples(self, gold: Any) -> Int64:

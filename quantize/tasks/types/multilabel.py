@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.tasks.types.classification import class_text
-from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets
+from qdqbench.quantize.tasks.types.encoded import Targets, Units
 from qdqbench.quantize.tasks.types.kind import SAME, TaskFields, TaskKind, of_sums, ratio, share_of_rows
 from qdqbench.quantize.tasks.types.tokens import class_names, explain_names, read_classes
-from qdqbench.quantize.utils.arrays import Array, Floats
+from qdqbench.quantize.utils.arrays import Array, Floats, Int64
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -78,7 +78,7 @@ class MultiLabel(TaskKind):
             return "are all empty, so there is nothing to find; give a split with labels"
         return explain_names(names, task, texts=texts)
 
-    def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
+    def targets(self, dataset: "Dataset", task: TaskFields, samples: Int64, units: list[Units]) -> Targets:
         known, rows = read_classes(dataset, task, "labels"), self.column(dataset, task.label_column)
         marks = np.zeros((len(rows), task.num_labels), dtype=np.float32)
         if not known.names and _is_marked(rows, task.num_labels):
@@ -95,7 +95,7 @@ class MultiLabel(TaskKind):
     def table(self, predicted: Array, gold: Array) -> Array:
         marks = np.zeros(gold.shape, dtype=np.int8)
         for mark, text in zip(marks, predicted, strict=True):
-            mark[_numbers(text)] = 1
+            mark[[] if text == NONE else [*map(int, text.split())]] = 1
         return np.concatenate([marks & gold, marks, gold], axis=1)
 
     def right(self, table: Array) -> Array:
@@ -115,10 +115,6 @@ class MultiLabel(TaskKind):
 
         each = functional.binary_cross_entropy_with_logits(answers.float(), labels, reduction="none")
         return each.mean(dim=1).sum()
-
-
-def _numbers(text: str) -> list[int]:
-    return [] if text == NONE else [int(number) for number in text.split()]
 
 
 def count_labels(dataset: "Dataset", column: str) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.standalone.answers import NO_ANSWER, find_best_span, find_spans
-from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
+from qdqbench.quantize.tasks.types.encoded import Targets, Units
 from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind, of_sums, ratio
 from qdqbench.quantize.utils.arrays import Array, Floats, Int64
 
@@ -89,17 +89,6 @@ def _mark(spans: Int64, answers: Any) -> Floats:
     return marks
 
 
-def _log_probabilities(logits: "Tensor", answers: "Tensor") -> "Tensor":
-    """Return log-probabilities over the tokens of each window, [windows, tokens, 2]."""
-    import torch
-    from torch.nn import functional
-    from torch.nn.utils.rnn import pad_sequence
-
-    rows = torch.split(logits.float(), answers.tolist())
-    windows = pad_sequence([*rows], batch_first=True, padding_value=PADDING)
-    return functional.log_softmax(windows, dim=1)
-
-
 class QuestionAnswering(TaskKind):
     name = "question answering"
     architecture = "ForQuestionAnswering"
@@ -145,12 +134,12 @@ class QuestionAnswering(TaskKind):
             )
         return ""
 
-    def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
+    def targets(self, dataset: "Dataset", task: TaskFields, samples: Int64, units: list[Units]) -> Targets:
         rows = dataset.select_columns([*task.text_columns, task.label_column])[:]
         answers = rows[task.label_column]
         windows: list[list[Int64]] = [[] for _ in answers]
         labels = []
-        for sample, (_, spans) in zip(layout.samples, layout.units, strict=True):
+        for sample, (_, spans) in zip(samples, units, strict=True):
             windows[sample].append(spans)
             labels.append(_mark(spans, answers[sample]))
         texts = [list(each["text"]) for each in answers]
@@ -188,10 +177,13 @@ class QuestionAnswering(TaskKind):
     def loss(self, answers: "Tensor", labels: "Tensor", counts: "Tensor") -> "Tensor":
         """Compute cross entropy over a window's tokens, mean of both ends (Devlin et al. 2018, 4.2)."""
         import torch
+        from torch.nn import functional
         from torch.nn.utils.rnn import pad_sequence
 
-        marks = pad_sequence([*torch.split(labels, counts.tolist())], batch_first=True)
-        return -(marks * _log_probabilities(answers, counts)).sum() / 2
+        rows, marks = ([*torch.split(each, counts.tolist())] for each in (answers.float(), labels))
+        windows = pad_sequence(rows, batch_first=True, padding_value=PADDING)  # [windows, tokens, 2]
+        right = pad_sequence(marks, batch_first=True) * functional.log_softmax(windows, dim=1)
+        return -right.sum() / 2
 
 
 QUESTIONS = QuestionAnswering()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qdqbench.quantize.tasks.types.classification import Regression
-from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets
+from qdqbench.quantize.tasks.types.encoded import Targets, Units
 from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind, mean_of_column, ratio
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 
@@ -61,9 +61,9 @@ class Reranking(Regression):
             )
         return ""
 
-    def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
+    def targets(self, dataset: "Dataset", task: TaskFields, samples: Int64, units: list[Units]) -> Targets:
         labels = np.array(self.column(dataset, task.label_column), dtype=np.float64)
-        counts = np.bincount(layout.samples)
+        counts = np.bincount(samples)
         gold = np.full((len(counts), counts.max()), np.nan)
         gold[np.arange(counts.max()) < counts[:, None]] = labels
         lost = int((np.nan_to_num(gold).max(axis=1) == 0).sum())

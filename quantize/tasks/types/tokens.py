@@ -9,7 +9,7 @@ import numpy as np
 
 from qdqbench.quantize.standalone.answers import find_first_tokens
 from qdqbench.quantize.tasks.types.classification import class_text, same_for_all
-from qdqbench.quantize.tasks.types.encoded import RowLayout, Targets, Units
+from qdqbench.quantize.tasks.types.encoded import Targets, Units
 from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind, of_sums, ratio
 from qdqbench.quantize.utils.arrays import Array, Floats, Int64
 from qdqbench.quantize.utils.names import name_list
@@ -136,13 +136,6 @@ def explain_names(names: tuple[str, ...], task: TaskFields, *, texts: bool) -> s
     return ""
 
 
-def share_of_row(counts: "Tensor") -> "Tensor":
-    """Return the weight of each answer [answers]; those of a row sum to 1."""
-    import torch
-
-    return torch.repeat_interleave(1 / counts.clamp(min=1), counts)
-
-
 class TokenClassification(TaskKind):
     name = "token classification"
     answer = "tags"
@@ -194,11 +187,11 @@ class TokenClassification(TaskKind):
             )
         return explain_names(names, task, texts="int" not in str(flat.type))
 
-    def targets(self, dataset: "Dataset", task: TaskFields, layout: RowLayout) -> Targets:
+    def targets(self, dataset: "Dataset", task: TaskFields, samples: Int64, units: list[Units]) -> Targets:
         known = read_classes(dataset, task, "tags")
         warnings = [*known.warnings]
         rows, tags, words, lost = self.column(dataset, task.label_column), [], [], 0
-        for row, (positions, about) in zip(rows, layout.units, strict=True):
+        for row, (positions, about) in zip(rows, units, strict=True):
             tags.append(np.array([*map(known.number, row)], dtype=np.int64)[about])
             words.append(len(positions))
             lost += len(row) - len(positions)
@@ -244,10 +237,12 @@ class TokenClassification(TaskKind):
 
     def loss(self, answers: "Tensor", labels: "Tensor", counts: "Tensor") -> "Tensor":
         """Compute cross entropy, of a sentence the mean over its words."""
+        import torch
         from torch.nn import functional
 
         each = functional.cross_entropy(answers.float(), labels, reduction="none")
-        return (each * share_of_row(counts)).sum()
+        shares = torch.repeat_interleave(1 / counts.clamp(min=1), counts)  # those of a row sum to 1
+        return (each * shares).sum()
 
 
 TOKENS = TokenClassification()

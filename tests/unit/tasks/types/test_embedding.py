@@ -11,7 +11,6 @@ from qdqbench.eval.metrics.results import COSINE_EDGES
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.task import EMBED, GLUE, get_task, score_embeddings
 from qdqbench.quantize.tasks.types import embedding
-from qdqbench.quantize.tasks.types.encoded import RowLayout
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 STSB = score_embeddings(GLUE["stsb"], ())
@@ -84,7 +83,7 @@ def test_one_embedding_for_all_is_seen():
 
 def test_too_few_texts():
     with pytest.raises(UserError, match="10 texts are too few to compare their 10 nearest neighbors"):
-        embedding.TEXTS_ALONE.targets(None, EMBED, RowLayout(np.arange(10), []))
+        embedding.TEXTS_ALONE.targets(None, EMBED, np.arange(10), [])
 
 
 class TestTasks:
