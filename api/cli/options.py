@@ -18,20 +18,11 @@ def _complete_recipe(typed: str) -> list[str]:
     return [name for name in (*family_free_recipes(), *shipped_recipes()) if name.startswith(typed)]
 
 
-RecipeName = Annotated[
-    str,
-    typer.Argument(
-        help="Shipped name, with or without the family, or YAML file.", autocompletion=_complete_recipe
-    ),
-]
+_NAMED = "Shipped name, with or without the family, or YAML file"
+_START = f"{_NAMED} (default: the recipe that `recipes list` stars for this machine)."
+RecipeName = Annotated[str, typer.Argument(help=f"{_NAMED}.", autocompletion=_complete_recipe)]
 StartRecipe = Annotated[
-    str | None,
-    typer.Argument(
-        help="Shipped name, with or without the family, or YAML file (default: the recipe that `recipes "
-        "list` stars for this machine).",
-        show_default=False,
-        autocompletion=_complete_recipe,
-    ),
+    str | None, typer.Argument(help=_START, show_default=False, autocompletion=_complete_recipe)
 ]
 REQUIRED: Any = inspect.Parameter.empty
 Parameters = dict[str, tuple[Any, Any]]  # annotation and default by name

@@ -16,12 +16,9 @@ BUILD = "Build the engine, prove its INT8 layers, verify its outputs if it runs 
 SCHEMA = "Print the JSON Schema of a recipe: editors complete and check YAML with it."
 TIMINGS = "Show wall time, CPU time and peak memory of each stage of a finished run."
 SERVE = "Answer requests over HTTP with a run's engine, and compare it with FP32 on a page."
-RUN: Parameters = {
-    "run": (Annotated[Path, typer.Argument(help="Run directory.", show_default=False)], REQUIRED)
-}
-TARGET: Parameters = {
-    "target": (Annotated[Path | None, typer.Argument(help="Run directory.", show_default=False)], None)
-}
+_FOLDER = typer.Argument(help="Run directory.", show_default=False)
+RUN: Parameters = {"run": (Annotated[Path, _FOLDER], REQUIRED)}
+TARGET: Parameters = {"target": (Annotated[Path | None, _FOLDER], None)}
 RECIPE: Parameters = {"recipe": (StartRecipe, None)}
 QAT_RECIPE: Parameters = {"recipe": (RecipeName, DEFAULT_QAT)}
 ANY_RECIPE: Parameters = {"recipe": (RecipeName, REQUIRED)}

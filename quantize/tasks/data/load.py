@@ -57,7 +57,12 @@ def load_split(  # noqa: PLR0913
     warnings = loaded.warnings + tuple(_check_texts(dataset, task, split, loaded.source))
     if labelled:
         _check_labels(dataset, task, loaded.source)
-        warnings += _doubt_labels(dataset, task, split) if seed is None else ()
+        column = dataset.data.column(task.label_column)
+        if seed is None and task.kind is CLASSIFICATION and len(column.unique()) < 2:
+            warnings += (
+                f"all {len(column)} labels of split {split!r} are of one class: its score cannot tell a good "
+                "model from one that answers the same to all",
+            )
     if limit is not None and limit > loaded.rows and seed is not None:  # a limit that cuts nothing is none
         notes.append(note_all(split, loaded.rows, limit))
     dataset = _ordered(dataset, task, seed)
@@ -295,16 +300,6 @@ def _check_labels(dataset: "datasets.Dataset", task: Task, source: str) -> None:
         problem = task.kind.label_problem(dataset, task)
     if problem:
         raise UserError(f"the labels (column {task.label_column!r}) of {source} {problem}")
-
-
-def _doubt_labels(dataset: "datasets.Dataset", task: Task, split: str) -> tuple[str, ...]:
-    column = dataset.data.column(task.label_column)
-    if task.kind is not CLASSIFICATION or len(column.unique()) > 1:
-        return ()
-    return (
-        f"all {len(column)} labels of split {split!r} are of one class: its score cannot tell a good model "
-        "from one that answers the same to all",
-    )
 
 
 def require_order(split: Split, task: Task, classes: Sequence[str]) -> None:
