@@ -19,6 +19,9 @@ Strategy = enum.Enum("DynamicShapesKernelSpecializationStrategy", ["LAZY", "EAGE
 GraphStrategy = enum.Enum("CudaGraphStrategy", ["DISABLED", "WHOLE_GRAPH_CAPTURE"])
 
 
+NAMES = {"input_ids": "ids", "attention_mask": "mask"}  # in models of deployed folders
+
+
 class Stream:
     cuda_stream = 7
 
@@ -78,12 +81,12 @@ class Context:
 
     def set_input_shape(self, name, shape):
         low, _, high = state.profiles[self.profile]
-        self.shapes[name] = shape
+        self.shapes[NAMES.get(name, name)] = shape
         return all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True))
 
     def set_tensor_address(self, name, address):
         assert address
-        self.addresses[name] = address
+        self.addresses[NAMES.get(name, name)] = address
         return True
 
     def infer_shapes(self):

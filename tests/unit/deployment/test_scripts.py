@@ -126,25 +126,9 @@ def replace_engine(folder: Path, data: bytes) -> None:
 
 
 class TestTensorRT:
-    NAMES = {"input_ids": "ids", "attention_mask": "mask"}  # here, in the fake engine
-
     @pytest.fixture
     def gpu(self, monkeypatch):
         state = fake_gpu.install(monkeypatch, [((1, 16), (1, 16), (1, 16)), ((2, 8), (2, 24), (4, 32))])
-        names = self.NAMES
-
-        class Context(fake_gpu.Context):
-            def set_input_shape(self, name, shape):
-                return name not in names or super().set_input_shape(names[name], shape)
-
-            def set_tensor_address(self, name, address):
-                return super().set_tensor_address(names.get(name, name), address)
-
-        class CudaEngine(fake_gpu.CudaEngine):
-            def create_execution_context(self):
-                return Context("plain")
-
-        monkeypatch.setattr(fake_gpu, "CudaEngine", CudaEngine)
         trt = fake_gpu.module("tensorrt_rtx")
         trt.Logger = lambda severity: SimpleNamespace(log=lambda severity, text: None)
         trt.Logger.WARNING = 2
@@ -156,12 +140,12 @@ class TestTensorRT:
 
     def test_it_answers_with_the_profile_that_pads_least(self, deployed, gpu):
         infer = open_folder(deployed, "tensorrt_rtx").infer
-        made = infer({name: np.ones((1, 5), dtype=np.int64) for name in TOLD["inputs"]})
-        assert made.tolist() == [[5, 16]]  # sum of ids under the mask, length: profile 0
-        made = infer({name: np.ones((1, 17), dtype=np.int64) for name in TOLD["inputs"]})
-        assert made.tolist() == [[17, 32]]  # in a batch of two, as profile 1 asks
-        made = infer({name: np.ones((3, 4), dtype=np.int64) for name in TOLD["inputs"]})
-        assert made.tolist() == [[4, 16]] * 3
+        for shape, expected in (
+            ((1, 5), [[5, 16]]),  # sum of ids under the mask, length: profile 0
+            ((1, 17), [[17, 32]]),  # in a batch of two, as profile 1 asks
+            ((3, 4), [[4, 16]] * 3),
+        ):
+            assert infer(dict.fromkeys(TOLD["inputs"], np.ones(shape, np.int64))).tolist() == expected
 
     def test_texts_are_read_in_batches(self, deployed, gpu):
         model = open_folder(deployed, "tensorrt_rtx")
@@ -189,7 +173,7 @@ class TestTensorRT:
         model = open_folder(deployed, "tensorrt_rtx")
         gpu.fails = True
         with pytest.raises(RuntimeError, match="failed to run"):
-            model.infer({name: np.ones((1, 5), dtype=np.int64) for name in TOLD["inputs"]})
+            model.infer(dict.fromkeys(TOLD["inputs"], np.ones((1, 5), np.int64)))
 
 
 def a_model(folder: Path, infer) -> Model:

@@ -132,9 +132,8 @@ def test_a_line_of_a_failed_build(tmp_path, said, code, words):
     found = one(report, code)
     assert words in found.what
     assert not re.search(r"\{\w+\}", " ".join([found.what, found.why, *found.fixes]))
-    assert not any(
-        "MODEL.onnx" in fix for fix in found.fixes if "qdqbench run" not in fix
-    )  # the log names it
+    named = [fix for fix in found.fixes if "qdqbench run" not in fix]
+    assert "MODEL.onnx" not in " ".join(named)  # the log names it
     passed = diagnose([written(tmp_path, "passed.log", text.replace("FAILED", "PASSED"))])
     assert (code in codes(passed)) == (found.effect != "refused")
 
@@ -169,10 +168,8 @@ def test_fixes_follow_from_the_files_that_are_given(tmp_path):
 def test_a_useless_file_does_not_end_the_diagnosis(tmp_path):
     useless = written(tmp_path, "notes.txt", "just text")
     report = diagnose([useless, saved(tmp_path, float_layer())])
-    assert [(row.name, row.kind) for row in report.files] == [
-        ("model.onnx", "ONNX file"),
-        ("notes.txt", "not read"),
-    ]
+    told = [(row.name, row.kind) for row in report.files]
+    assert told == [("model.onnx", "ONNX file"), ("notes.txt", "not read")]
     assert "is text" in report.files[1].what
     assert codes(report) == ["no-qdq"]
     with pytest.raises(UserError, match="none of the files"):
@@ -225,16 +222,6 @@ def test_who_quantized_a_file(tmp_path, name, producer, key, told):
     model.producer_name = producer
     onnx.helper.set_model_props(model, {key: "1"} if key else {})
     assert told in diagnose([saved(tmp_path, model)]).files[0].what
-
-
-def test_operators_of_onnxruntimes_optimizer(tmp_path):
-    model = float_layer()
-    norm = next(node for node in model.graph.node if node.op_type == "LayerNormalization")
-    norm.op_type, norm.domain = "SkipLayerNormalization", "com.microsoft"
-    norm.input.insert(1, norm.input[0])
-    model.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
-    found = one(diagnose([saved(tmp_path, model)]), "onnxruntime-operators")
-    assert (found.effect, found.nodes) == ("refused", [norm.name])
 
 
 def test_a_profile_ranks_by_measured_time(tmp_path):

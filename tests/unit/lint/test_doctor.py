@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from qdqbench.cli import lint as commands
-from qdqbench.cli.app import main
 from qdqbench.quantize.lint import doctor
 from qdqbench.quantize.lint.doctor import Library, anonymous, look, probe, state_of, unmet
 from qdqbench.quantize.lint.machines import find_machine
@@ -18,6 +17,8 @@ from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import install_command
 from qdqbench.quantize.utils.system.cpu import find_cpu
 from qdqbench.quantize.utils.system.gpu import Gpu
+
+from ...integration.tiny import call
 
 L4, H100 = Gpu("NVIDIA L4", "8.9", "580.1"), Gpu("NVIDIA H100", "9.0", "580.1")
 B300 = Gpu("NVIDIA B300", "10.3", "580.1")
@@ -119,18 +120,6 @@ def test_this_machine(here):
     assert getpass.getuser() == "root" or getpass.getuser() not in text
 
 
-def run(monkeypatch, capsys, here, *arguments):
-    monkeypatch.setattr(commands, "look", lambda *, offline: here)
-    monkeypatch.setattr(sys, "argv", ["qdqbench", "doctor", *arguments])
-    monkeypatch.setenv("COLUMNS", "80")
-    try:
-        main()
-        code = 0
-    except SystemExit as stop:
-        code = stop.code
-    return code, *capsys.readouterr()
-
-
 @pytest.mark.parametrize(
     ("gpu", "said"),
     [
@@ -148,21 +137,27 @@ def test_a_gpu_without_tensorrt_is_told_what_runs_now(here, gpu, said):
 
 
 def test_the_command(monkeypatch, capsys, here):
-    code, out, _ = run(monkeypatch, capsys, here)
-    assert code == 0
-    assert max(map(len, out.splitlines())) <= 80
-    assert "doctor --report" in out
-    code, out, _ = run(monkeypatch, capsys, here, "--json", "--backend", "onnxruntime")
-    assert code == 0
-    assert json.loads(out)["backends"]["onnxruntime"] == {"runs": True, "builds": True, "why": None}
+    monkeypatch.setenv("COLUMNS", "80")
     missing = here.model_copy(deep=True)
     for name in (*CPU_BACKENDS, "tensorrt"):
         missing.backends[name].runs, missing.backends[name].why = False, "it is not installed"
+    unmet = missing.model_copy(update={"unmet": ["numpy is 1.0: pip install numpy"]})
+
+    def ask(found, *arguments):
+        monkeypatch.setattr(commands, "look", lambda *, offline: found)
+        return call(capsys, "doctor", *arguments)
+
+    made = ask(here)
+    assert made.code == 0
+    assert max(map(len, made.out.splitlines())) <= 80
+    assert "doctor --report" in made.out
+    made = ask(here, "--json", "--backend", "onnxruntime")
+    assert made.code == 0
+    assert json.loads(made.out)["backends"]["onnxruntime"] == {"runs": True, "builds": True, "why": None}
     for asked in ("tensorrt", "onnxruntime"):
-        code, _, err = run(monkeypatch, capsys, missing, "--backend", asked)
-        assert (code, err) == (3, f"qdqbench: {asked} cannot run here: it is not installed\n")
-    missing.unmet = ["numpy is 1.0: pip install numpy"]
-    assert run(monkeypatch, capsys, missing)[0] == 2
-    code, _, err = run(monkeypatch, capsys, here, "--backend", "metal")
-    assert code == 1
-    assert "is not one of" in err
+        made = ask(missing, "--backend", asked)
+        assert (made.code, made.err) == (3, f"qdqbench: {asked} cannot run here: it is not installed\n")
+    assert ask(unmet).code == 2
+    made = ask(here, "--backend", "metal")
+    assert made.code == 1
+    assert "is not one of" in made.err
