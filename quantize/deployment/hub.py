@@ -12,7 +12,7 @@ import yaml
 
 from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.graph.export import save
-from qdqbench.quantize.graph.index import GraphIndex, attribute
+from qdqbench.quantize.graph.index import GraphIndex, attribute, rename_tensors
 from qdqbench.quantize.models import identity
 from qdqbench.quantize.models.load import load_config
 from qdqbench.quantize.pipeline.session import Session
@@ -198,11 +198,7 @@ def add_hidden_state(source: Path, target: Path, recipe: str, width: int) -> Pat
     name, first = read[0]
     if first.op_type == "Cast" and attribute(first, "to") == onnx.TensorProto.FLOAT:
         name = first.output[0]  # of an encoder in FP16
-    for node in index.graph.node:
-        for places in (node.input, node.output):
-            for place, known in enumerate(places):
-                if known == name:
-                    places[place] = HIDDEN
+    rename_tensors(index.graph.node, {name: HIDDEN}, outputs=True)
     shape: list[str | int | None] = ["batch", "length", width]
     index.graph.output.insert(0, onnx.helper.make_tensor_value_info(HIDDEN, onnx.TensorProto.FLOAT, shape))
     save(model, target, recipe)

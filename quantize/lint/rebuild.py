@@ -1,6 +1,6 @@
 """Remove Q/DQ and insert it in the form for INT8 GEMMs: scalar on activations, weights [N, K]."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,12 +17,13 @@ from qdqbench.quantize.graph.index import (
     operator,
     permutation_of,
     prune,
+    rename_tensors,
     replace_nodes,
 )
 from qdqbench.quantize.graph.precision import cast_node
 from qdqbench.quantize.graph.weights import as_matmul, quantize_weights
 from qdqbench.quantize.lint.findings import finding_label
-from qdqbench.quantize.lint.view import CheckGraph, Operand, is_quantize
+from qdqbench.quantize.lint.view import CheckGraph, Operand, is_quantize, walk_types
 from qdqbench.quantize.utils.arrays import Array, Float32
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import INT8_HEAD_SIZES
@@ -176,7 +177,7 @@ def remove_qdq(model: onnx.ModelProto) -> int:
             kept.append(node)
         if not is_qdq(node):
             continue
-        renamed[node.output[0]] = node.input[0]
+        renamed[node.output[0]] = renamed.get(node.input[0], node.input[0])  # nodes are in topological order
         *moves, (origin, _) = index.back(node.input[0], MOVES)
         if is_quantize(node) or (stored := index.stored(origin)) is None:
             continue
@@ -188,12 +189,10 @@ def remove_qdq(model: onnx.ModelProto) -> int:
             raise UserError(f"codes {origin!r} are read with two scales; give each DequantizeLinear its own")
         (inputs if moved else renamed)[origin if moved else node.output[0]] = name
     count = len(model.graph.node) - len(kept)
-    for node in kept:
-        for position, name in enumerate(node.input):
-            node.input[position] = inputs.get(name, _final(renamed, name))
+    rename_tensors(kept, renamed | inputs)
     made = {name for node in kept for name in node.output}
     for value in model.graph.output:  # that of a DQ keeps its name
-        if value.name not in made and (source := _final(renamed, value.name)) != value.name:
+        if value.name not in made and (source := renamed.get(value.name)) is not None:
             kept.append(helper.make_node("Identity", [source], [value.name], name=f"{value.name}_Identity"))
     model.graph.initializer.extend(added.values())
     replace_nodes(model, kept)
@@ -216,14 +215,6 @@ def _require_dequantization(index: GraphIndex) -> None:
             f"{next(iter(by_hand))} computes on the codes of {next(iter(by_hand.values()))} "
             f"({count_of(len(by_hand), 'such operator')}: {name_list(by_hand)}); use DequantizeLinear"
         )
-
-
-def _final(renamed: Mapping[str, str], name: str) -> str:
-    seen = set()
-    while name in renamed and name not in seen:
-        seen.add(name)
-        name = renamed[name]
-    return name
 
 
 def _values(
@@ -270,12 +261,7 @@ def insert_qdq(model: onnx.ModelProto, products: Collection[Product]) -> tuple[i
     """
     index = GraphIndex(model)
     wanted = {product.node: product for product in products}
-    inferred = onnx.shape_inference.infer_shapes(model).graph
-    halves = {
-        value.name
-        for value in (*inferred.value_info, *inferred.input, *inferred.output)
-        if value.type.tensor_type.elem_type == TensorProto.FLOAT16
-    }
+    types, _ = walk_types(model)
     nodes: list[onnx.NodeProto] = []
     pairs: dict[tuple[str, float], str] = {}
     made, rounded, odd = 0, 0, list[str]()
@@ -287,7 +273,7 @@ def insert_qdq(model: onnx.ModelProto, products: Collection[Product]) -> tuple[i
             odd += [product.label] if product else []
             nodes.append(node)
             continue
-        half = node.output[0] in halves
+        half = types.get(node.output[0]) == TensorProto.FLOAT16
         for position, amax in product.amax.items():
             nodes += _pair(node, position, amax, half, pairs, arrays)
         if value is None:
