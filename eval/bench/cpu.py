@@ -6,7 +6,6 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -32,11 +31,8 @@ NNCF_LONGEST = 128  # tokens of a random calibration sample
 COMPILED = 3  # times, as one of six compilations of an engine was 8 % slower than the others
 
 
-@dataclass
-class CpuRuns:
-    lanes: Callable[[int], Sequence[Answer]]  # for a number of streams, all threads together; may be fewer
-    detail: str
-    built: EngineResult | None = None
+# answers for a number of streams, all threads together, that may be fewer; how; and what was built
+CpuRuns = tuple[Callable[[int], Sequence[Answer]], str, EngineResult | None]
 
 
 def prepare_on_cpu(here: systems.Preparation) -> list[measure.SystemRun]:
@@ -51,19 +47,19 @@ def prepare_on_cpu(here: systems.Preparation) -> list[measure.SystemRun]:
     def prepare(system: systems.System) -> measure.SystemRun:
         if reason := systems.why_absent(system):
             return systems.not_run(system, "skipped", reason)
-        runs = RUNS[system.kind](here, system)
+        answers, detail, built = RUNS[system.kind](here, system)
 
         def compiled(streams: int) -> list[measure.HostLane]:
-            lanes = [measure.HostLane(run, sets) for run in runs.lanes(streams)]
+            lanes = [measure.HostLane(run, sets) for run in answers(streams)]
             lanes[0].launch()  # what compiles when it first runs fails here, as a gap and not in a round
             return lanes
 
         lanes = {count: compiled(count) for count in dict.fromkeys((1, *here.options.streams))}
         more = {count: shared for count, shared in lanes.items() if count > 1 and len(shared) == count}
         again = [compiled(1) for _ in range(0 if here.options.quick else COMPILED - 1)]
-        row = BenchRow(system=system.name, status="done", detail=runs.detail)
+        row = BenchRow(system=system.name, status="done", detail=detail)
         run = measure.SystemRun(row, system.precision, timer, lanes[1], more, again)
-        if built := runs.built:
+        if built:
             row.int8_gemms, row.expected_int8_gemms = built.int8_gemms, built.expected_int8_gemms
             row.not_int8, row.engine_bytes, run.layers = built.not_int8, built.bytes, built.layers
         return run
@@ -75,45 +71,42 @@ def _int8_runs(here: systems.Preparation, system: systems.System) -> CpuRuns:
     target, config = here.target.extra.get(system.recipe, here.target), here.config
     session, backend = target.session, cast("BackendName", system.library)
     if here.options.quick:
-        engine = outcomes.read_built(session.folder)
-        assert isinstance(engine, EngineResult)  # else there is no quick bench
-        compute, path = session.target.compute, outcomes.engine_file(session.folder, engine)
-        lanes = _compiled_lanes(here, backend, path.read_bytes(), compute, blob=True)
-        return CpuRuns(lanes, f"engine of the run, {compute.upper()} where not INT8", engine)
-    graph = target.int8_graph(backend)
-    shape = config.split.task if config.split else f"s{config.length}"
-    path = session.folder / "bench" / f"int8.{backend}.b{config.batch}.{shape}.engine"
-    if not here.options.keep_engines:
-        for file in (path, sidecar_path(path), path.with_suffix(".layers.json")):
-            here.stack.callback(file.unlink, missing_ok=True)
-    compute = cpu_runtimes.choose_compute(backend, find_cpu(), session.recipe.precision.compute)
-    profiles = systems.profiles_of(target, here.options.engine_shapes, config)
-    built = measure.build_ready(measure.ReadyGraph.of(graph, session.plan), path, backend, profiles, compute)
+        built: Any = outcomes.read_built(session.folder)
+        assert isinstance(built, EngineResult)  # else there is no quick bench
+        compute, path = session.target.compute, outcomes.engine_file(session.folder, built)
+        origin = "engine of the run, "
+    else:
+        graph = target.int8_graph(backend)
+        shape, origin = config.split.task if config.split else f"s{config.length}", ""
+        path = session.folder / "bench" / f"int8.{backend}.b{config.batch}.{shape}.engine"
+        if not here.options.keep_engines:
+            for file in (path, sidecar_path(path), path.with_suffix(".layers.json")):
+                here.stack.callback(file.unlink, missing_ok=True)
+        compute = cpu_runtimes.choose_compute(backend, find_cpu(), session.recipe.precision.compute)
+        profiles = systems.profiles_of(target, here.options.engine_shapes, config)
+        built = measure.build_planned(graph, session.plan, path, backend, profiles, compute)
     lanes = _compiled_lanes(here, backend, path.read_bytes(), compute, blob=True)
-    return CpuRuns(lanes, f"{compute.upper()} where not INT8", built)
+    return lanes, f"{origin}{compute.upper()} where not INT8", built
 
 
 def _export_runs(here: systems.Preparation, system: systems.System) -> CpuRuns:
     backend, compute = cast("BackendName", system.library), cast("cpu_runtimes.Compute", system.precision)
     data = here.target.graphs["fp32"].read_bytes()
-    return CpuRuns(_compiled_lanes(here, backend, data, compute), f"FP32 export, {compute.upper()} compute")
+    lanes = _compiled_lanes(here, backend, data, compute)
+    return lanes, f"FP32 export, {compute.upper()} compute", None
 
 
 def _dynamic_runs(here: systems.Preparation, _: systems.System) -> CpuRuns:
-    models = here.work.models
-    if "dynamic" not in models:
-        models["dynamic"] = quantize_dynamically(here.target)
-    lanes = _compiled_lanes(here, "onnxruntime", models["dynamic"], "fp32")
-    return CpuRuns(lanes, "onnxruntime.quantization.quantize_dynamic, QInt8 weights per channel")
+    model = here.shared("dynamic", lambda: quantize_dynamically(here.target))
+    lanes = _compiled_lanes(here, "onnxruntime", model, "fp32")
+    return lanes, "onnxruntime.quantization.quantize_dynamic, QInt8 weights per channel", None
 
 
 def _nncf_runs(here: systems.Preparation, _: systems.System) -> CpuRuns:
-    models = here.work.models
-    if "nncf" not in models:
-        models["nncf"] = quantize_with_nncf(here.target)
+    model = here.shared("nncf", lambda: quantize_with_nncf(here.target))
     compute: cpu_runtimes.Compute = "bf16" if find_cpu().bf16 else "fp32"
-    lanes = _compiled_lanes(here, "openvino", models["nncf"], compute)
-    return CpuRuns(lanes, f"nncf.quantize, transformer, mixed preset; {compute.upper()} where not INT8")
+    lanes = _compiled_lanes(here, "openvino", model, compute)
+    return lanes, f"nncf.quantize, transformer, mixed preset; {compute.upper()} where not INT8", None
 
 
 def quantize_dynamically(target: Target) -> bytes:
@@ -156,31 +149,24 @@ def _calibration_rows(target: Target) -> Iterator[Batch]:
 
 
 def _torch_runs(here: systems.Preparation, system: systems.System) -> CpuRuns:
-    forward = here.forward(system)
-
-    def lanes(streams: int) -> Sequence[Answer]:
-        if system.mode:  # Inductor's loops have their number of threads compiled in: one stream
-            return [_torch_lane(here, forward, 1)]
-        return [_torch_lane(here, forward, streams)] * streams
-
-    shapes = ", dynamic shapes" if here.config.split else ""
-    how = f"torch.compile{shapes}" if system.mode else "eager"
-    return CpuRuns(lanes, f"{how}, SDPA, with the mask")
-
-
-def _torch_lane(here: systems.Preparation, forward: Callable[..., Any], streams: int) -> Answer:
     import torch
 
-    threads, names = max(1, (here.options.threads or 1) // streams), here.target.family.inputs
+    forward, names = here.forward(system), here.target.family.inputs
 
-    def run(batch: Batch) -> Float32:
+    def run(batch: Batch, threads: int) -> Float32:
         if torch.get_num_threads() != threads:  # each thread has a number of its own
             torch.set_num_threads(threads)
         with torch.inference_mode():
             answers = forward(**{name: torch.from_numpy(batch[name]) for name in names})
         return cast("Float32", answers.float().numpy())
 
-    return run
+    def lanes(streams: int) -> Sequence[Answer]:
+        count = 1 if system.mode else streams  # Inductor's loops have their number of threads compiled in
+        return [partial(run, threads=max(1, (here.options.threads or 1) // count))] * count
+
+    shapes = ", dynamic shapes" if here.config.split else ""
+    how = f"torch.compile{shapes}" if system.mode else "eager"
+    return lanes, f"{how}, SDPA, with the mask", None
 
 
 RUNS: dict[str, Callable[[systems.Preparation, systems.System], CpuRuns]] = {
@@ -207,10 +193,8 @@ def _compiled_lanes(
         return np.asarray(join_outputs(run(batch), outputs), dtype=np.float32)
 
     def lanes(streams: int) -> Sequence[Answer]:
-        compiled = cpu_runtimes.compile_model(
-            backend, model, blob=blob, compute=compute, threads=threads, streams=streams
-        )
-        return [partial(answer, run) for run in compiled.lanes]
+        how: Any = {"blob": blob, "compute": compute, "threads": threads, "streams": streams}
+        return [partial(answer, run) for run in cpu_runtimes.compile_model(backend, model, **how).lanes]
 
     return lanes
 

@@ -35,6 +35,7 @@ from qdqbench.eval.bench import measure, peers, systems
 from qdqbench.eval.bench.results import BenchKernels, BenchRow, Shape
 from qdqbench.eval.bench.target import Target, model_target, recipe_for
 from qdqbench.quantize.engine.backend import gpu_backend
+from qdqbench.quantize.engine.build import build
 from qdqbench.quantize.engine.cpu_runtimes import Compute
 from qdqbench.quantize.engine.cuda.compile import load_nvrtc
 from qdqbench.quantize.engine.cuda.model import load_kernels, tiles_path
@@ -175,9 +176,17 @@ def build_engine(spec: EngineSpec) -> EngineResult:
     with suppress(UserError):
         check_sidecar(spec.engine, spec.onnx)
         return read(spec.proof, EngineResult, "proof of an engine", "build it again")
-    graph = measure.ReadyGraph(spec.onnx, spec.gemms, spec.attention)
-    given = spec.engine, spec.backend, [spec.profile], spec.compute
-    result = measure.build_ready(graph, *given, target=spec.target)
+    result = build(
+        spec.onnx,
+        spec.engine,
+        backend=spec.backend,
+        profiles=[spec.profile],
+        expected_gemms=spec.gemms,
+        expected_attention=spec.attention,
+        layers_path=spec.engine.with_suffix(".layers.json"),
+        compute=spec.compute,
+        compute_capability=spec.target,
+    )
     files.write_json(spec.proof, result.model_dump(mode="json"))
     return result
 
@@ -308,10 +317,9 @@ def _open_engine(here: systems.Preparation, system: systems.System, run: measure
     single = {spec.engine: spec for spec in specs.values()}
     proofs = [build_engine(spec) for spec in single.values()]
     if system.library == "cuda":
-        (path,), engines = single, here.work.models
-        if (key := str(path)) not in engines:
-            engines[key], _ = load_kernels(path)
-        run.lanes, row.detail = _packed_lanes(here, PackedKernels(engines[key]), run.timer)
+        (path,) = single
+        engine = here.shared(str(path), lambda: load_kernels(path)[0])
+        run.lanes, row.detail = _packed_lanes(here, PackedKernels(engine), run.timer)
         row.engine_bytes = path.stat().st_size
     else:
         loaded = {
@@ -386,14 +394,15 @@ def _unpadded_encoder(here: systems.Preparation, system: systems.System) -> peer
     found = gpu.compute_capability if (gpu := find_gpu()) else "0.0"
     if system.precision == "fp8" and tuple(map(int, found.split("."))) < peers.FIRST_FP8:
         raise UserError(f"GPUs of compute capability 8.9 and newer multiply FP8, and this one has {found}")
-    models = here.work.models
-    if system.name not in models:
+
+    def make() -> peers.UnpaddedEncoder:
         encoder = peers.UnpaddedEncoder(peers.sdpa_model(session.new_model(), "fp16", "cuda"))
         if system.precision == "fp8":
             rows = [row for batch in here.batches for row in peers.unpadded_rows(batch)]
             encoder.use_fp8(peers.pack_rows(rows[: peers.FP8_ROWS], 1, encoder.positions_of))
-        models[system.name] = encoder
-    return cast("peers.UnpaddedEncoder", models[system.name])
+        return encoder
+
+    return cast("peers.UnpaddedEncoder", here.shared(system.name, make))
 
 
 class PackedKernels:

@@ -482,18 +482,6 @@ def gpu_uuid() -> str | None:
     return f"GPU-{uuid}" if uuid else None
 
 
-@dataclass(frozen=True)
-class ReadyGraph:
-    path: Path
-    gemms: list[str]  # ONNX nodes that must run in INT8
-    attention: int  # attentions that must run in INT8
-
-    @classmethod
-    def of(cls, path: Path, plan: Plan) -> "ReadyGraph":
-        gemms = list_expected_gemms(path, plan)
-        return cls(path, gemms, count_attentions(gemms, plan.attention))
-
-
 @dataclass
 class OpenEngine:
     session: Session
@@ -532,20 +520,17 @@ def measure_speedup(engine: OpenEngine, baseline: OpenEngine, shape: Shape) -> S
 
 
 @contextlib.contextmanager
-def open_engine(
-    session: Session, graph: ReadyGraph, stem: Path, shapes: Sequence[Shape]
-) -> Iterator[OpenEngine]:
-    """Build and load an engine for (batch, length) shapes; its runtime cache stays, its other files go."""
-    # each profile has kernels of its own, so those that take none of the shapes only cost time to build
-    known = engine_profiles(session)
-    profiles = [known[index] for index in sorted({choose_profile(known, *shape) for shape in shapes})]
-    path = stem.with_suffix(".engine")
+def open_engine(session: Session, graph: Path, plan: Plan, stem: Path, shape: Shape) -> Iterator[OpenEngine]:
+    """Build and load an engine for a (batch, length); its runtime cache stays, its other files go."""
+    # each profile has kernels of its own, so those that do not take the shape only cost time to build
+    known, path = engine_profiles(session), stem.with_suffix(".engine")
     with contextlib.ExitStack() as stack:
         stack.callback(sidecar_path(path).unlink, missing_ok=True)
         stack.callback(path.unlink, missing_ok=True)
         backend, compute = session.recipe.engine.backend, session.target.compute
-        result = build_ready(graph, path, backend, profiles, compute)
-        opened = OpenEngine(session, result, stack.enter_context(load_engine(session, path, graph.path)))
+        profiles = [known[choose_profile(known, *shape)]]
+        result = build_planned(graph, plan, path, backend, profiles, compute)
+        opened = OpenEngine(session, result, stack.enter_context(load_engine(session, path, graph)))
         stack.callback(opened.lanes.clear)  # lanes go before the engine that they run
         yield opened
 
@@ -558,45 +543,45 @@ def load_engine(session: Session, path: Path, graph: Path) -> Any:
 
 def write_engine_graph(
     session: Session, model: "PreTrainedModel", recipe: Recipe, plan: Plan, path: Path
-) -> ReadyGraph:
+) -> Path:
     """Write the typed graph of a recipe's model: INT8, or the baseline where the plan has no INT8."""
     settings = ExportSettings.of(recipe, session.target.backend)
     write_graph(trace(model, settings.opset, session.config.task.kind.outputs), plan, settings, path)
-    return ReadyGraph.of(path, plan)
+    return path
 
 
-def build_ready(  # noqa: PLR0913
-    graph: ReadyGraph,
+def build_planned(  # noqa: PLR0913, PLR0917
+    graph: Path,
+    plan: Plan,
     path: Path,
     backend: BackendChoice,
     profiles: Sequence[Profile],
     compute: Compute,
-    *,
-    target: str | Sequence[str] | None = None,
 ) -> EngineResult:
+    """Build the engine of a graph, which has to run in INT8 what the plan says."""
+    gemms = list_expected_gemms(graph, plan)
     return build(
-        graph.path,
+        graph,
         path,
         backend=backend,
         profiles=profiles,
-        expected_gemms=graph.gemms,
-        expected_attention=graph.attention,
+        expected_gemms=gemms,
+        expected_attention=count_attentions(gemms, plan.attention),
         layers_path=path.with_suffix(".layers.json"),
         compute=compute,
-        compute_capability=target,
     )
 
 
 @contextlib.contextmanager
-def alone(*, on_cpu: bool) -> Iterator[None]:
-    """Lock this GPU or CPU against other timings by qdqbench; UserError where one runs."""
+def alone(*, on_cpu: bool, wait_s: float = 0.0) -> Iterator[None]:
+    """Lock this GPU or CPU against other timings by qdqbench; UserError where one runs for so long."""
     if on_cpu:
         kind, name, fix = "CPU", "cpu", "run this when it has ended, or workers on machines of their own"
     else:
         kind, name = "GPU", gpu_uuid() or "gpu"
         fix = "give each worker a GPU of its own with CUDA_VISIBLE_DEVICES"
     # one for each user: the kernel refuses the files of others in the temporary folder
-    lock = FileLock(Path(tempfile.gettempdir()) / f"qdqbench-{name}-{os.getuid()}.lock", timeout=0)
+    lock = FileLock(Path(tempfile.gettempdir()) / f"qdqbench-{name}-{os.getuid()}.lock", timeout=wait_s)
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(lock)

@@ -246,7 +246,8 @@ class UnpaddedEncoder:
         self.final_norm: Any = getattr(base, "final_norm", torch.nn.Identity())
         self.bias = _bias_of(base.encoder, family.positions(config)) if family.name == "mpnet" else None
         self.blocks: Any = _find_blocks
-        self.eps = float(_norm(model, family.layer_names(model)[0], [*family.norms][1]).eps)
+        last_norm: Any = model.get_submodule(f"{family.layer_names(model)[0]}.{[*family.norms][1]}")
+        self.eps = float(last_norm.eps)
         self.of_tokens = any("length" in axes for axes in name_outputs(model).values())
         pooling = getattr(config, "classifier_pooling", "cls")  # a ModernBERT's classifier
         self.pooling = str(getattr(getattr(model, "pooling", None), "mode", pooling))
@@ -550,12 +551,7 @@ def _layer_weights(model: "PreTrainedModel", layer: str) -> "list[torch.Tensor |
     qkv = [merged] if merged is not None else [linears[role] for role in QKV[:3]]
     tensors: list[Any] = [torch.cat([linear.weight for linear in qkv])]
     tensors.append(None if qkv[0].bias is None else torch.cat([linear.bias for linear in qkv]))
-    attention, ffn = (_norm(model, layer, path) for path in family_of(model.config).norms)
+    attention, ffn = (model.get_submodule(f"{layer}.{path}") for path in family_of(model.config).norms)
     for module in (linears["output"], attention, linears["ffn-in"], linears["ffn-out"], ffn):
         tensors += [getattr(module, name, None) for name in ("weight", "bias")]
     return [tensor if tensor is None else tensor.detach() for tensor in tensors]
-
-
-def _norm(model: "PreTrainedModel", layer: str, path: str) -> Any:
-    """Return a LayerNorm of a layer; that of a first layer may change nothing."""
-    return model.get_submodule(f"{layer}.{path}")

@@ -331,13 +331,6 @@ def latency_cell(bench: Bench, config: BenchConfig, name: str) -> doc.Cell:
     return doc.Cell(f"{figures.latency(tried.median_ms)}{fault}", doc.bad_unless(not fault))
 
 
-def latency_rows(bench: Bench) -> Rows:
-    return [
-        (system.label, [latency_cell(bench, config, system.name) for config in bench.configs])
-        for system in bench.systems
-    ]
-
-
 def headline_title(bench: Bench) -> str:
     if bench.device == "cpu":
         return "INT8 over the fastest FP32 or BF16"
@@ -423,7 +416,10 @@ def _conditions(row: Speedup) -> doc.Cell:
 def _blocks(bench: Bench, *, timed: bool = True) -> list[doc.Block]:
     """Return tables and charts of a bench, with `timed` also what was timed of the same files before."""
     names = [config_text(bench, config) for config in bench.configs]
-    medians = [*latency_rows(bench), *ratio_rows(bench)]
+    medians = [
+        (each.label, [latency_cell(bench, config, each.name) for config in bench.configs])
+        for each in bench.systems
+    ] + ratio_rows(bench)
     draws: list[Callable[[Bench], str]] = [latency_svg, speedup_svg, throughput_svg]
     interrupted = doc.Prose(
         "Interrupted: only the shapes that were finished are here.", "unclear", doc.EVERYWHERE

@@ -247,18 +247,24 @@ class Preparation:
             return text_sets(*asked, texts, options.input_sets, options.seed)
         return random_sets(*asked, target.about.shape["vocabulary"], options.input_sets, options.seed)
 
+    def shared(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return what all configs share, made once."""
+        models = self.work.models
+        if name not in models:
+            models[name] = make()
+        return models[name]
+
     def forward(self, system: System) -> Callable[..., Any]:
         """Return the model in PyTorch with SDPA attention, eager or compiled; on a GPU for each shape."""
-        models, precision = self.work.models, system.precision
-        if precision not in models:
-            device = "cuda" if system.device == "gpu" else "cpu"
-            models[precision] = peers.sdpa_model(self.target.session.new_model(), precision, device)
+        on_cpu, precision, new = system.device == "cpu", system.precision, self.target.session.new_model
+        where = "cpu" if on_cpu else "cuda"
+        model = self.shared(precision, lambda: peers.sdpa_model(new(), precision, where))
         if not system.mode:
-            return peers.eager_forward(models[precision])
+            return peers.eager_forward(model)
         key = f"{precision} {system.mode}"
         if key not in self.compiled:
-            dynamic = system.device == "cpu" and self.config.split is not None
-            self.compiled[key] = peers.compiled_forward(models[precision], system.mode, dynamic=dynamic)
+            dynamic = on_cpu and self.config.split is not None
+            self.compiled[key] = peers.compiled_forward(model, system.mode, dynamic=dynamic)
         return cast("Callable[..., Any]", self.compiled[key])
 
 

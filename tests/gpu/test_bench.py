@@ -7,7 +7,7 @@ from qdqbench.eval.bench.quick import time_backends
 from qdqbench.eval.bench.results import read_bench, row_of
 from qdqbench.quantize.recipe.schema import load_recipe
 
-from ..unit.cli.test_bench import invoke
+from ..support.fake_bench import invoke
 
 SHORT = ["--rounds", "6", "--duration", "0.1"]
 GRID = ["--length", "32", "--batch", "1", "--batch", "8", *SHORT]

@@ -5,7 +5,7 @@ import math
 from qdqbench.eval.metrics.results import GateIssue
 from qdqbench.eval.selection.auto.results import Auto, AutoChoice, AutoStep, Criteria, NestedFolds, Proposal
 from qdqbench.eval.selection.calibration_comparison import CalibrationComparison, CalibrationRow
-from qdqbench.eval.selection.search.confirm import compare_drops
+from qdqbench.eval.selection.search.confirm import compare_drops, judge_confirmed
 from qdqbench.eval.selection.search.results import (
     ConfirmedRecipe,
     Ranking,
@@ -88,6 +88,24 @@ def sample_search(**changes):
     return Search.model_validate(values | changes)
 
 
+def asked_search(**gate):
+    """Two trials whose drop is noise, by a gate of one's own."""
+    trials = [trial_of(0, 0.004, 0.1, 1.0, error=0.003), trial_of(1, 0.004, 0.2, 1.0, error=0.003)]
+    asked = GateSettings(**gate)
+    recipe = LINEARS.model_copy(update={"gate": asked}).model_dump(mode="json")
+    found = sample_search(trials=trials, outcome=chosen_by(trials, asked), recipe=recipe)
+    found.outcome.passed = found.chosen is not None
+    return found
+
+
+def unconfirmed_search():
+    """A search whose choice fails on evaluation data."""
+    failure = Failure(code="check", text="2 layers are not in INT8")
+    row = ConfirmedRecipe(name="found", recipe=LINEARS, origin="tpe", failure=failure)
+    outcome = SearchOutcome(chosen=1, issues=judge_confirmed(row, GATE, "accuracy"))
+    return sample_search(confirmed=[row], agreement=None, outcome=outcome)
+
+
 NOTHING = {"outcome": SearchOutcome(), "confirmed": [], "agreement": None}
 
 
@@ -128,10 +146,12 @@ def step_of(name, kind, delta, previous=None, *, nested=None, issues=()):
     )
 
 
-def skipped_step(name):
-    return AutoStep(
-        recipe=None, origin="qat", name=name, kind=name, status="skipped", skipped="budget", estimate_s=71.5
-    )
+def skipped_step(name, kind=None, reason="budget"):
+    fields = {"recipe": None, "origin": "qat", "status": "skipped", "estimate_s": 71.5}
+    return AutoStep(**fields, name=name, kind=kind or name, skipped=reason)
+
+
+REASONS = ("holds", "no_base", "no_remedy", "only_speed", "faster", "misfit")
 
 
 def sample_auto(name="a-model", *, passed=True):
@@ -145,6 +165,7 @@ def sample_auto(name="a-model", *, passed=True):
         skipped_step("islands"),
         AutoStep(recipe=None, **search, **spent),
         skipped_step("qat"),
+        *(skipped_step(f"qat: {reason}", "qat", reason) for reason in (() if passed else REASONS)),
     ]
     about = draw_record(name, metric="matthews", task={"name": "cola", "metrics": ["matthews"]})
     about |= {"data": {"source": name, "evaluation": {"validation": 1043}, "proposals": 512, "limit": None}}
@@ -167,6 +188,16 @@ def sample_auto(name="a-model", *, passed=True):
     )
 
 
+def undecided_auto():
+    """Two steps hold as far as few samples can tell."""
+    auto = sample_auto()
+    sizes = {"limit": 0.005, "needed": 3031, "n": 120}
+    few = GateIssue(code="accuracy", state="inconclusive", stage="engine", metric="matthews", **sizes)
+    for step in auto.steps[:2]:
+        step.run.issues, step.run.open = [], [few]
+    return auto
+
+
 KINDS = {"attention.self.query": "qkv", "attention.output.dense": "output", "output.dense": "ffn-out"}
 
 
@@ -182,7 +213,7 @@ def candidate(name, group, kind, layer, *values):
     return CandidateRow(name=name, group=group, kind=kind, layer=layer, **fields)
 
 
-def sample_sensitivity(name="a-model"):
+def sample_sensitivity(name="a-model", *, kept=2, reached=True):
     rows = [
         candidate(f"encoder.layer.{n}.{part}", "linear", kind, n, 0.001 * (n + place), 0.01 + place / 100)
         for n in range(3)
@@ -203,7 +234,7 @@ def sample_sensitivity(name="a-model"):
             CurvePoint(kept=kept, linears=order[:kept], attention=[], comparison=compared(amount))
             for kept, amount in points
         ],
-        choice=SensitivityChoice(kept=2, reached=True, file="recipe.yaml"),
+        choice=SensitivityChoice(kept=kept, reached=reached, file="recipe.yaml"),
         timings={"candidates_s": 200.0, "this_run_s": 220.0},
     )
 

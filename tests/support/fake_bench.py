@@ -1,10 +1,13 @@
 """A bench without a device: systems whose times and answers are known, on a clock that only they turn."""
 
+import json
 import math
 from types import SimpleNamespace
 
 import numpy as np
+from typer.testing import CliRunner
 
+from qdqbench.cli.app import app
 from qdqbench.eval.bench.measure import SystemRun
 from qdqbench.eval.bench.results import BenchRow, BenchTarget
 from qdqbench.eval.bench.systems import BenchPlan, Work
@@ -139,3 +142,18 @@ def split_of(*shapes, rows=None, **more):
     counts = list(rows or [shape[0] for shape in shapes])
     tokens = sum(rows * length for rows, length in shapes)
     return BatchedSplit("sst2", 32, batches, counts, sum(counts), more.pop("tokens", tokens), **more)
+
+
+WORD_COUNTS = [1, 2, 3, 9, 9, 20, 100, *(number % 31 + 1 for number in range(33))]
+
+
+def write_texts(folder):
+    """A validation split of SST-2 with sentences of so many words."""
+    lines = [json.dumps({"sentence": "abc " * count, "label": count % 2}) for count in WORD_COUNTS]
+    (folder / "sst2").mkdir(parents=True)
+    (folder / "sst2" / "validation.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)))

@@ -8,6 +8,7 @@ import numpy as np
 from qdqbench.eval.bench import measure
 from qdqbench.quantize.engine.build import list_gemms
 
+from .fake_bench import FakeTimer
 from .records import engine_result
 
 TWIN_MS = 2.0
@@ -58,14 +59,6 @@ class Lane:
         return np.stack([ids.sum(axis=1), ids.mean(axis=1)], axis=1)
 
 
-class Timer:
-    def latencies(self, lane, count):
-        return [lane.ms] * count
-
-    def wall(self, lanes, count):
-        return 1.0
-
-
 opened: list[Engine] = []
 spoilt: list[bool] = []  # anything in it: INT8 engines give NaN
 unproven: list[bool] = []  # anything in it: a product does not run in INT8
@@ -94,8 +87,8 @@ def install(monkeypatch):
     opened.clear()
     spoilt.clear()
     unproven.clear()
-    fakes = {"build": build, "DeviceLane": Lane, "to_device": dict, "CudaTimer": Timer, "WallTimer": Timer}
-    for name, fake in (fakes | {"ON_CPU": measure.ON_GPU}).items():
+    fakes = {"build": build, "DeviceLane": Lane, "to_device": dict, "CudaTimer": FakeTimer}
+    for name, fake in (fakes | {"WallTimer": FakeTimer, "ON_CPU": measure.ON_GPU}).items():
         monkeypatch.setattr(measure, name, fake)
     monkeypatch.setattr(
         measure,

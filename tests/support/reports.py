@@ -20,7 +20,16 @@ from qdqbench.quantize.pipeline.pipeline import Timing
 from qdqbench.quantize.report import document as doc
 
 from .benches import bench_that_is, many_shapes, odd_bench, sample_bench
-from .choices import NOTHING, sample_auto, sample_calibrations, sample_search, sample_sensitivity
+from .choices import (
+    NOTHING,
+    asked_search,
+    sample_auto,
+    sample_calibrations,
+    sample_search,
+    sample_sensitivity,
+    unconfirmed_search,
+    undecided_auto,
+)
 from .compared import sample_comparison
 from .records import comparison, speedup
 from .runs import (
@@ -210,13 +219,20 @@ REPORTS = {
     ),
     "compare": lambda: comparison_report(sample_comparison()),
     "sensitivity": lambda: sensitivity_report(sample_sensitivity()),
+    "sensitivity-all": lambda: sensitivity_report(sample_sensitivity(kept=0)),
+    "sensitivity-missed": lambda: sensitivity_report(sample_sensitivity(reached=False)),
     "methods": lambda: calibration_report(sample_calibrations()),
     "methods-two-splits": lambda: calibration_report(sample_calibrations(splits=MNLI)),
     "search": lambda: search_report(sample_search()),
     "search-share": lambda: search_report(share_search()),
     "search-nothing": lambda: search_report(sample_search(**NOTHING)),
+    "search-noise": lambda: search_report(asked_search(max_drop=0.003)),
+    "search-fast": lambda: search_report(asked_search(max_drop=0.003, min_speedup=1.5)),
+    "search-slow": lambda: search_report(asked_search(min_speedup=9.0, min_sqnr_db=30)),
+    "search-unconfirmed": lambda: search_report(unconfirmed_search()),
     "auto": lambda: auto_report(sample_auto()),
     "auto-nothing": lambda: auto_report(sample_auto(passed=False)),
+    "auto-undecided": lambda: auto_report(undecided_auto()),
     "finetune": lambda: finetuning_report(finetuning([run_of(0), STOPPED, failed_run(2, log=BEGUN)])),
     "finetune-one": lambda: finetuning_report(finetuning([run_of(7)])),
     "finetune-failed": lambda: finetuning_report(

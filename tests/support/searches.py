@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.eval.selection.search.results import Ranking, SearchTrial
-from qdqbench.eval.selection.search.study import SearchStudy
+from qdqbench.eval.selection.search.worker import SearchStudy
 from qdqbench.quantize.recipe.sections import GateSettings
 
 from . import records

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from qdqbench.eval.bench.measure import ReadyGraph, alone, measure_speedup, open_engine
+from qdqbench.eval.bench.measure import alone, measure_speedup, open_engine
 from qdqbench.eval.metrics.compare import compare
 from qdqbench.eval.metrics.gate import drop_issue, slow_issues
 from qdqbench.eval.metrics.logits import Logits, read_logits
@@ -53,6 +53,7 @@ from qdqbench.quantize.pipeline.graphs import FP16, FP32, graph_path
 from qdqbench.quantize.pipeline.ownership import locked_folder
 from qdqbench.quantize.pipeline.pipeline import STAGES_FILE, open_run, read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session
+from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
 from qdqbench.quantize.recipe.sections import Qat, Reconstruction
 from qdqbench.quantize.tasks.data.splits import source_fingerprint
@@ -67,7 +68,7 @@ from qdqbench.quantize.utils.system.environment import get_code_identity
 
 RUN, RECIPE = "run", "run.yaml"  # in the folder of a step
 FOLDS = 5
-WAITS, WAIT_S = 12, 5.0
+WAIT_S = 60.0
 # of the noise power of the recipe before: 6 and 12 dB
 ISLANDS, SEARCHED = 1 / 4, 1 / 16
 ORIGINS: dict[StepKind, Origin] = {
@@ -287,33 +288,17 @@ class AutoRun:
         try:
             source = measured_source(session, self.options)
             on_cpu = session.target.on_cpu
-            graph = ReadyGraph.of(graph_path(session), session.plan)
-            plain = ReadyGraph(session.folder / (FP16 if session.target.half else FP32), [], 0)
+            graph, plain = graph_path(session), session.folder / (FP16 if session.target.half else FP32)
             with (
                 TemporaryDirectory(dir=self.folder, prefix=".timing.", suffix=".tmp") as work,
-                self._alone(on_cpu),
-                open_engine(session, plain, Path(work) / "baseline", [shape]) as baseline,
-                open_engine(session, graph, Path(work) / "trial", [shape]) as engine,
+                _alone_in_time(on_cpu),
+                open_engine(session, plain, Plan(), Path(work) / "baseline", shape) as baseline,
+                open_engine(session, graph, session.plan, Path(work) / "trial", shape) as engine,
             ):
                 require_int8(engine.result)
                 return source, measure_speedup(engine, baseline, shape)
         except (MissingDevice, UserError, CheckFailed) as error:
             return None, failure_of(error)
-
-    @contextmanager
-    def _alone(self, on_cpu: bool) -> Iterator[None]:
-        """Wait a while for other processes that time engines here, then keep them out."""
-        with ExitStack() as stack:
-            for waited in range(WAITS + 1):
-                try:
-                    stack.enter_context(alone(on_cpu=on_cpu))
-                    break
-                except UserError:
-                    if waited == WAITS:
-                        raise
-                    reporter().begin("waiting for another process that times engines")
-                    time.sleep(WAIT_S)
-            yield
 
     def open_store(self) -> Store[AutoStep]:
         task, source, options = self.config.task, self.session.data_source, self.options
@@ -328,6 +313,18 @@ class AutoRun:
             "options": [options.samples, options.trials, options.batch, options.length],
         }
         return Store(self.folder / TRIALS, AutoStep, settings)
+
+
+@contextmanager
+def _alone_in_time(on_cpu: bool) -> Iterator[None]:
+    """Wait a while for other processes that time engines here, then keep them out."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(alone(on_cpu=on_cpu))
+        except UserError:
+            reporter().begin("waiting for another process that times engines")
+            stack.enter_context(alone(on_cpu=on_cpu, wait_s=WAIT_S))
+        yield
 
 
 def list_proposers(auto: AutoRun) -> list[Proposer]:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
-from qdqbench.eval.bench.measure import build_ready, write_engine_graph
+from qdqbench.eval.bench.measure import build_planned, write_engine_graph
 from qdqbench.eval.metrics.gate import drop_issue, judge, slow_issues, sqnr_issues
 from qdqbench.eval.metrics.results import GateIssue, Speedup
 from qdqbench.eval.metrics.runners import predict
@@ -211,9 +211,9 @@ def _answer_with_engine(work: Workspace, recipe: Recipe, plan: Plan) -> dict[str
     model, path = work.model(recipe, plan, in_full=True), folder / "model.int8.engine"
     graph = write_engine_graph(session, model, recipe, plan, folder / "model.int8.onnx")
     profiles, compute = engine_profiles(session), session.target.compute
-    require_int8(build_ready(graph, path, session.recipe.engine.backend, profiles, compute))
+    require_int8(build_planned(graph, plan, path, session.recipe.engine.backend, profiles, compute))
     cache = folder / "runtime.cache"
-    with open_runner(path, graph.path, pad_id=session.pad_id, runtime_cache=cache, outputs=outputs) as runner:
+    with open_runner(path, graph, pad_id=session.pad_id, runtime_cache=cache, outputs=outputs) as runner:
         size = min(session.config.batch_size, runner.max_batch)
         return {
             name: predict(runner, encoded, pad_id=session.pad_id, batch_size=size, stage="engine")

@@ -144,7 +144,7 @@ def read_search(path: Path) -> Search:
     return read(path, Search, "search", "search again")
 
 
-def mark_trials(trials: list[SearchTrial], gate: GateSettings, objective: Objective) -> None:
+def mark_trials(trials: list[SearchTrial], gate: GateSettings, objective: Objective) -> list[SearchTrial]:
     points = {trial.number: trial.objectives(objective) for trial in trials if trial.is_scored}
     for trial in trials:
         trial.holds = trial.failure is None and DRAW in trial.scores and not trial.violation(gate)
@@ -152,6 +152,7 @@ def mark_trials(trials: list[SearchTrial], gate: GateSettings, objective: Object
         trial.on_front = own is not None and not any(
             o[0] <= own[0] and o[1] <= own[1] and o != own for o in points.values()
         )
+    return trials
 
 
 def choose_trial(trials: list[SearchTrial], gate: GateSettings) -> SearchOutcome:

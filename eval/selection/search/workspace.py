@@ -447,16 +447,16 @@ def _open_timer(
     def measure(recipe: Recipe, plan: Plan) -> Speedup:
         if not baseline:  # minutes after the command started: a study of other settings is refused before
             twin = session.recipe.model_copy(update={"name": f"{session.recipe.name}-twin"})
-            high = write_engine_graph(
-                session, session.fp32_model, twin, Plan(fp32=plan.fp32), folder / "twin.onnx"
-            )
-            baseline.append(stack.enter_context(open_engine(session, high, folder / "baseline", [shape])))
+            none, path = Plan(fp32=plan.fp32), folder / "twin.onnx"
+            high = write_engine_graph(session, session.fp32_model, twin, none, path)
+            opened = open_engine(session, high, none, folder / "baseline", shape)
+            baseline.append(stack.enter_context(opened))
         if not plan.int8 and known:  # it is its own baseline
             own = {"system_ms": known[0].baseline_ms, "value": 1.0, "ci95_low": 1.0, "ci95_high": 1.0}
             return known[0].model_copy(update=own)
         report_phase("building and timing")
         graph = write_engine_graph(session, work.model(recipe, plan), recipe, plan, folder / "trial.onnx")
-        with open_engine(session, graph, folder / "trial", [shape]) as engine:
+        with open_engine(session, graph, plan, folder / "trial", shape) as engine:
             require_int8(engine.result)
             known[:] = [measure_speedup(engine, baseline[0], shape)]
         return known[0]

@@ -30,9 +30,18 @@ def test_medians_are_of_the_windows_alone(points, start, width):
 class Nvml:
     """What NVML answers of one GPU, GPU-7, in its own units; an error is raised."""
 
-    def __init__(self):
-        self.calls = []
-        self.clock, self.power, self.temperature = 1755, 400500, 50
+    def __init__(self, monkeypatch):
+        self.calls, self.clock, self.power, self.temperature = [], 1755, 400500, 50
+        for name, function in {
+            "Init": lambda: self.calls.append("init"),
+            "Shutdown": lambda: self.calls.append("shutdown"),
+            "DeviceGetHandleByUUID": self.handle,
+            "DeviceGetHandleByIndex": self.handle,
+            "DeviceGetClockInfo": self.tell("clock", pynvml.NVML_CLOCK_SM),
+            "DeviceGetPowerUsage": self.tell("power"),
+            "DeviceGetTemperature": self.tell("temperature", pynvml.NVML_TEMPERATURE_GPU),
+        }.items():
+            monkeypatch.setattr(pynvml, f"nvml{name}", function)
 
     def handle(self, name):
         if name not in ("GPU-7", 0):
@@ -42,8 +51,7 @@ class Nvml:
     def tell(self, name, *wanted):
         def answer(*given):
             assert given == ("handle", *wanted)
-            value = getattr(self, name)
-            if isinstance(value, Exception):
+            if isinstance(value := getattr(self, name), Exception):
                 raise value
             return value
 
@@ -52,18 +60,7 @@ class Nvml:
 
 @pytest.fixture
 def nvml(monkeypatch):
-    found = Nvml()
-    for name, function in {
-        "nvmlInit": lambda: found.calls.append("init"),
-        "nvmlShutdown": lambda: found.calls.append("shutdown"),
-        "nvmlDeviceGetHandleByUUID": found.handle,
-        "nvmlDeviceGetHandleByIndex": found.handle,
-        "nvmlDeviceGetClockInfo": found.tell("clock", pynvml.NVML_CLOCK_SM),
-        "nvmlDeviceGetPowerUsage": found.tell("power"),
-        "nvmlDeviceGetTemperature": found.tell("temperature", pynvml.NVML_TEMPERATURE_GPU),
-    }.items():
-        monkeypatch.setattr(pynvml, name, function)
-    return found
+    return Nvml(monkeypatch)
 
 
 def wait_for(monitor, start):

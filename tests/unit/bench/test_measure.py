@@ -3,6 +3,7 @@
 import os
 import tempfile
 from contextlib import ExitStack, nullcontext
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,53 +21,50 @@ from qdqbench.quantize.utils.system.cpu import Cpu
 from qdqbench.quantize.utils.system.gpu import Gpu
 
 from ...support import fake_engines
-from ...support.tiny_bert import calibration_batches, write_tiny_bert
+from ...support.tiny_bert import calibration_batches
 
 TASK = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
 HOW = {"method": "max", "smoothing": "none", "weights_method": "max"}
 OPTIONS = SearchOptions(batch=8, length=32, speed="latency")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tiny_bert(tmp_path_factory.mktemp("tiny"))
+def session_on(backend, model, folder, compute="fp16"):
+    base = load_recipe("bert-int8-linears").model_dump(mode="json") | {"calibration": {}}
+    base["engine"]["backend"], base["precision"]["compute"] = backend, compute
+    recipe = Recipe.model_validate(base)
+    return Session(RunConfig(recipe=recipe, model=str(model), task=TASK, data="none"), folder)
 
 
 @pytest.fixture
-def work(folder, tmp_path, monkeypatch):
-    base = load_recipe("bert-int8-linears").model_dump(mode="json")
-    base["calibration"] = {}
-    base["engine"]["backend"] = "tensorrt_rtx"
-    recipe = Recipe.model_validate(base)
-    config = RunConfig(recipe=recipe, model=str(folder), task=TASK, data="none")
-    session = Session(config, tmp_path)
+def work(tiny_bert, tmp_path, monkeypatch):
+    session = session_on("tensorrt_rtx", tiny_bert, tmp_path)
     model = session.fp32_model
-    made = Workspace(session, make_space(recipe, module_table(model), model.base_model_prefix), 8)
+    made = Workspace(session, make_space(session.recipe, module_table(model), model.base_model_prefix), 8)
     monkeypatch.setattr(Session, "calibration_batches", lambda self: calibration_batches())
     return made
 
 
+def opened(work, session=None, options=OPTIONS, stack=None):
+    """The source of latencies, and the function that gives them."""
+    return workspace.open_source(session or work.session, options, work, stack or ExitStack())
+
+
 @pytest.fixture
-def measure(work, monkeypatch):
-    """The function that gives latencies, on a GPU that is not there."""
+def devices(monkeypatch):
+    """A GPU and a backend that are not there."""
     fake_engines.install(monkeypatch)
     monkeypatch.setattr(workspace, "alone", lambda **_: nullcontext())
     monkeypatch.setattr(workspace, "find_gpu", lambda: Gpu("fake GPU", "0.0", None))
-    monkeypatch.setattr(
-        workspace, "choose_backend", lambda wanted: type("B", (), {"name": "fake", "version": "0"})
-    )
+    monkeypatch.setattr(workspace, "choose_backend", lambda name: SimpleNamespace(name=name, version="0"))
+
+
+@pytest.fixture
+def measure(work, devices):
+    """The function that gives latencies, on a GPU that is not there."""
     with ExitStack() as stack:
-        source, found = workspace.open_source(work.session, OPTIONS, work, stack)
-        assert source.label == "measured on fake GPU, fake 0"
+        source, found = opened(work, stack=stack)
+        assert source.label == "measured on fake GPU, tensorrt_rtx 0"
         yield found
-
-
-def on_a_cpu(work, compute="fp16"):
-    """A session for OpenVINO on the CPU at hand."""
-    recipe = work.session.recipe.model_dump(mode="json")
-    recipe["engine"]["backend"], recipe["precision"]["compute"] = "openvino", compute
-    config = work.session.config.model_copy(update={"recipe": Recipe.model_validate(recipe)})
-    return Session(config, work.session.folder)
 
 
 def placed(work, units, attention=()):
@@ -116,19 +114,36 @@ def test_files_of_engines_do_not_stay(work, measure):
 
 def test_a_shape_outside_of_the_profile_is_refused(work):
     with pytest.raises(UserError, match="--batch 500"):
-        workspace.open_source(work.session, SearchOptions(batch=500), work, ExitStack())
+        opened(work, options=SearchOptions(batch=500))
 
 
-def test_one_worker_times_on_a_gpu_at_a_time(monkeypatch, tmp_path):
+@pytest.fixture
+def locks(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(timing, "gpu_uuid", lambda: "GPU-1")
-    with timing.alone(on_cpu=False):
-        with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES"), timing.alone(on_cpu=False):
-            pass
-        monkeypatch.setattr(timing, "gpu_uuid", lambda: "GPU-2")
+    return tmp_path
+
+
+def test_one_worker_times_on_a_gpu_at_a_time(monkeypatch, locks):
+    for _ in range(2):
+        monkeypatch.setattr(timing, "gpu_uuid", lambda: "GPU-1")
         with timing.alone(on_cpu=False):
-            pass
-    with timing.alone(on_cpu=False):
+            with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES"), timing.alone(on_cpu=False):
+                pass
+            monkeypatch.setattr(timing, "gpu_uuid", lambda: "GPU-2")
+            with timing.alone(on_cpu=False):
+                pass
+
+
+def test_one_process_times_on_a_cpu_at_a_time(work, tiny_bert, locks):
+    session = session_on("openvino", tiny_bert, locks)
+    for _ in range(2):
+        with timing.alone(on_cpu=True), pytest.raises(UserError, match="engines on this CPU"):
+            opened(work, session)
+
+
+def test_a_lock_that_cannot_be_opened_is_one_sentence(locks):
+    (locks / f"qdqbench-cpu-{os.getuid()}.lock").mkdir()
+    with pytest.raises(UserError, match=r"cannot lock .*; remove it"), timing.alone(on_cpu=True):
         pass
 
 
@@ -136,22 +151,18 @@ def test_one_worker_times_on_a_gpu_at_a_time(monkeypatch, tmp_path):
     ("compute", "features", "twin"),
     [("fp16", ("amx_bf16",), "BF16"), ("fp16", (), "FP32"), ("fp32", ("amx_bf16",), "FP32")],
 )
-def test_a_cpu_measures_where_its_runtime_is_the_backend(work, monkeypatch, compute, features, twin):
-    cpu = Cpu("a CPU", 2, features)
+def test_a_cpu_measures_where_its_runtime_is_the_backend(  # noqa: PLR0917
+    work, devices, tiny_bert, monkeypatch, compute, features, twin
+):
+    cpu, asked = Cpu("a CPU", 2, features), []
     monkeypatch.setattr("qdqbench.quantize.engine.target.find_cpu", lambda: cpu)
     monkeypatch.setattr(workspace, "find_cpu", lambda: cpu)
-    monkeypatch.setattr(workspace, "find_gpu", lambda: Gpu("not used", "0.0", None))
-    monkeypatch.setattr(workspace, "alone", lambda **_: nullcontext())
-    made = type("B", (), {"name": "openvino", "version": "0"})
-    monkeypatch.setattr(workspace, "choose_backend", lambda wanted: made)
-    fake_engines.install(monkeypatch)
-    asked = []
     monkeypatch.setattr(
         timing, "build", lambda *a, **k: asked.append(k["compute"]) or fake_engines.build(*a, **k)
     )
+    session = session_on("openvino", tiny_bert, work.session.folder, compute)
     with ExitStack() as stack:
-        options = SearchOptions(batch=8, length=32)
-        source, measure = workspace.open_source(on_a_cpu(work, compute), options, work, stack)
+        source, measure = opened(work, session, SearchOptions(batch=8, length=32), stack)
         assert (source.mode, source.gpu, source.cpu) == ("latency", None, str(cpu))
         assert source.baseline_precision == twin
         assert source.label == f"measured on {cpu}, openvino 0"
@@ -159,25 +170,12 @@ def test_a_cpu_measures_where_its_runtime_is_the_backend(work, monkeypatch, comp
     assert asked == [twin.lower()] * 2  # the twin's, then the engine's
 
 
-def test_one_process_times_on_a_cpu_at_a_time(work, monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    session = on_a_cpu(work)
-    with timing.alone(on_cpu=True), pytest.raises(UserError, match="engines on this CPU"):
-        workspace.open_source(session, OPTIONS, work, ExitStack())
-    with timing.alone(on_cpu=True):
-        pass
-
-
-def test_engines_of_a_gpu_backend_need_a_gpu(work, monkeypatch):
-    monkeypatch.setattr(workspace, "find_gpu", lambda: None)
-    with pytest.raises(MissingDevice, match="--speed int8-share"):
-        workspace.open_source(work.session, OPTIONS, work, ExitStack())
-
-
 def test_without_a_gpu_the_int8_share_is_compared(work, monkeypatch):
     monkeypatch.setattr(workspace, "find_gpu", lambda: None)
+    with pytest.raises(MissingDevice, match="--speed int8-share"):
+        opened(work)
     options = SearchOptions(batch=8, length=32)
-    source, measure = workspace.open_source(work.session, options, work, ExitStack())
+    source, measure = opened(work, options=options)
     assert (source.mode, source.backend, source.gpu) == ("int8-share", "", None)
     assert measure(*placed(work, work.space.units)) is None
     shares = [
@@ -186,15 +184,12 @@ def test_without_a_gpu_the_int8_share_is_compared(work, monkeypatch):
     ]
     hidden, inner = 32, 64
     layer = 32 * (4 * hidden**2 + 2 * hidden * inner) + 2 * 32**2 * hidden
-    assert shares == [
-        0,
-        pytest.approx(32 * hidden**2 / (2 * layer)),
-        pytest.approx((32 * hidden**2 + 2 * 32**2 * hidden) / (2 * layer)),
-    ]
+    linear, attended = 32 * hidden**2, 2 * 32**2 * hidden
+    assert shares == pytest.approx([0, linear / (2 * layer), (linear + attended) / (2 * layer)])
     gate = work.session.recipe.gate.model_copy(update={"min_speedup": 1.2})
     work.session.config.recipe = work.session.recipe.model_copy(update={"gate": gate})
     with pytest.raises(MissingDevice, match="min_speedup of recipe bert-int8-linears needs a measured"):
-        workspace.open_source(work.session, options, work, ExitStack())
+        opened(work, options=options)
 
 
 def test_models_are_made_from_shared_calibrations(work, monkeypatch):
@@ -208,10 +203,3 @@ def test_models_are_made_from_shared_calibrations(work, monkeypatch):
     again = Workspace(work.session, work.space, 8)
     again.model(*placed(work, [(1, "output")]))
     assert len(calls) == 1  # from the folder
-
-
-def test_a_lock_that_cannot_be_opened_is_one_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / f"qdqbench-cpu-{os.getuid()}.lock").mkdir()
-    with pytest.raises(UserError, match=r"cannot lock .*; remove it"), timing.alone(on_cpu=True):
-        pass

@@ -154,25 +154,44 @@ def expected(model, batch):
         return peers.eager_forward(model)(**{name: torch.from_numpy(array) for name, array in batch.items()})
 
 
-def unpadded(model, batch, launches):
-    """Answers of all rows in their order, and the packing."""
-    encoder = peers.UnpaddedEncoder(model, compiled=False)
-    packing = peers.pack_rows(peers.unpadded_rows(batch), launches, encoder.positions_of)
+def packed(model, batch, launches=1, **options):
+    """The encoder of a model, and a batch as it takes it."""
+    encoder = peers.UnpaddedEncoder(model, **{"compiled": False} | options)
+    return encoder, peers.pack_rows(peers.unpadded_rows(batch), launches, encoder.positions_of)
+
+
+def unpadded(encoder, packing):
+    """Answers of each launch."""
     run = partial(encoder.forward, tokens=packing.tokens, longest=packing.longest)
     with torch.inference_mode():
-        return [run(torch.from_numpy(flat)) for flat in packing.launches], packing
+        return [run(torch.from_numpy(flat)) for flat in packing.launches]
+
+
+POOLED = ("mean", "cls", "last")
+
+
+def model_of(kind):
+    """A classifier of a family; an embedder by how it pools; a BERT with another head."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("bert", vocab_size=99, num_labels=2, **SIZES["bert"])
+    if kind in POOLED:
+        setattr(config, FIELD, {"mode": kind, "normalize": True})
+        return make_embedder_class(type(config))(config).eval()
+    return new_model(kind) if isinstance(kind, str) else kind.from_config(config).eval()
 
 
 @pytest.mark.parametrize("launches", [1, 2])
 @pytest.mark.parametrize(
-    "model_type",
-    ["bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert", "mpnet", "modernbert"],
-)
-def test_a_classifier_answers_as_transformers_does(model_type, launches):
-    model = new_model(model_type)
+    "kind",
+    ["bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert", "mpnet", "modernbert",
+     *POOLED],
+)  # fmt: skip
+def test_rows_are_answered_as_transformers_does(kind, launches):
+    model = model_of(kind)
     batch = padded(model)
-    reference = expected(model, batch)
-    answers, packing = unpadded(model, batch, launches)
+    batch["input_ids"][0, 2] = model.config.pad_token_id or 0  # random ids of a fixed shape hold it
+    reference, (encoder, packing) = expected(model, batch), packed(model, batch, launches)
+    answers = unpadded(encoder, packing)
     found = torch.cat([rows[:count] for rows, count in zip(answers, packing.counts, strict=True)])
     assert len(packing.launches) == launches
     assert torch.allclose(found, reference, atol=2e-5, rtol=1e-5)
@@ -187,15 +206,11 @@ def test_in_fp8_linears_round_their_inputs_and_weights(model_type, monkeypatch):
 
     monkeypatch.setattr(peers, "packed_attention", attend)
     model = new_model(model_type).half()
-    encoder = peers.UnpaddedEncoder(model, compiled=False)
-    packing = peers.pack_rows(peers.unpadded_rows(padded(model)), 1, encoder.positions_of)
-    run = partial(
-        encoder.forward, torch.from_numpy(packing.launches[0]), tokens=packing.tokens, longest=packing.longest
-    )
+    encoder, packing = packed(model, padded(model))
+    (half,) = unpadded(encoder, packing)
     with torch.inference_mode():
-        half = run().float()
         encoder.use_fp8(packing)
-        error = (run().float() - half).norm() / half.norm()
+    error = (unpadded(encoder, packing)[0].float() - half.float()).norm() / half.float().norm()
     assert 0.005 < error < 0.4
     assert "linears in E4M3" in encoder.how
     for weights in encoder.layers:
@@ -203,10 +218,9 @@ def test_in_fp8_linears_round_their_inputs_and_weights(model_type, monkeypatch):
         assert [each.codes.float().abs().max() for each in scaled] == [448] * 4
 
 
-@pytest.mark.parametrize("model_type", ["deberta-v2"])
-def test_other_attentions_are_refused_by_name(model_type):
-    family = family_of(AutoConfig.for_model(model_type)).name
-    assert peers.refusal(model_type, family).startswith(f"no unpadded form for {model_type}: its")
+def test_other_attentions_are_refused_by_name():
+    family = family_of(AutoConfig.for_model("deberta-v2")).name
+    assert peers.refusal("deberta-v2", family).startswith("no unpadded form for deberta-v2: its")
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -222,50 +236,22 @@ def test_flex_attention_adds_the_bias_of_distances_within_rows():
 
 @pytest.mark.parametrize("auto", [AutoModelForTokenClassification, AutoModelForQuestionAnswering])
 def test_heads_over_tokens_answer_every_token(auto):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("bert", vocab_size=99, num_labels=2, **SIZES["bert"])
-    model = auto.from_config(config).eval()
+    model = model_of(auto)
     batch = padded(model)
-    reference = expected(model, batch)
-    (answers,), packing = unpadded(model, batch, 1)
+    reference, (encoder, packing) = expected(model, batch), packed(model, batch)
+    (answers,) = unpadded(encoder, packing)
     for row, (start, length) in enumerate(zip(packing.first_tokens(0), LENGTHS, strict=True)):
         assert torch.allclose(answers[start : start + length], reference[row, :length], atol=2e-5)
 
 
 @pytest.mark.parametrize("auto", [AutoModelForTokenClassification, AutoModelForSequenceClassification])
 def test_a_bound_encoder_answers_rows_of_one_shape(auto, cuda):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("bert", vocab_size=99, num_labels=2, **SIZES["bert"])
-    model = auto.from_config(config).eval()
+    model = model_of(auto)
     batch = padded(model, (7, 7, 7))
-    reference = expected(model, batch)
-    encoder = peers.UnpaddedEncoder(model, compiled=False)
-    packing = peers.pack_rows(peers.unpadded_rows(batch), 1, encoder.positions_of)
+    reference, (encoder, packing) = expected(model, batch), packed(model, batch)
     run = encoder.bind(packing, (3, 7))
     assert (run.detail, encoder.feed(packing)) == ("CUDA graph", packing.launches)
     assert torch.allclose(run.outputs[peers.OUTPUT], reference, atol=2e-5)
-
-
-@pytest.mark.parametrize("mode", ["mean", "cls", "last"])
-def test_embeddings_are_pooled_over_the_tokens_of_their_row(mode):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("bert", vocab_size=99, **SIZES["bert"])
-    setattr(config, FIELD, {"mode": mode, "normalize": True})
-    model = make_embedder_class(type(config))(config).eval()
-    batch = padded(model)
-    reference = expected(model, batch)
-    answers, packing = unpadded(model, batch, 2)
-    found = torch.cat([rows[:count] for rows, count in zip(answers, packing.counts, strict=True)])
-    assert torch.allclose(found, reference, atol=2e-5)
-
-
-def test_ids_of_padding_inside_a_row_are_counted_as_transformers_counts_them():
-    model = new_model("roberta")
-    batch = padded(model, (6, 6))
-    batch["input_ids"][0, 2] = model.config.pad_token_id  # random ids of a fixed shape hold it
-    reference = expected(model, batch)
-    (answers,), _ = unpadded(model, batch, 1)
-    assert torch.allclose(answers, reference, atol=2e-5)
 
 
 def test_a_compiled_encoder_is_the_same(monkeypatch):
@@ -273,11 +259,8 @@ def test_a_compiled_encoder_is_the_same(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, **how: asked.append(how) or function)
     model = new_model("bert")
     batch = padded(model)
-    reference = expected(model, batch)
-    encoder = peers.UnpaddedEncoder(model)
-    packing = peers.pack_rows(peers.unpadded_rows(batch), 1, encoder.positions_of)
-    found = encoder.forward(torch.from_numpy(packing.launches[0]), tokens=peers.TOKEN_STEP, longest=17)
-    assert torch.allclose(found, reference, atol=2e-5)
+    reference, (encoder, packing) = expected(model, batch), packed(model, batch, compiled=True)
+    assert torch.allclose(unpadded(encoder, packing)[0], reference, atol=2e-5)
     assert [how["dynamic"] for how in asked] == [False, False]
     assert torch._dynamo.config.recompile_limit > 2 * len(peers.LAUNCH_TOKENS)  # in FP16 and FP8
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qdqbench.eval.bench import gpu, measure
+from qdqbench.eval.bench import gpu
 from qdqbench.eval.bench.gpu import EngineSpec, background, build_engine, main, marker
 from qdqbench.eval.bench.target import model_target, random_ids_task, recipe_for
 from qdqbench.quantize.engine.profiles import Profile
@@ -168,7 +168,7 @@ def machine(monkeypatch):
         if not given.fits:
             raise UserError("it was built from another model.onnx")
 
-    monkeypatch.setattr(measure, "build", build)
+    monkeypatch.setattr(gpu, "build", build)
     monkeypatch.setattr(gpu, "check_sidecar", check)
     return given
 

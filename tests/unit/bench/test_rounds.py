@@ -199,6 +199,10 @@ NAN = [np.full((2, 3), 1.0), np.array([[1.0, 2.0, 3.0], [0.0, math.nan, 0.0]])]
 INF = [np.full((2, 3), 1.0), np.array([[1.0, 2.0, 3.0], [0.0, math.inf, 0.0]])]
 
 
+def checked(*systems, references=("torch-fp32", "fp32")):
+    return loop.check_outputs(systems, references)
+
+
 @pytest.mark.parametrize(
     ("precision", "lane", "message"),
     [
@@ -209,48 +213,34 @@ INF = [np.full((2, 3), 1.0), np.array([[1.0, 2.0, 3.0], [0.0, math.inf, 0.0]])]
         ("fp16", noisy(0.2), "its logits are 0.2"),
     ],
 )
-def test_wrong_outputs_are_errors(precision, lane, message):
-    errors, differences, reference = loop.check_outputs(
-        [fake_system("fp32", precision="fp32"), fake_system("x", lane=lane, precision=precision)], ["fp32"]
-    )
+@pytest.mark.parametrize("lanes", [[], [FakeLane()]], ids=["every stream", "the second stream only"])
+def test_wrong_outputs_are_errors(precision, lane, message, lanes):
+    wrong = fake_system("x", lanes=[*lanes, lane], precision=precision)
+    errors, differences, reference = checked(fake_system("fp32"), wrong)
     assert message in errors["x"]
-    assert list(errors) == ["x"]
-    assert reference == "fp32"
+    assert ([*errors], reference) == (["x"], "fp32")
     assert set(differences) <= {"x"}
 
 
 def test_two_rows_with_the_same_logits_are_no_error_where_others_differ():
     lane = FakeLane([np.array([[1.0, 2.0]])] * 2 + [np.array([[3.0, 4.0]])] * 2)
     lane.input_sets = 4
-    assert loop.check_outputs([fake_system("x", lane=lane)], ["x"])[0] == {}
+    assert checked(fake_system("x", lane=lane))[0] == {}
 
 
 @pytest.mark.parametrize(("precision", "error"), [("int8", 0.035), ("int8", 0.3), ("fp16", 0.004)])
 def test_sound_outputs_have_their_distance_recorded(precision, error):
-    errors, differences, _ = loop.check_outputs(
-        [fake_system("fp32"), fake_system("x", lane=noisy(error), precision=precision)], ["fp32"]
-    )
-    assert errors == {}
-    assert differences == {"x": pytest.approx(error, rel=1e-3)}
-
-
-@pytest.mark.parametrize("name", ["int8", "fp32"])
-@pytest.mark.parametrize(("lane", "message"), [(FakeLane(NAN), "NaN"), (noisy(0.8), "its logits are 0.8")])
-def test_what_is_wrong_on_the_second_stream_only_is_found(lane, message, name):
-    two = fake_system(name, lanes=[FakeLane(), lane])
-    errors, _, _ = loop.check_outputs(
-        [two, fake_system("torch-fp32", precision="fp32")], ["fp32", "torch-fp32"]
-    )
-    assert [*errors] == [name]
-    assert message in errors[name]
+    own = fake_system("x", lane=noisy(error), precision=precision)
+    assert checked(fake_system("fp32"), own)[:2] == ({}, {"x": pytest.approx(error, rel=1e-3)})
 
 
 def test_a_reference_that_is_broken_is_passed_over():
     broken = fake_system("torch-fp32", lane=FakeLane(NAN), precision="fp32")
-    errors, _, reference = loop.check_outputs([broken, fake_system("fp32")], ["torch-fp32", "fp32"])
-    assert reference == "fp32"
-    assert set(errors) == {"torch-fp32"}
-    assert loop.check_outputs([broken], ["torch-fp32"])[2] is None
+    second = fake_system("torch-fp32", lanes=[FakeLane(), noisy(0.8)], precision="fp32")  # of its streams
+    for wrong, left in ((broken, "fp32"), (second, "torch-fp32")):
+        errors, _, reference = checked(wrong, fake_system("fp32"))
+        assert ([*errors], reference) == (["torch-fp32"], left)
+    assert checked(broken)[2] is None
 
 
 def test_wall_timer_feeds_outside_of_the_time():

@@ -1,114 +1,35 @@
 """`bench` from the command line on a CPU, on a tiny model; and what is asked of engines."""
 
-import json
 from functools import partial
 
 import onnx
 import pytest
 import yaml
-from typer.testing import CliRunner
 
 from qdqbench import _bench as api_bench
-from qdqbench.cli.app import app
 from qdqbench.eval.bench import run as bench_run
 from qdqbench.eval.bench import target as bench_target
-from qdqbench.eval.bench.results import headline_of, read_bench, row_of, speedup_of
 from qdqbench.eval.bench.systems import Config, profiles_of
 from qdqbench.quantize.calibration.record import read_record, write_record
 from qdqbench.quantize.engine import backend
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.engine.target import choose_target
 from qdqbench.quantize.models.families.known import MODEL_SHAPES
+from qdqbench.quantize.pipeline.pipeline import open_run
+from qdqbench.quantize.pipeline.session import RunConfig
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
+from qdqbench.quantize.tasks.task import get_task
+from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
-from qdqbench.quantize.utils.system.cpu import find_cpu
 
-from ...support.fake_bench import fake_target, split_of
+from ...support.fake_bench import fake_target, invoke, split_of, write_texts
 from ...support.tiny_bert import INT8, recipe_with
-
-QUICK = ["--cpu", "--no-baselines", "--length", "16", "--batch", "3", "--rounds", "3", "--iterations", "2"]
-
-
-WORD_COUNTS = [1, 2, 3, 9, 9, 20, 100, *(number % 31 + 1 for number in range(33))]
-
-
-def write_texts(folder):
-    """A validation split of SST-2 with sentences of so many words."""
-    lines = [json.dumps({"sentence": "abc " * count, "label": count % 2}) for count in WORD_COUNTS]
-    (folder / "sst2").mkdir(parents=True)
-    (folder / "sst2" / "validation.jsonl").write_text("\n".join(lines))
-    return folder
 
 
 @pytest.fixture(autouse=True)
 def few_threads(monkeypatch):
-    """Two cores, and sessions of four contestants."""
+    """Two cores, and sessions of four systems."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-@pytest.fixture(scope="module")
-def measured(tiny_bert, tmp_path_factory):
-    """A folder in which a tiny model was measured."""
-    folder = tmp_path_factory.mktemp("bench") / "out"
-    real = ("--dataset", "sst2", "--dataset-batch", 8, "--data", write_texts(folder.parent / "data"))
-    other = folder.parent / "uncentered.yaml"
-    recipe = load_recipe("bert-int8-linears").model_dump(mode="json") | {"name": "uncentered"}
-    recipe["calibration"]["centering"] = False
-    other.write_text(json.dumps(recipe))
-    extra = ("--extra-recipe", other)
-    outcome = invoke("bench", "--model", tiny_bert, "--out", folder, "--json", *QUICK, *real, *extra)
-    return folder, outcome
-
-
-def test_another_recipe_is_timed_next_to_the_first_on_a_cpu_too(measured):
-    bench = read_bench(measured[0] / "bench.json")
-    system = next(each for each in bench.systems if each.name == "int8-uncentered")
-    assert system.recipe["calibration"]["centering"] is False
-    assert bench.recipe["calibration"]["centering"] == "auto"
-    for cell in bench.configs:
-        assert speedup_of(cell, "int8", "int8-uncentered").cpu is not None
-        assert headline_of(bench.systems, cell).system == "int8"
-
-
-def invoke(*arguments):
-    return CliRunner().invoke(app, list(map(str, arguments)))
-
-
-def test_bench_on_a_cpu(measured):
-    folder, outcome = measured
-    assert outcome.exit_code == 0, outcome.exception
-    bench = read_bench(folder / "bench.json")
-    assert json.loads(outcome.stdout) == bench.model_dump(mode="json")
-    assert (bench.device, bench.complete, bench.errors) == ("cpu", True, [])
-    assert any("CPU" in note for note in bench.notes)
-    assert [(cell.batch, cell.length, cell.reference) for cell in bench.configs] == [
-        (3, 16, "fp32-onnxruntime"),
-        (8, None, "fp32-onnxruntime"),
-    ]
-    assert (bench.configs[-1].sequences, bench.configs[-1].padded_to[0]) == (len(WORD_COUNTS), 11)
-    assert row_of(bench.configs[-1], "int8").sequences_per_s > 0
-    for row in (row for cell in bench.configs for row in cell.rows if row.status == "done"):
-        assert row.launches == 6
-        assert row.median_ms > 0
-        assert row.cpu_ms > 0
-    assert bench.settings.threads == find_cpu().cores
-    assert bench.cpu.name == find_cpu().name
-    assert not bench.target.random_weights
-    assert "random token ids" in bench.target.calibration
-    assert set(bench.target.files) == {"model.int8.onnx", "model.fp16.onnx", "model.fp32.onnx"}
-    folder, _ = measured
-    ops = [node.op_type for node in onnx.load(folder / "work" / "model.int8.onnx").graph.node]
-    assert ops.count("QuantizeLinear") >= 4
-    twin = onnx.load(folder / "work" / "model.fp16.onnx").graph
-    assert not any(node.op_type == "QuantizeLinear" for node in twin.node)
-
-
-def test_what_is_exported_is_reused(measured, tiny_bert, monkeypatch):
-    folder, _ = measured
-    monkeypatch.setattr(bench_target, "_calibrate", lambda session: pytest.fail("calibrated again"))
-    target = bench_target.model_target(str(tiny_bert), load_recipe("bert-int8-linears"), folder / "work", 0)
-    assert list(target.graphs) == ["int8", "fp16", "fp32"]
 
 
 def test_no_gpu_is_a_missing_device_before_anything_is_exported(tiny_bert, tmp_path, monkeypatch):
@@ -150,44 +71,35 @@ def test_wrong_options_are_one_sentence(arguments, message, tmp_path):
     assert message in str(outcome.exception)
 
 
-def test_errors_of_contestants_are_exit_status_2(measured, monkeypatch, tmp_path, tiny_bert):
-    folder, _ = measured
-    found = read_bench(folder / "bench.json").model_copy(update={"errors": ["1 x 16: INT8: NaN"]})
-    monkeypatch.setattr(api_bench, "run_bench", lambda *_, **__: found)
-    monkeypatch.setattr(api_bench, "model_target", lambda *_, **__: fake_target(folder=tmp_path))
-    outcome = invoke("bench", "--model", tiny_bert, "--out", tmp_path, "--cpu")
-    assert isinstance(outcome.exception, CheckFailed)
-    assert str(outcome.exception) == "1 measurements failed: 1 x 16: INT8: NaN"
-    assert "NaN" in (tmp_path / "bench.md").read_text(encoding="utf-8")
+SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
 
 
-TINY_SHAPE = {
-    "model_type": "bert",
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": 500,
-}
+@pytest.fixture
+def tiny(monkeypatch):
+    """Built-in shapes of two layers."""
+    bert = SIZES | {"model_type": "bert", "vocab_size": 500}
+    roberta = {
+        "model_type": "xlm-roberta",
+        "vocab_size": 100,
+        "pad_token_id": 1,
+        "max_position_embeddings": 130,
+    }
+    monkeypatch.setitem(MODEL_SHAPES, "bert-tiny", bert)
+    monkeypatch.setitem(MODEL_SHAPES, "tiny", SIZES | roberta)
 
 
-def test_a_built_in_shape_is_seeded_and_labelled(tmp_path, monkeypatch):
-    monkeypatch.setitem(MODEL_SHAPES, "bert-tiny", TINY_SHAPE)
-    sums = []
+def test_a_built_in_shape_is_seeded_and_labelled(tmp_path, tiny):
+    recipe, sums = load_recipe("bert-int8-linears"), []
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
-        target = bench_target.model_target(
-            "bert-tiny", load_recipe("bert-int8-linears"), tmp_path / folder, seed
-        )
+        target = bench_target.model_target("bert-tiny", recipe, tmp_path / folder, seed)
         sums.append(target.about.files["model.int8.onnx"])
-        assert target.about.kind == "shape"
-        assert target.about.random_weights
+        assert (target.about.kind, target.about.random_weights) == ("shape", True)
         assert "random token ids" in target.about.calibration
         assert (target.about.shape["layers"], target.about.shape["vocabulary"]) == (2, 500)
     assert sums[0] == sums[1] != sums[2]
 
 
-def test_an_int8_softmax_gets_a_scale_for_the_lengths_that_are_measured(tmp_path, monkeypatch):
-    monkeypatch.setitem(MODEL_SHAPES, "bert-tiny", TINY_SHAPE)
+def test_an_int8_softmax_gets_a_scale_for_the_lengths_that_are_measured(tmp_path, tiny):
     target = bench_target.model_target("bert-tiny", load_recipe("bert-int8-attention"), tmp_path, 0, 320)
     rows = read_record(target.session.record_path).softmax
     # of even attention over 320 tokens scale 1/127 makes nothing but zeros
@@ -204,36 +116,31 @@ def test_an_int8_softmax_gets_a_scale_for_the_lengths_that_are_measured(tmp_path
     ]
 
 
+RULES = [
+    {"match": "encoder.layer.*", "type": "Linear", **INT8},
+    {"match": "*", "type": "Attention", "precision": "int8"},
+]
+
+
 def test_lengths_that_do_not_fit_are_refused(tmp_path):
     target = fake_target(folder=tmp_path)
     bench_target.check_lengths(target, [128, 512])
     with pytest.raises(UserError, match="--length 513, 1024 is too long: bert-base has 512 positions"):
         bench_target.check_lengths(target, [128, 513, 1024])
-    target = fake_target(recipe_with("bert-int8-attention"), tmp_path)
-    target.about.shape["positions"] = 2048
-    with pytest.raises(UserError, match="fused up to 512"):
-        bench_target.check_lengths(target, [1024])
+    by_rule = recipe_with(rules=RULES, precision={"never_quantize": ["layernorm"]})
+    assert by_rule.attention == "fp16"
+    for recipe in (recipe_with("bert-int8-attention"), by_rule):
+        target = fake_target(recipe, tmp_path)
+        target.about.shape["positions"] = 2048
+        with pytest.raises(UserError, match="fused up to 512"):
+            bench_target.check_lengths(target, [1024])
 
 
-def test_attention_that_a_rule_puts_into_int8_has_the_same_limit(tmp_path):
-    rules = [
-        {"match": "encoder.layer.*", "type": "Linear", **INT8},
-        {"match": "*", "type": "Attention", "precision": "int8"},
-    ]
-    recipe = recipe_with(rules=rules, precision={"never_quantize": ["layernorm"]})
-    assert recipe.attention == "fp16"
-    target = fake_target(recipe, tmp_path)
-    target.about.shape["positions"] = 2048
-    with pytest.raises(UserError, match="fused up to 512"):
-        bench_target.check_lengths(target, [1024])
-
-
-def test_dataset_need_data_and_a_tokenizer(tmp_path):
-    target = fake_target(folder=tmp_path)
-    with pytest.raises(UserError, match="needs --data"):
-        bench_target.batched_splits(target, "sst2", batches=[8], data=None, tokenizer=None, buckets=True)
-    with pytest.raises(UserError, match="needs --tokenizer"):
-        bench_target.batched_splits(target, "sst2", batches=[8], data="hub", tokenizer=None, buckets=True)
+@pytest.mark.parametrize(("data", "needs"), [(None, "--data"), ("hub", "--tokenizer")])
+def test_dataset_need_data_and_a_tokenizer(tmp_path, data, needs):
+    options = {"batches": [8], "data": data, "tokenizer": None, "buckets": True}
+    with pytest.raises(UserError, match=f"needs {needs}"):
+        bench_target.batched_splits(fake_target(folder=tmp_path), "sst2", **options)
 
 
 @pytest.fixture
@@ -288,13 +195,11 @@ def test_shapes_of_data_need_a_run(tmp_path):
 
 
 def test_a_run_that_exported_nothing_is_refused(tiny_bert, tmp_path):
-    from qdqbench.quantize.pipeline.pipeline import open_run
-    from qdqbench.quantize.pipeline.session import RunConfig
-    from qdqbench.quantize.tasks.task import get_task
-
-    recipe = load_recipe("bert-fp16")
-    config = RunConfig(recipe=recipe, model=str(tiny_bert), task=get_task("sst2"), data="hub")
-    open_run(config, tmp_path / "run")
+    task = get_task("sst2")
+    open_run(
+        RunConfig(recipe=load_recipe("bert-fp16"), model=str(tiny_bert), task=task, data="hub"),
+        tmp_path / "run",
+    )
     with pytest.raises(UserError, match=r"has no model\.fp32\.onnx, model\.fp16\.onnx; write them with"):
         bench_target.run_target(tmp_path / "run")
 
@@ -314,10 +219,7 @@ def test_profiles_are_exactly_the_shape_or_the_recipes(tmp_path, monkeypatch):
     assert profiles_of(target, "recipe", real) == [every]
 
 
-def test_a_built_in_shape_as_an_embedding_model(tmp_path, monkeypatch):
-    shape = {"model_type": "xlm-roberta", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2}
-    small = {"intermediate_size": 64, "vocab_size": 100, "pad_token_id": 1, "max_position_embeddings": 130}
-    monkeypatch.setitem(MODEL_SHAPES, "tiny", shape | small)
+def test_a_built_in_shape_as_an_embedding_model(tmp_path, tiny):
     found = api_bench.bench(
         model="tiny", recipe="int8-linears", pooling="mean", normalize=True, batch=[2], length=[16],
         rounds=1, iterations=1, cpu=True, baselines=False, out=tmp_path, set={"calibration.method": "mse"},

@@ -1,14 +1,19 @@
 """What rungs take from what was measured on train rows."""
 
+import tempfile
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
 
+from qdqbench.eval.bench.measure import alone
+from qdqbench.eval.selection.auto import run
 from qdqbench.eval.selection.auto.run import choose_base, choose_trial, find_islands
 from qdqbench.eval.selection.sensitivity.results import CurvePoint
 from qdqbench.quantize.recipe.schema import load_recipe
-from qdqbench.quantize.utils.errors import CheckFailed
+from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.options import parse_duration
+from qdqbench.quantize.utils.progress import Reporter, reporting_to
 
 from ....support import records
 
@@ -56,6 +61,22 @@ def test_linears_leave_int8_in_a_recipe_without_int8_residuals(slow, base):
     assert choose_base(before, moved=True).name == f"bert-int8-{base}"
     assert choose_base(before).name == f"bert-int8-{'residual' if slow else 'linears'}"
     assert choose_base(before[1:2], moved=True).name == "bert-int8-residual"  # and says why it cannot
+
+
+def test_another_process_that_times_engines_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    told = []
+
+    class Told(Reporter):
+        def begin(self, step, *_, **__):
+            told.append(step)
+            other.close()  # it ends
+
+    with ExitStack() as other, reporting_to(Told()):
+        other.enter_context(alone(on_cpu=True))
+        with run._alone_in_time(on_cpu=True), pytest.raises(UserError), alone(on_cpu=True):
+            pass
+    assert told == ["waiting for another process that times engines"]
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), (30, 30)])

@@ -10,8 +10,8 @@ from pathlib import Path
 import optuna
 import pytest
 
-from qdqbench.eval.selection.search import study as study_module
-from qdqbench.eval.selection.search.study import count_new, open_storage
+from qdqbench.eval.selection.search import worker as study_module
+from qdqbench.eval.selection.search.worker import count_new, open_storage
 from qdqbench.eval.selection.trials.results import Failure
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.system.quiet import quiet
@@ -185,7 +185,7 @@ def test_failed_trials_count_and_a_budget_ends_a_search(kept):
 WORKER = """
 import sys, time
 from pathlib import Path
-from qdqbench.eval.selection.search import study
+from qdqbench.eval.selection.search import worker as study
 from qdqbench.quantize.utils.system.quiet import quiet
 from tests.support.searches import Measurement, open_search
 

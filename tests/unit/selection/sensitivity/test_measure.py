@@ -115,22 +115,18 @@ def test_curve_finds_the_smallest_that_holds(linears, first):
 
 
 @pytest.mark.parametrize(
-    ("at_zero", "expected"),
+    ("points", "expected"),
     [
-        (0.002, 0),  # two standard errors
-        (-0.5, 0),  # better than FP32
-        (0.003, 2),  # below the gate and no noise: half of the noise power must go
+        ([(1.0, 0.002), (0.6, 0.0), (0.49, 0.0)], (0, True)),  # two standard errors
+        ([(1.0, -0.5), (0.6, 0.0), (0.49, 0.0)], (0, True)),  # better than FP32
+        # below the gate and no noise: half of the noise power must go
+        ([(1.0, 0.003), (0.6, 0.0), (0.49, 0.0)], (2, True)),
+        ([(1.0, 0.1), (0.1, 0.1), (0.3, 0.1)], (1, False)),  # a drop over the gate is not accepted
     ],
 )
-def test_nothing_is_kept_where_the_drop_is_noise(at_zero, expected):
-    curve = [point(0, 1.0, at_zero), point(1, 0.6, 0.0), point(2, 0.49, 0.0)]
-    assert choose_point(curve, 0.01)[0].kept == expected
-
-
-def test_a_drop_over_the_gate_is_not_accepted():
-    curve = [point(0, 1.0, 0.1), point(1, 0.1, 0.1), point(2, 0.3, 0.1)]
-    chosen, reached = choose_point(curve, 0.01)
-    assert (chosen.kept, reached) == (1, False)
+def test_nothing_more_is_kept_than_must_be(points, expected):
+    chosen, reached = choose_point([point(kept, *each) for kept, each in enumerate(points)], 0.01)
+    assert (chosen.kept, reached) == expected
 
 
 def kept_point(linears, found):

@@ -2,16 +2,9 @@
 
 import pytest
 
-from qdqbench.eval.selection.sensitivity.report import (
-    _shorten,
-    choice_text,
-    sensitivity_headline,
-    sensitivity_report,
-)
-from qdqbench.eval.selection.sensitivity.results import ranking, read_sensitivity
-from qdqbench.eval.selection.trials.results import write_result
+from qdqbench.eval.selection.sensitivity.report import _shorten, sensitivity_headline, sensitivity_report
+from qdqbench.eval.selection.sensitivity.results import ranking
 from qdqbench.quantize.report.document import Chart, Columns
-from qdqbench.quantize.utils.errors import UserError
 
 from ....support.choices import compared, sample_sensitivity
 
@@ -22,20 +15,6 @@ def test_ranking_is_by_sqnr_of_what_a_recipe_can_keep():
     assert amounts == sorted(amounts, reverse=True)
     assert len(found) == 9
     assert "classifier" not in [row.name for row in found]
-
-
-def test_file_is_read_back(tmp_path):
-    write_result(sample_sensitivity(), sensitivity_report(sample_sensitivity()), tmp_path)
-    assert (
-        read_sensitivity(tmp_path) == read_sensitivity(tmp_path / "sensitivity.json") == sample_sensitivity()
-    )
-
-
-@pytest.mark.parametrize("text", ["{}", '{"schema_version": 1}', "nothing"])
-def test_other_files_are_refused(tmp_path, text):
-    (tmp_path / "sensitivity.json").write_text(text)
-    with pytest.raises(UserError, match=r"sensitivity\.json"):
-        read_sensitivity(tmp_path)
 
 
 def test_nothing_to_divide_by():
@@ -53,28 +32,6 @@ def test_nothing_to_divide_by():
     drawn = [block.draw() for part in charts.parts for block in part if isinstance(block, Chart)]
     assert len(drawn) == 3
     assert all("nan" not in svg for svg in drawn)
-
-
-@pytest.mark.parametrize(
-    ("kept", "reached", "words"),
-    [
-        (
-            0,
-            True,
-            "keeps 0 linears out of INT8: the change by everything in INT8 (-0.0010 ± 0.0020) is within",
-        ),
-        (
-            2,
-            True,
-            "40% of that of everything in INT8, and the change (-0.0010 ± 0.0020) is a drop of at most 0.01",
-        ),
-        (2, False, "no measured number of linears kept out of INT8 holds the drop to 0.01 and halves"),
-    ],
-)
-def test_choice_in_words(kept, reached, words):
-    found = sample_sensitivity()
-    found.choice.kept, found.choice.reached = kept, reached
-    assert words in choice_text(found)
 
 
 @pytest.mark.parametrize(
