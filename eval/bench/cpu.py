@@ -13,7 +13,6 @@ from typing import Any, cast
 import numpy as np
 
 from qdqbench.eval.bench import measure, systems
-from qdqbench.eval.bench.results import BenchRow
 from qdqbench.eval.bench.target import RANDOM_BATCH, RANDOM_SAMPLES, Target
 from qdqbench.quantize.engine import cpu_runtimes
 from qdqbench.quantize.engine.results import EngineResult
@@ -44,27 +43,24 @@ def prepare_on_cpu(here: systems.Preparation) -> list[measure.SystemRun]:
     timer, split = measure.WallTimer(pool=pool), here.config.split
     sets = [here.batches] if split else [[batch] for batch in here.batches]
 
-    def prepare(system: systems.System) -> measure.SystemRun:
-        if reason := systems.why_absent(system):
-            return systems.not_run(system, "skipped", reason)
-        answers, detail, built = RUNS[system.kind](here, system)
+    def prepare(system: systems.System, run: measure.SystemRun) -> None:
+        answers, run.row.detail, built = RUNS[system.kind](here, system)
 
         def compiled(streams: int) -> list[measure.HostLane]:
-            lanes = [measure.HostLane(run, sets) for run in answers(streams)]
+            lanes = [measure.HostLane(answer, sets) for answer in answers(streams)]
             lanes[0].launch()  # what compiles when it first runs fails here, as a gap and not in a round
             return lanes
 
         lanes = {count: compiled(count) for count in dict.fromkeys((1, *here.options.streams))}
-        more = {count: shared for count, shared in lanes.items() if count > 1 and len(shared) == count}
-        again = [compiled(1) for _ in range(0 if here.options.quick else COMPILED - 1)]
-        row = BenchRow(system=system.name, status="done", detail=detail)
-        run = measure.SystemRun(row, system.precision, timer, lanes[1], more, again)
+        run.lanes = lanes[1]
+        run.shared = {count: each for count, each in lanes.items() if count > 1 and len(each) == count}
+        run.again = [compiled(1) for _ in range(0 if here.options.quick else COMPILED - 1)]
         if built:
-            row.int8_gemms, row.expected_int8_gemms = built.int8_gemms, built.expected_int8_gemms
-            row.not_int8, row.engine_bytes, run.layers = built.not_int8, built.bytes, built.layers
-        return run
+            run.row.int8_gemms, run.row.expected_int8_gemms = built.int8_gemms, built.expected_int8_gemms
+            run.row.not_int8, run.row.engine_bytes = built.not_int8, built.bytes
+            run.layers = built.layers
 
-    return systems.prepare_each(here, prepare)
+    return systems.prepare_each(here, timer, prepare)
 
 
 def _int8_runs(here: systems.Preparation, system: systems.System) -> CpuRuns:

@@ -32,7 +32,7 @@ from typing import Any, cast
 import numpy as np
 
 from qdqbench.eval.bench import measure, peers, systems
-from qdqbench.eval.bench.results import BenchKernels, BenchRow, Shape
+from qdqbench.eval.bench.results import BenchKernels, Shape
 from qdqbench.eval.bench.target import Target, model_target, recipe_for
 from qdqbench.quantize.engine.backend import gpu_backend
 from qdqbench.quantize.engine.build import build
@@ -297,8 +297,7 @@ def prepare_on_gpu(here: systems.Preparation) -> list[measure.SystemRun]:
     here.stack.callback(torch.cuda.empty_cache)  # engines allocate outside of what torch keeps for later
     here.stack.enter_context(peers.tf32_allowed())
 
-    def prepare(system: systems.System) -> measure.SystemRun:
-        run = measure.SystemRun(BenchRow(system=system.name, status="done"), system.precision, timer)
+    def prepare(system: systems.System, run: measure.SystemRun) -> None:
         if system.is_engine:
             _open_engine(here, system, run)
         elif system.kind == "unpadded":
@@ -307,9 +306,8 @@ def prepare_on_gpu(here: systems.Preparation) -> list[measure.SystemRun]:
             run.lanes, run.row.detail = _padded_lanes(here, system)
         if not system.is_engine or system.library == "cuda":  # others have layer tables
             run.kernels = partial(kernels_of, run.lanes[0])
-        return run
 
-    return systems.prepare_each(here, prepare)
+    return systems.prepare_each(here, timer, prepare)
 
 
 def _open_engine(here: systems.Preparation, system: systems.System, run: measure.SystemRun) -> None:

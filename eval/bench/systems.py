@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 from pydantic import ConfigDict
 
 from qdqbench.eval.bench import peers
-from qdqbench.eval.bench.measure import SystemRun, WallTimer, random_sets, text_sets
+from qdqbench.eval.bench.measure import SystemRun, Timer, random_sets, text_sets
 from qdqbench.eval.bench.results import BenchRow, BenchSettings, BenchSystem, Device, Precision, Shape
 from qdqbench.eval.bench.target import BatchedSplit, Target
 from qdqbench.quantize.engine.backend import choose_backend, find_best, gpu_backend
@@ -268,7 +268,9 @@ class Preparation:
         return cast("Callable[..., Any]", self.compiled[key])
 
 
-def prepare_each(here: Preparation, prepare: Callable[[System], SystemRun]) -> list[SystemRun]:
+def prepare_each(
+    here: Preparation, timer: Timer, prepare: Callable[[System, SystemRun], None]
+) -> list[SystemRun]:
     """Prepare every system; an engine of the bench that fails is an error, all else is skipped."""
     runs, systems = [], systems_of(here.target, here.options)
     if any(system.mode for system in systems.values()):
@@ -280,8 +282,12 @@ def prepare_each(here: Preparation, prepare: Callable[[System], SystemRun]) -> l
         report_phase(f"preparing {name}")
         other_backend = system.device == "gpu" and (system.library == "cuda") != here.target.runs_kernels
         may_skip = not system.is_engine or bool(system.recipe) or other_backend
+        absent = why_absent(system) if system.device == "cpu" else None
+        row = BenchRow(system=name, status="skipped" if absent else "done", reason=absent)
+        run = SystemRun(row, system.precision, timer)
         try:
-            runs.append(prepare(system))
+            if not absent:
+                prepare(system, run)
         except Exception as error:
             # compilers fail in a hundred ways, and a missing baseline is a gap in the table; a missing engine
             # of ours is an error, whatever else is measured
@@ -289,15 +295,10 @@ def prepare_each(here: Preparation, prepare: Callable[[System], SystemRun]) -> l
             if not (may_skip or explained):
                 raise
             reason = " ".join(f"{error}".split())[:300] or type(error).__name__
-            status: Literal["error", "skipped"] = "skipped" if may_skip else "error"
-            runs.append(not_run(system, status, reason))
+            row = BenchRow(system=name, status="skipped" if may_skip else "error", reason=reason)
+            run = SystemRun(row, system.precision, timer)
+        runs.append(run)
     return runs
-
-
-def not_run(system: System, status: Literal["error", "skipped"], reason: str) -> SystemRun:
-    return SystemRun(
-        BenchRow(system=system.name, status=status, reason=reason), system.precision, WallTimer()
-    )
 
 
 def profiles_of(
