@@ -251,12 +251,11 @@ class UnpaddedEncoder:
         self.of_tokens = any("length" in axes for axes in name_outputs(model).values())
         pooling = getattr(config, "classifier_pooling", "cls")  # a ModernBERT's classifier
         self.pooling = str(getattr(getattr(model, "pooling", None), "mode", pooling))
-        self._plain: Callable[..., torch.Tensor] = rotary_layer if rotary else encoder_layer
-        self._layer = self._plain
+        self._layer: Callable[..., torch.Tensor] = packed_layer
         self._embed: Callable[..., torch.Tensor] = self._embedded
         if compiled:
             torch._dynamo.config.recompile_limit = _MOST_SIZES
-            self._layer = torch.compile(self._plain, dynamic=False)
+            self._layer = torch.compile(packed_layer, dynamic=False)
             self.turns = self.turns and torch.compile(self.turns, dynamic=False)
             if self.bias is not None:
                 self.blocks = torch.compile(_find_blocks, dynamic=False)
@@ -311,7 +310,7 @@ class UnpaddedEncoder:
             for more, weights in zip(self._of_layers(hidden, positions, sizes[0]), self.layers, strict=True):
                 seen: list[torch.Tensor] = []
                 more.pop("blocks", None)  # nothing is compiled here
-                hidden = self._plain(hidden, *sizes, *weights, **more, seen=seen)
+                hidden = packed_layer(hidden, *sizes, *weights, **more, seen=seen)
                 linears = dict(zip(LINEARS, seen, strict=True))
                 rounded.append([_round(each, linears.get(at)) for at, each in enumerate(weights)])
         self.layers, self.how = rounded, self.how.replace("tokens", "tokens, linears in E4M3")
@@ -368,7 +367,7 @@ class UnpaddedEncoder:
         return hidden[index.clamp(0, len(hidden) - 1)]
 
 
-def encoder_layer(  # noqa: PLR0913, PLR0917  (torch.compile takes tensors, and guards on all else)
+def packed_layer(  # noqa: PLR0913, PLR0917  (torch.compile takes tensors, and guards on all else)
     hidden: "torch.Tensor",
     starts: "torch.Tensor",
     longest: int,
@@ -376,51 +375,33 @@ def encoder_layer(  # noqa: PLR0913, PLR0917  (torch.compile takes tensors, and 
     eps: float,
     activation: Callable[..., Any],
     *weights: Any,  # tensors, and `Scaled` ones
-    seen: "list[torch.Tensor] | None" = None,
+    turns: "tuple[torch.Tensor, torch.Tensor] | None" = None,
+    window: int | None = None,
     bias: "torch.Tensor | None" = None,
     blocks: Any = None,
+    seen: "list[torch.Tensor] | None" = None,
 ) -> "torch.Tensor":
-    """Compute a post-norm encoder layer on packed tokens [tokens, hidden]; q, k and v are one product.
+    """Compute an encoder layer on packed tokens [tokens, hidden]; q, k and v are one product.
 
-    `seen` gets the largest input of each linear. Scores have a `bias` added, if there is one.
+    Norms follow the sums, and scores have a `bias` added, if there is one. With `turns`, cosine and sine
+    [tokens, head size], it is a ModernBERT layer. `seen` gets the largest input of each linear.
     """
     from torch.nn.functional import layer_norm
 
     linear = partial(_linear, seen)
     qkv, qkv_bias, out, out_bias, norm, norm_bias, up, up_bias, down, down_bias, last, last_bias = weights
     tokens, width = hidden.shape
-    q, k, v = linear(hidden, qkv, qkv_bias).view(tokens, 3, heads, width // heads).unbind(1)
-    context = packed_attention(q, k, v, starts, longest, bias=bias, blocks=blocks).reshape(tokens, width)
-    hidden = layer_norm(hidden + linear(context, out, out_bias), (width,), norm, norm_bias, eps)
+    normed = layer_norm(hidden, (width,), norm, norm_bias, eps) if turns and norm is not None else hidden
+    q, k, v = linear(normed, qkv, qkv_bias).view(tokens, 3, heads, width // heads).unbind(1)
+    q, k = (_turn(each, *turns) for each in (q, k)) if turns else (q, k)
+    context = packed_attention(q, k, v, starts, longest, window, bias=bias, blocks=blocks)
+    hidden = hidden + linear(context.reshape(tokens, width), out, out_bias)
+    if turns:
+        one, gate = linear(layer_norm(hidden, (width,), last, last_bias, eps), up, up_bias).chunk(2, dim=-1)
+        return hidden + linear(activation(one) * gate, down, down_bias)
+    hidden = layer_norm(hidden, (width,), norm, norm_bias, eps)
     inner = activation(linear(hidden, up, up_bias))
     return layer_norm(hidden + linear(inner, down, down_bias), (width,), last, last_bias, eps)
-
-
-def rotary_layer(  # noqa: PLR0913, PLR0917
-    hidden: "torch.Tensor",
-    starts: "torch.Tensor",
-    longest: int,
-    heads: int,
-    eps: float,
-    activation: Callable[..., Any],
-    *weights: Any,
-    turns: "tuple[torch.Tensor, torch.Tensor]",
-    window: int | None,
-    seen: "list[torch.Tensor] | None" = None,
-) -> "torch.Tensor":
-    """Compute a ModernBERT layer as `encoder_layer` does; `turns` are cosine and sine [tokens, head size]."""
-    from torch.nn.functional import layer_norm
-
-    linear = partial(_linear, seen)
-    qkv, qkv_bias, out, out_bias, norm, norm_bias, up, up_bias, down, down_bias, last, last_bias = weights
-    tokens, width = hidden.shape
-    x = hidden if norm is None else layer_norm(hidden, (width,), norm, norm_bias, eps)
-    q, k, v = linear(x, qkv, qkv_bias).view(tokens, 3, heads, width // heads).unbind(1)
-    q, k = (_turn(each, *turns) for each in (q, k))
-    context = packed_attention(q, k, v, starts, longest, window).reshape(tokens, width)
-    hidden = hidden + linear(context, out, out_bias)
-    one, gate = linear(layer_norm(hidden, (width,), last, last_bias, eps), up, up_bias).chunk(2, dim=-1)
-    return hidden + linear(activation(one) * gate, down, down_bias)
 
 
 def _turns(

@@ -344,13 +344,9 @@ def batched_splits(  # noqa: PLR0913
     splits, tokens, pad_id = [], int(encoded.lengths.sum()), int(loaded.pad_token_id)
     for size in batches:
         indexed = list(sorted_batches(encoded, size, pad_id=pad_id, edges=edges))  # the longest first
-        lengths = [batch["input_ids"].shape[1] for _, batch in indexed]
-        if edges is not None:
-            lengths = [length for length, _ in sorted_rows(encoded.lengths, size, edges)]
-        inputs = []
-        for (_, batch), length in zip(indexed, lengths, strict=True):
-            padded = pad_batch(batch, length, pad_id)
-            inputs.append({name: padded[name] for name in target.family.inputs})
+        lengths = [length for length, _ in sorted_rows(encoded.lengths, size, edges)]
+        padded = [pad_batch(batch, to, pad_id) for (_, batch), to in zip(indexed, lengths, strict=True)]
+        inputs = [{name: batch[name] for name in target.family.inputs} for batch in padded]
         rows = [len(index) for index, _ in indexed]
         splits.append(BatchedSplit(chosen.name, size, inputs, rows, encoded.rows, tokens, bucketed=buckets))
     return tuple(splits)
