@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import onnx
 import pytest
 
@@ -158,6 +159,13 @@ def test_nncf_is_calibrated_on_single_samples_without_padding(measured):
     rows = measured[2].rows
     assert len(rows) == 32
     assert all(row["attention_mask"].shape[0] == 1 and row["attention_mask"].all() for row in rows)
+
+
+def test_nncf_sees_no_padding_of_a_run():
+    mask = np.array([[1, 1, 0], [1, 1, 1]])
+    batch = {"input_ids": np.arange(6).reshape(2, 3), "attention_mask": mask, "token_type_ids": 0 * mask}
+    target = fake_target(kind="run", calibration_batches=lambda: [batch])
+    assert [row["input_ids"].tolist() for row in cpu._calibration_rows(target)] == [[[0, 1]], [[3, 4, 5]]]
 
 
 def test_the_headline_is_the_fastest_contestant_without_int8_and_nncf(measured):
