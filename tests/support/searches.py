@@ -5,6 +5,8 @@ from collections.abc import Callable
 from qdqbench.eval.selection.search.options import SearchOptions
 from qdqbench.eval.selection.search.results import Ranking, SearchTrial
 from qdqbench.eval.selection.search.worker import SearchStudy
+from qdqbench.eval.selection.search.workspace import PLAIN
+from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.sections import GateSettings
 
 from . import records
@@ -13,6 +15,12 @@ SETTINGS = {"model": "a", "batch and length": [32, 128]}
 GIVEN = 3  # the point that every search starts with
 LARGEST = 50
 Outcome = Callable[[SearchTrial], SearchTrial | None]
+
+
+def placed(space, units, attention=(), **how):
+    """A recipe with these in INT8, max and no smoothing unless said otherwise, and its plan."""
+    recipe = space.assemble(set(units), set(attention), PLAIN | how)
+    return recipe, resolve(recipe, space.whole.modules, space.whole.prefix)
 
 
 def suggest(point):

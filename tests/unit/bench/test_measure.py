@@ -21,10 +21,10 @@ from qdqbench.quantize.utils.system.cpu import Cpu
 from qdqbench.quantize.utils.system.gpu import Gpu
 
 from ...support import fake_engines
+from ...support.searches import placed
 from ...support.tiny_bert import calibration_batches
 
 TASK = Task(name="x", text_columns=("sentence",), num_labels=3, metrics=("accuracy",))
-HOW = {"method": "max", "smoothing": "none", "weights_method": "max"}
 OPTIONS = SearchOptions(batch=8, length=32, speed="latency")
 
 
@@ -67,13 +67,8 @@ def measure(work, devices):
         yield found
 
 
-def placed(work, units, attention=()):
-    recipe = work.space.assemble(set(units), set(attention), HOW)
-    return recipe, work.plan(recipe)
-
-
 def test_a_speedup_is_over_one_twin(work, measure):
-    some, more = placed(work, [(0, "output")]), placed(work, work.space.units)
+    some, more = placed(work.space, [(0, "output")]), placed(work.space, work.space.units)
     first, second = measure(*some), measure(*more)
     assert first.baseline_ms == second.baseline_ms == pytest.approx(8 * fake_engines.TWIN_MS)
     assert first.value == pytest.approx(1.05)
@@ -86,14 +81,14 @@ def test_a_speedup_is_over_one_twin(work, measure):
 
 
 def test_nothing_in_int8_is_the_twin_itself(work, measure):
-    measure(*placed(work, [(0, "output")]))
-    found = measure(*placed(work, []))
+    measure(*placed(work.space, [(0, "output")]))
+    found = measure(*placed(work.space, []))
     assert (found.system_ms, found.value, found.verdict) == (found.baseline_ms, 1.0, "as fast")
     assert len(fake_engines.opened) == 2
 
 
 def test_a_trial_whose_engine_is_wrong_fails_and_the_next_one_runs(work, measure):
-    trial = placed(work, [(1, "ffn-in")])
+    trial = placed(work.space, [(1, "ffn-in")])
     fake_engines.spoilt.append(True)
     with pytest.raises(CheckFailed, match="NaN"):
         measure(*trial)
@@ -106,7 +101,7 @@ def test_a_trial_whose_engine_is_wrong_fails_and_the_next_one_runs(work, measure
 
 
 def test_files_of_engines_do_not_stay(work, measure):
-    measure(*placed(work, [(1, "ffn-in")]))
+    measure(*placed(work.space, [(1, "ffn-in")]))
     left = {path.suffix for path in work.session.folder.glob(".engines.*/*")}
     assert ".engine" in left  # the twin's
     assert len(list(work.session.folder.glob(".engines.*/*.engine"))) == 1
@@ -166,7 +161,7 @@ def test_a_cpu_measures_where_its_runtime_is_the_backend(  # noqa: PLR0917
         assert (source.mode, source.gpu, source.cpu) == ("latency", None, str(cpu))
         assert source.baseline_precision == twin
         assert source.label == f"measured on {cpu}, openvino 0"
-        assert measure(*placed(work, [(0, "output")])).value == pytest.approx(1.05)
+        assert measure(*placed(work.space, [(0, "output")])).value == pytest.approx(1.05)
     assert asked == [twin.lower()] * 2  # the twin's, then the engine's
 
 
@@ -177,9 +172,9 @@ def test_without_a_gpu_the_int8_share_is_compared(work, monkeypatch):
     options = SearchOptions(batch=8, length=32)
     source, measure = opened(work, options=options)
     assert (source.mode, source.backend, source.gpu) == ("int8-share", "", None)
-    assert measure(*placed(work, work.space.units)) is None
+    assert measure(*placed(work.space, work.space.units)) is None
     shares = [
-        work.int8_share(placed(work, units, attention)[1], 32)
+        work.int8_share(placed(work.space, units, attention)[1], 32)
         for units, attention in (([], []), ([(0, "output")], []), ([(0, "output")], [0]))
     ]
     hidden, inner = 32, 64
@@ -197,9 +192,9 @@ def test_models_are_made_from_shared_calibrations(work, monkeypatch):
     calibrate = ptq.calibrate
     monkeypatch.setattr(ptq, "calibrate", lambda *a, **k: calls.append(1) or calibrate(*a, **k))
     for units in ([(0, "output")], [(1, "qkv"), (1, "output")], list(work.space.units)):
-        work.model(*placed(work, units))
-    work.model(*placed(work, [(0, "output")], [0]))
+        work.model(*placed(work.space, units))
+    work.model(*placed(work.space, [(0, "output")], [0]))
     assert len(calls) == 1
     again = Workspace(work.session, work.space, 8)
-    again.model(*placed(work, [(1, "output")]))
+    again.model(*placed(work.space, [(1, "output")]))
     assert len(calls) == 1  # from the folder

@@ -1,6 +1,7 @@
 """What trials of a search share: calibrations, and the keys of recipes that make the same model."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,14 +15,13 @@ from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.record import select_record
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
-from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import Recipe, load_recipe
 
-from ....support.searches import open_search, raising
+from ....support.searches import open_search, placed, raising
 from ....support.tiny_bert import calibration_batches, padded_batch
 from ....support.trainings import session_of
 
-HOW = {"method": "max", "smoothing": "0.5", "weights_method": "max"}
+smoothed = partial(placed, smoothing="0.5")
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +33,8 @@ def space(tiny_bert):
     return make_space(Recipe.model_validate(base), module_table(model), model.base_model_prefix)
 
 
-def logits_of(folder, space, recipe, record=None):
+def logits_of(folder, recipe, plan, record=None):
     """Logits of a recipe's fake-quant model, calibrated alone or restored from a record."""
-    plan = resolve(recipe, space.whole.modules, space.whole.prefix)
     model = load_model(str(folder))
     if record is None:
         ptq.calibrate(model, plan, calibration_batches(), recipe.calibration)
@@ -49,9 +48,7 @@ def everything(tiny_bert, space):
     """Records that hold all candidates, smoothed: without INT8 attention, and with it."""
     found = []
     for attention in (set(), set(space.attention)):
-        recipe = space.assemble(set(space.units), attention, HOW)
-        model = load_model(str(tiny_bert))
-        plan = resolve(recipe, space.whole.modules, space.whole.prefix)
+        (recipe, plan), model = smoothed(space, space.units, attention), load_model(str(tiny_bert))
         found.append(ptq.calibrate(model, plan, calibration_batches(), recipe.calibration))
     return found
 
@@ -66,25 +63,23 @@ def everything(tiny_bert, space):
     ],
 )
 def test_a_part_of_a_shared_calibration_is_the_recipe_s_own(tiny_bert, space, everything, units, attention):
-    recipe = space.assemble(set(units), set(attention), HOW)
-    own, shared = logits_of(tiny_bert, space, recipe), logits_of(tiny_bert, space, recipe, everything)
+    made = smoothed(space, units, attention)
+    own, shared = logits_of(tiny_bert, *made), logits_of(tiny_bert, *made, everything)
     fp32 = quantizers.forward(load_model(str(tiny_bert)), padded_batch()).numpy()
     assert np.abs(own - fp32).max() > 0
     assert np.abs(shared - own).max() <= 1e-5  # the same codes
 
 
 def test_nothing_of_other_linears_is_left(space, everything):
-    recipe = space.assemble({(1, "qkv")}, set(), HOW)
-    plan = resolve(recipe, space.whole.modules, space.whole.prefix)
+    _, plan = smoothed(space, {(1, "qkv")})
     found = select_record(plan, *everything)
     assert {name.rpartition(".")[0] for name in found.quantizers} == set(plan.int8)
     assert set(found.smoothing.inputs) == set(plan.int8)
 
 
 def test_keys_tell_apart_what_makes_another_model(space):
-    def key(units, attention=(), **how):
-        recipe = space.assemble(set(units), set(attention), HOW | how)
-        return plan_key(recipe, resolve(recipe, space.whole.modules, space.whole.prefix))
+    def key(*parts, **how):
+        return plan_key(*smoothed(space, *parts, **how))
 
     some = [(0, "output"), (1, "ffn-in")]
     assert key(some) == key(some[::-1])
@@ -106,9 +101,8 @@ def test_keys_tell_apart_what_makes_another_model(space):
 )
 def test_one_speed_is_that_of_recipes_with_one_engine(space, section, changes, same):
     """The speed of a search's choice was shown for a shipped recipe of another compute type or graph."""
-    recipe = space.assemble({(0, "output")}, set(), HOW)
+    recipe, plan = smoothed(space, {(0, "output")})
     other = recipe.model_copy(update={section: getattr(recipe, section).model_copy(update=changes)})
-    plan = resolve(recipe, space.whole.modules, space.whole.prefix)
     assert (engine_key(recipe, plan) == engine_key(other, plan)) is same
     assert engine_key(recipe, plan) != engine_key(recipe, replace(plan, residual=("bert.encoder.layer.0",)))
 
