@@ -24,13 +24,8 @@ class Task(TaskFields):
         return TASK_KINDS[self.type] if self.type else task_kind(self.num_labels)
 
 
-TASK_KINDS = {
-    kind.name: kind
-    for kind in (
-        *(CLASSIFICATION, REGRESSION, MULTI_LABEL, TOKENS, QUESTIONS, RERANKING),
-        *(PAIRS, TEXTS_ALONE),
-    )
-}
+_KINDS = (CLASSIFICATION, REGRESSION, MULTI_LABEL, TOKENS, QUESTIONS, RERANKING, PAIRS, TEXTS_ALONE)
+TASK_KINDS = {kind.name: kind for kind in _KINDS}
 
 
 def kind_of(architecture: str) -> TaskKind | None:

@@ -64,29 +64,24 @@ ELECTRA = replace(
     pooler=None,
 )
 
+_GROUP = "albert_layers.0"
 ALBERT = replace(
     BERT,
     name="albert",
     model_types=("albert",),
     layers="encoder.albert_layer_groups",
     linears=_linears(
-        "albert_layers.0.attention",
-        "query key value",
-        "albert_layers.0.attention.dense",
-        "albert_layers.0.ffn",
-        "albert_layers.0.ffn_output",
+        *(f"{_GROUP}.attention", "query key value"),
+        *(f"{_GROUP}.{linear}" for linear in ("attention.dense", "ffn", "ffn_output")),
     ),
     outside={
         "embedding_hidden_mapping_in": "embeddings",
         "albert.pooler": "pooler",
         "classifier": "classifier",
     },
-    attention="albert_layers.0.attention",
+    attention=f"{_GROUP}.attention",
     residuals=(),  # added inside of the attention, where a quantizer has no place
-    norms={
-        "albert_layers.0.attention.LayerNorm": "attention",
-        "albert_layers.0.full_layer_layer_norm": "ffn",
-    },
+    norms={f"{_GROUP}.attention.LayerNorm": "attention", f"{_GROUP}.full_layer_layer_norm": "ffn"},
     embeddings_linear="encoder.embedding_hidden_mapping_in",
     dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob"),
     shared_layers=True,

@@ -287,12 +287,6 @@ def test_a_wrong_call_is_one_sentence(number, model, made, tmp_path, monkeypatch
         call(qdqbench, model, made)
 
 
-@pytest.mark.parametrize("call", [qdqbench.run, qdqbench.quantize, qdqbench.export, qdqbench.finetune])
-def test_an_unknown_argument_is_named_with_its_function(call):
-    with pytest.raises(TypeError, match=r"^\w+\(\) .*'recpie'"):
-        call(recpie="x")
-
-
 @pytest.mark.parametrize("inside", ["", "0_Transformer"])
 def test_a_folder_of_an_embedder_brings_its_tokenizer(tmp_path, inside):
     folder = write_sentence_folder(tmp_path / "model", inside=inside)

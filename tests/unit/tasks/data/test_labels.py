@@ -120,11 +120,6 @@ def test_the_only_file_of_a_folder_and_text_labels_of_a_known_task(tmp_path):
     assert add_label_values(known, str(tmp_path)).values == ("neg", "pos")
     task = add_label_values(OWN, str(tmp_path))
     assert read(task, tmp_path) == read(task, path)
-    path.rename(tmp_path / "train.csv")  # a split: nothing is drawn from it
-    with pytest.raises(
-        UserError, match=r"no file for split 'validation'.*--data \S+/train.csv, which is split"
-    ):
-        read(OWN, tmp_path)
 
 
 def test_reading_a_file_asks_no_server(tmp_path, monkeypatch):
