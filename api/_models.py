@@ -108,11 +108,7 @@ class Quantized(Shown):
             CheckFailed: the folder would not give the model again, as after a change of its layers.
         """
         folder = path_of(folder, "folder")
-        there = (
-            {path.name for path in folder.iterdir()}
-            if folder.is_dir()
-            else {*[folder.name] * folder.exists()}
-        )
+        there = {path.name for path in (folder.iterdir() if folder.is_dir() else [folder] * folder.exists())}
         if there and not {SCALES, RECIPE, "config.json"} <= there:
             raise UserError(f"{folder} holds something else; give a new folder, or one that was saved before")
         plain, record = self._unquantized()

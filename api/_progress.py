@@ -127,9 +127,8 @@ class Display(Reporter):
                 self.draw()
 
     def draw(self) -> None:
-        if text := ": ".join(
-            filter(None, (", ".join(filter(None, (self.head(), self.note))), self.details()))
-        ):
+        said = ", ".join(filter(None, (self.head(), self.note)))
+        if text := ": ".join(filter(None, (said, self.details()))):
             reset_clock()
             self.write(f"{time.strftime('%H:%M:%S')} {text}")
 
@@ -179,13 +178,11 @@ class Bars(Display):
         self.bar: Any = None if noun else self.bars.add_task("", total=None)
 
     def begin(self, step: str, done: float = 0, of: float = 0, *, reused: bool = False) -> None:
+        self.finish()
+        super().begin(step, done, of)
         if self.noun:
-            self.finish()
-            super().begin(step, done, of)
             text = f"{self.step}{' (unchanged)' * reused}"
             self.bar = self.bars.add_task(clean(text), total=1 if reused else None)
-        else:
-            super().begin(step, done, of)
 
     def advance(self, done: float = 0, total: float = 0, phase: str = "", row: Any = None) -> None:
         if self.noun and total and self.bar is not None:
