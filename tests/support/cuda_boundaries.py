@@ -13,7 +13,7 @@ from qdqbench.eval.metrics.runners import session_of
 from qdqbench.quantize.engine.cuda import check
 from qdqbench.quantize.engine.cuda.interpret import compute
 from qdqbench.quantize.engine.cuda.pack import order_rows
-from qdqbench.quantize.engine.cuda.plan import Attention, Head, Linear, Plan
+from qdqbench.quantize.engine.cuda.plan import Attention, Head, Plan
 from qdqbench.quantize.engine.cuda.tokens import Tokens, pack_tokens
 
 Arrays = Mapping[str, Any]
@@ -46,7 +46,7 @@ def run_tensors(graph: onnx.ModelProto, names: list[str], batch: Arrays) -> dict
 
 def packed_tensors(graph: onnx.ModelProto, plan: Plan, batch: Arrays, tokens: Tokens) -> dict[str, Any]:
     """Every tensor of a plan [T, width], as the graph has it, and its answers."""
-    merged = {each.output: each.parts for each in plan.operations if isinstance(each, Linear) and each.parts}
+    merged = {each.output: each.parts for each in plan.linears if each.parts}
     parts = {name: merged.get(name, (name,)) for name in plan.tensors}
     found = run_tensors(graph, [part for each in parts.values() for part in each], batch)
 
@@ -55,11 +55,11 @@ def packed_tensors(graph: onnx.ModelProto, plan: Plan, batch: Arrays, tokens: To
         return rows.reshape(*rows.shape[:2], -1)[tokens.kept]
 
     whole = {name: np.concatenate([pack(found[part]) for part in each], 1) for name, each in parts.items()}
-    for each in (each for each in plan.operations if isinstance(each, Linear) and each.rotary):
+    for each in (each for each in plan.linears if each.rotary):
         graph_width = whole[each.output].shape[1]
         own = graph_width // (plan.tensors[each.output].width // each.rotary)
         whole[each.output] = whole[each.output][:, order_rows(replace(each, rotary=own), graph_width)]
-    for each in (each for each in plan.operations if isinstance(each, Attention)):
+    for each in plan.attentions:
         for name in {*each.reads, each.output}:  # heads may be wider, by zeros
             heads = whole[name].reshape(len(whole[name]), plan.tensors[name].width // each.head_size, -1)
             spare = each.head_size - heads.shape[2]

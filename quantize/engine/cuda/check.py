@@ -67,7 +67,7 @@ def _find_misfit(operation: Operation, plan: Plan) -> str:  # noqa: PLR0911
         case Attention(probability_multiplier=None) if size % 8 or size > _MOST_HALVES:
             return f"heads of FP16 attention have a multiple of 8 channels up to {_MOST_HALVES}, not {size}"
         case Attention():
-            columns = [view.column for view in (operation.query, operation.key, operation.value)]
+            columns = [view.column for view in operation.views]
             if any(each % LINEAR_STEP for each in (*widths[:3], *columns)) or len({*widths[:3]}) > 1:
                 return (
                     f"query, key and value begin at multiples of {LINEAR_STEP} in tensors of one width, "
@@ -190,14 +190,11 @@ def _fits(operation: Operation, plan: Plan) -> bool:
         residual = read[1:] if operation.residual is not None else []
         return read[0].kind == operation.weight and all(each.width == made[0].width for each in residual)
     if isinstance(operation, Attention):
-        views, width = (
-            (operation.query, operation.key, operation.value),
-            operation.heads * operation.head_size,
-        )
+        width = operation.heads * operation.head_size
         kind = "fp16" if operation.probability_multiplier is None else "int8"
         if operation.biased and plan.embed.span is None:
             return False
-        inside = all(0 <= view.column <= tensors[view.tensor].width - width for view in views)
+        inside = all(0 <= view.column <= tensors[view.tensor].width - width for view in operation.views)
         return inside and made[0].width == width and all(each.kind == kind for each in read)
     if isinstance(operation, Head):
         return read[0].kind == "fp16"

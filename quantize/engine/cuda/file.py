@@ -115,7 +115,6 @@ def _row(operation: Operation, plan: Plan, residuals: dict[str, str]) -> LayerRo
             name, kind = "+".join(filter(is_product, operation.nodes)) or name, "gemm"
             constants = ["Int8", "Float"] if operation.weight == "int8" else ["Half"]
         case Attention():
-            inputs = [kinds[view.tensor] for view in (operation.query, operation.key, operation.value)]
             kind = ATTENTION
         case Embed():
             inputs, constants = ["Int32"] * 3, ["Half"]

@@ -164,7 +164,7 @@ def _attention(
         columns = values[view.tensor][:, view.column : view.column + heads * size]
         return _single(columns).reshape(len(columns), heads, size).transpose(1, 0, 2)
 
-    query, key, value = (split(view) for view in (operation.query, operation.key, operation.value))
+    query, key, value = (split(view) for view in operation.views)
     made = np.empty((len(tokens.ids), heads * size), np.float32)
     places = np.arange(max(np.diff(tokens.starts)) if operation.biased else 0)
     distances = places - places[:, None] + (plan.embed.span or 0) - 1

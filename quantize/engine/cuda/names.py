@@ -246,11 +246,7 @@ def choose_targets(wanted: Sequence[str], here: str | None, plan: Plan) -> tuple
     Raises:
         UserError: a target that there is not, or one that lacks what the plan needs.
     """
-    halves = [
-        each.name
-        for each in plan.operations
-        if isinstance(each, Attention) and each.probability_multiplier is None
-    ]
+    halves = [each.name for each in plan.attentions if each.probability_multiplier is None]
     own = [here] if here is not None and (find_target(here) or here in _REFUSED) else []
     found = [read_target(name) for name in wanted or own]
     if halves and (lacking := [target.name for target in found if not target.half_attention]):

@@ -59,9 +59,7 @@ def pair_columns(plan: Plan, constants: Numbers) -> Numbers:
 
     Scores do not change if the channels of q and k change places alike.
     """
-    for each in plan.operations:
-        if not isinstance(each, Linear) or not (each.gated or each.rotary):
-            continue
+    for each in plan.linears:
         rows = order_rows(each, len(constants[f"{each.name}.bias"]))
         for name in (f"{each.name}.{part}" for part in ("weight", "weight_scale", "bias")):
             if np.ndim(constants.get(name, 0)):
@@ -86,9 +84,7 @@ def widen_heads(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
     Linears make these of rows of zeros, and the linears after the attention have columns of zeros for them.
     """
     operations, tensors, places = list(plan.operations), dict(plan.tensors), dict[str, Array]()
-    for place, attention in enumerate(plan.operations):
-        if not isinstance(attention, Attention) or attention.probability_multiplier is None:
-            continue
+    for attention in (each for each in plan.attentions if each.probability_multiplier is not None):
         own, read = attention.head_size, {*attention.reads}
         size = next((each for each in ATTENTION_SIZES if each >= own), 0)
         made = [each for each in plan.operations if read & {*each.writes}]
@@ -107,11 +103,10 @@ def widen_heads(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
             channels = np.arange(tensors[name].width)
             places[name] = channels // own * size + channels % own
             tensors[name] = replace(tensors[name], width=len(channels) // own * size)
-        query, key, value = (
-            replace(view, column=view.column // own * size)
-            for view in (attention.query, attention.key, attention.value)
+        query, key, value = (replace(view, column=view.column // own * size) for view in attention.views)
+        operations[operations.index(attention)] = replace(
+            attention, head_size=size, query=query, key=key, value=value
         )
-        operations[place] = replace(attention, head_size=size, query=query, key=key, value=value)
     widened = replace(plan, operations=tuple(operations), tensors=tensors)
     return widened, _spread_channels(widened, constants, places)
 
@@ -121,10 +116,9 @@ def widen_channels(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
 
     What linears make there is of rows of zeros, and linears that read them have columns of zeros.
     """
-    if not any(isinstance(each, Linear) and each.weight == "int8" for each in plan.operations):
+    if not any(each.weight == "int8" for each in plan.linears):
         return plan, constants
-    attentions = (each for each in plan.operations if isinstance(each, Attention))
-    attended = {name for each in attentions for name in (*each.reads, each.output)}
+    attended = {name for each in plan.attentions for name in (*each.reads, each.output)}
     tensors, places = dict(plan.tensors), dict[str, Array]()
     for name, tensor in plan.tensors.items():
         own = tensor.width
@@ -163,12 +157,10 @@ def _spread_channels(plan: Plan, constants: Numbers, places: Mapping[str, Array]
 
 def merge_qkv(plan: Plan, constants: Numbers) -> tuple[Plan, Numbers]:
     """Make one linear of q, k and v that read one tensor, and whose outputs only their attention reads."""
-    linears = {each.output: each for each in plan.operations if isinstance(each, Linear)}
+    linears = {each.output: each for each in plan.linears}
     reads = Counter(name for each in plan.operations for name in each.reads)
     tensors, replaced = dict(plan.tensors), dict[str, Operation | None]()
-    for attention in plan.operations:
-        if not isinstance(attention, Attention):
-            continue
+    for attention in plan.attentions:
         outputs = attention.reads
         parts = [linears[output] for output in outputs if output in linears and reads[output] == 1]
         kinds = {(each.input, each.weight, each.activation, tensors[each.output].kind) for each in parts}

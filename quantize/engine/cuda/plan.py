@@ -156,8 +156,12 @@ class Attention(_Operation):
     output: str
 
     @property
+    def views(self) -> tuple[View, View, View]:
+        return self.query, self.key, self.value
+
+    @property
     def reads(self) -> tuple[str, ...]:
-        return tuple(view.tensor for view in (self.query, self.key, self.value))
+        return tuple(view.tensor for view in self.views)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,10 +227,17 @@ class Plan:
         return next(each for each in self.operations if isinstance(each, Embed))
 
     @property
+    def linears(self) -> list[Linear]:
+        return [each for each in self.operations if isinstance(each, Linear)]
+
+    @property
+    def attentions(self) -> list[Attention]:
+        return [each for each in self.operations if isinstance(each, Attention)]
+
+    @property
     def measures_distances(self) -> bool:
         """Attention counts the tokens between a query and a key."""
-        windows = (each for each in self.operations if isinstance(each, Attention) and each.window)
-        return self.embed.span is not None or any(windows)
+        return self.embed.span is not None or any(each.window for each in self.attentions)
 
     @property
     def head(self) -> Head:

@@ -288,8 +288,8 @@ class CudaEngine:
 
         tables: dict[tuple[bytes, int], Any] = {}
         found = {}
-        for each in self.plan.operations:
-            if isinstance(each, Linear) and each.rotary:
+        for each in self.plan.linears:
+            if each.rotary:
                 frequencies = self.arrays[f"{each.name}.frequencies"]
                 run = self._run_of(each) if each.weight == "int8" else 4
                 key = frequencies.tobytes(), run
@@ -315,10 +315,8 @@ class CudaEngine:
 
         Weights of a head have columns of zeros where the states that it reads are wider than the model's.
         """
-        permuted = {}
-        for each in self.plan.operations:
-            if isinstance(each, Linear) and each.weight == "int8":
-                permuted[f"{each.name}.weight"] = self._run_of(each)
+        int8 = (each for each in self.plan.linears if each.weight == "int8")
+        permuted = {f"{each.name}.weight": self._run_of(each) for each in int8}
         of_head = {name for name, *_ in list_arrays(self.plan.head, self.plan, self.arrays)}
         for name, host in self.arrays.items():
             array = host
@@ -588,8 +586,8 @@ class CudaEngine:
 
         tokens = round_size(tokens)
         groups: dict[tuple[str, int, int, int], list[Linear]] = {}
-        for each in self.plan.operations:
-            if isinstance(each, Linear) and each.weight == "int8":
+        for each in self.plan.linears:
+            if each.weight == "int8":
                 weight = self._arrays[f"{each.name}.weight"]
                 sizes = tokens, count_columns(each, self.plan), weight.shape[1]
                 groups.setdefault((gemm_name(each, self.plan), *sizes), []).append(each)
@@ -651,14 +649,13 @@ class CudaEngine:
     def _attention(self, operation: Attention, values: dict[str, Any], rows: _Rows) -> None:
         import torch
 
-        views = (operation.query, operation.key, operation.value)
-        sources = [values[view.tensor] for view in views]
+        sources = [values[name] for name in operation.reads]
         heads, size = operation.heads, operation.head_size
         tokens, hidden = len(rows.ids), heads * size
         if operation.probability_multiplier is None:
             q, k, v = (
                 source[:, view.column : view.column + hidden].view(tokens, heads, size)
-                for source, view in zip(sources, views, strict=True)
+                for source, view in zip(sources, operation.views, strict=True)
             )
             scale = {"scale": operation.score_scale}
             if operation.window is not None:
@@ -673,7 +670,7 @@ class CudaEngine:
             return
         made = values[operation.output] = self._make(operation.output, tokens)
         call = AttentionArguments(
-            *(source.data_ptr() + view.column for source, view in zip(sources, views, strict=True)),
+            *(source.data_ptr() + view.column for source, view in zip(sources, operation.views, strict=True)),
             rows.start.data_ptr(),
             rows.end.data_ptr(),
             self._at(f"{operation.name}.scale"),

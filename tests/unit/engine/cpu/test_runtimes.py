@@ -65,9 +65,9 @@ def linears(path: Path) -> list[str]:
     return [name for name in list_gemms(path) if "/layer." in name and "/self/MatMul" not in name]
 
 
-def prove(path: Path, backend: str, folder: Path) -> EngineResult:
+def prove(path: Path, backend: str, folder: Path, **asked) -> EngineResult:
     options = {"profiles": [PROFILE], "expected_gemms": linears(path), "expected_attention": 0}
-    return build(path, folder / "x.engine", backend=backend, **options)
+    return build(path, folder / "x.engine", backend=backend, **options, **asked)
 
 
 def feeds(model, rows: int = 2, length: int = 16) -> dict:
@@ -81,10 +81,8 @@ def feeds(model, rows: int = 2, length: int = 16) -> dict:
 @pytest.mark.parametrize(("asked", "streams"), [({}, 1), ({"times_streams": True}, 3)])
 def test_streams_are_timed_for_the_engine_of_a_run_alone(asked, streams, graphs, tmp_path, monkeypatch):
     monkeypatch.setattr(builds, "choose_streams", lambda *_: 3)
-    path, engine = graphs["onnxruntime"], tmp_path / "x.engine"
-    options = {"profiles": [PROFILE], "expected_gemms": linears(path), "expected_attention": 0}
-    build(path, engine, backend="onnxruntime", **options, **asked)
-    assert read_sidecar(engine).streams == streams
+    prove(graphs["onnxruntime"], "onnxruntime", tmp_path, **asked)
+    assert read_sidecar(tmp_path / "x.engine").streams == streams
 
 
 @pytest.mark.parametrize("backend", cpus.BACKENDS)

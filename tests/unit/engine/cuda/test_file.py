@@ -261,9 +261,7 @@ def test_sizes_that_no_kernel_takes_are_refused(packed, tmp_path, monkeypatch):
         for each in plan.operations
     )
     refused("FP16 attention have a multiple of 8 channels up to 256, not 4;", operations=tuple(operations))
-    attention = next(each for each in plan.operations if isinstance(each, Attention))
-    attention = replace(attention, head_size=32, heads=1)
-    linear = next(each for each in plan.operations if each.op == "linear")
+    attention, linear = replace(plan.attentions[0], head_size=32, heads=1), plan.linears[0]
     for changed, message in (
         (replace(attention, key=replace(attention.key, column=33)), "begin at multiples of 16"),
         (replace(linear, activation="gelu", residual=linear.input), "an activation or a residual, not both"),

@@ -14,7 +14,7 @@ from qdqbench.quantize.engine.cuda.compile import get_version
 from qdqbench.quantize.engine.cuda.file import write_safetensors
 from qdqbench.quantize.engine.cuda.interpret import interpret
 from qdqbench.quantize.engine.cuda.names import find_target, list_kernels
-from qdqbench.quantize.engine.cuda.plan import Attention, Plan, parse
+from qdqbench.quantize.engine.cuda.plan import Plan, parse
 from qdqbench.quantize.engine.cuda.reader import parse_engine
 from qdqbench.quantize.engine.cuda.tokens import pack_tokens
 from qdqbench.quantize.utils.errors import QdqError, UserError
@@ -157,9 +157,7 @@ def faults_of(plan: dict, monkeypatch) -> list[str] | None:
     with np.errstate(all="ignore"):
         answers = interpret(found.plan, found.arrays, batch)
     assert all(len(answer) == len(batch["input_ids"]) for answer in answers.values())
-    if any(
-        isinstance(each, Attention) and each.probability_multiplier is None for each in found.plan.operations
-    ):
+    if any(each.probability_multiplier is None for each in found.plan.attentions):
         return []  # PyTorch's attention, which needs a GPU
     engines = (RecordedEngine(found.plan, found.arrays, {}, target) for target in (HOPPER, AMPERE))
     return [fault for engine in engines for fault in record_launches(engine, tokens)]

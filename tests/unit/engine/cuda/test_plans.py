@@ -16,7 +16,7 @@ from qdqbench.quantize.engine.cuda.interpret import interpret
 from qdqbench.quantize.engine.cuda.match import FAMILIES, match_graph
 from qdqbench.quantize.engine.cuda.names import ATTENTION_SIZES
 from qdqbench.quantize.engine.cuda.pack import pack
-from qdqbench.quantize.engine.cuda.plan import Answer, Attention, Linear, Plan, Quantize, Tensor, parse
+from qdqbench.quantize.engine.cuda.plan import Answer, Plan, Quantize, Tensor, parse
 from qdqbench.quantize.engine.cuda.runtime import CudaEngine
 from qdqbench.quantize.models.families import known
 from qdqbench.quantize.utils.errors import UserError
@@ -102,7 +102,7 @@ def test_heads_and_widths_of_any_size_are_made_as_by_the_graph(case, graph_of):
     graph = graph_of(f"bert-int8-{recipe}", head_size)
     plan, arrays = pack(match_graph(graph))
     wide = next(each for each in ATTENTION_SIZES if each >= head_size)
-    assert {each.head_size for each in plan.operations if isinstance(each, Attention)} == {wide}
+    assert {each.head_size for each in plan.attentions} == {wide}
     check.require_kernels(plan)  # of 52 channels and 100 between linears too, where heads have 26
     assert ATTENTION_SIZES[-1] == MOST_KERNEL_HEAD
     require_boundaries(graph, plan, arrays, batch_for(graph, (512, 9, 3)))
@@ -125,9 +125,8 @@ def test_a_kernel_fed_by_the_graph_makes_the_codes_of_the_graph(graph):
 
 def test_q_k_and_v_are_one_gemm_where_they_read_the_same_codes(packed):
     plan, arrays = packed("bert", "bert-int8-residual-fused")
-    linears = [each for each in plan.operations if isinstance(each, Linear)]
+    linears, first = plan.linears, plan.attentions[0]
     assert [len(each.parts) for each in linears] == [3, 0, 0, 0] * 2
-    first = next(each for each in plan.operations if isinstance(each, Attention))
     assert {first.query.tensor, first.key.tensor, first.value.tensor} == {linears[0].output}
     assert (first.query.column, first.key.column, first.value.column) == (0, 64, 128)
     assert arrays[f"{linears[0].name}.weight"].shape == (192, 32)  # with heads of 32, of which 16 are zeros
@@ -170,9 +169,7 @@ def test_arrays_of_other_shapes_or_types_are_refused_by_their_names(packed):
 
 def test_a_plan_counts_on_nothing_that_is_not_checked(packed):
     plan, arrays = packed("bert", "bert-int8-residual-fused fixed")
-    first, second = [each for each in plan.operations if isinstance(each, Linear)][:2]
-    head, embed = plan.head, plan.embed
-    attention = next(each for each in plan.operations if isinstance(each, Attention))
+    (first, second, *_), attention, head, embed = plan.linears, plan.attentions[0], plan.head, plan.embed
     quantize = Quantize(name="q", input=head.input, half="half", codes=("codes",))
     tensors = {"half": Tensor(kind="fp16", width=32), "codes": Tensor(kind="int8", width=32)}
 
@@ -193,7 +190,7 @@ def test_a_plan_counts_on_nothing_that_is_not_checked(packed):
         refused("a number of embed is none", embed, replace(embed, epsilon=epsilon))
     for change in ({"score_scale": 1e300}, {"probability_multiplier": 0.0}, {"row_max": True}):
         refused("is none that a kernel takes", attention, replace(attention, **change))
-    activated = next(each for each in plan.operations if isinstance(each, Linear) and each.activation)
+    activated = next(each for each in plan.linears if each.activation)
     for linear, center in ((first, 0.1), (activated, 1e300), (activated, np.nan)):
         refused(f"a number of {linear.name} is none", linear, replace(linear, center=center))
     named = replace(first, name=f"{head.name}.0")
@@ -204,7 +201,7 @@ def test_a_plan_counts_on_nothing_that_is_not_checked(packed):
 def test_arrays_of_a_head_are_told_by_whole_names(packed):
     """A linear whose name begins as that of the head keeps its numbers in FP32."""
     plan, arrays = packed("bert", "bert-int8-linears")
-    linear = next(each for each in plan.operations if isinstance(each, Linear))
+    linear = plan.linears[0]
     named = replace(linear, name=f"{plan.head.name}.linear")
     operations = tuple(named if each is linear else each for each in plan.operations)
     for key in ("weight", "bias", "scale"):
