@@ -89,7 +89,11 @@ def check_sidecar(engine_path: Path, onnx_path: Path | None = None) -> Sidecar:
         if why := find_misfit(sidecar.backend, sidecar.compute_capability, gpu):
             messages.append(why)
             if sidecar.ahead_of_time:
-                again += _for_another_gpu(sidecar)
+                again += (
+                    " (with engine.compute_capability: null in the recipe)"
+                    if has_profiles(sidecar.backend)
+                    else " (on this GPU, or with --target for it)"
+                )
         if sidecar.driver and gpu.driver and is_older(gpu.driver, sidecar.driver):
             built = f"it was built with driver {sidecar.driver}"
             messages.append(f"{built} and the older {gpu.driver} runs here")
@@ -121,12 +125,6 @@ def note_sidecar(sidecar: Sidecar, gpu: Gpu | None) -> list[str]:
     if not sidecar.ahead_of_time and sidecar.gpu != gpu.name:
         notes.append(f"the engine was tuned on {sidecar.gpu} and runs on {gpu.name}: latency is not the best")
     return notes
-
-
-def _for_another_gpu(sidecar: Sidecar) -> str:
-    if has_profiles(sidecar.backend):
-        return " (with engine.compute_capability: null in the recipe)"
-    return " (on this GPU, or with --target for it)"
 
 
 def _how_to_rebuild(engine_path: Path) -> str:

@@ -111,15 +111,10 @@ def _forms(operation: Quantized, arrays: Arrays, y: Float32) -> dict[str, Array]
     return made | ({} if operation.half is None else {operation.half: y.astype(check.HALF)})
 
 
-def rotations(frequencies: Array, positions: Array) -> tuple[Float32, Float32]:
-    """Return cosine and sine [T, C / 2] of the angles that positions [T] have at frequencies [C / 2]."""
-    angles = _single(positions)[:, None] * _single(frequencies)
-    return np.cos(angles), np.sin(angles)
-
-
 def _rotate(x: Float32, frequencies: Array, positions: Array) -> Float32:
     """Rotate pairs of channels of q and k, two thirds of the columns of x [T, 3 H]."""
-    cos, sin = (each[:, None] for each in rotations(frequencies, positions))
+    angles = _single(positions)[:, None, None] * _single(frequencies)
+    cos, sin = np.cos(angles), np.sin(angles)
     made = x.copy()
     turned = 2 * x.shape[1] // 3
     one, other = x[:, :turned].reshape(len(x), -1, len(frequencies), 2).transpose(3, 0, 1, 2)

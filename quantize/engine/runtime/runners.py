@@ -1,7 +1,7 @@
 """Load an engine as its sidecar says, and run it on batches: on a GPU, or on this CPU."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ import psutil
 
 from qdqbench.quantize.engine.cpu_runtimes import CompiledModel, Run, compile_model, warm_up
 from qdqbench.quantize.engine.cuda.model import load_kernels
-from qdqbench.quantize.engine.profiles import LENGTH_STEP, Profile, fit_batch
+from qdqbench.quantize.engine.profiles import LENGTH_STEP, fit_batch
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.engine.runtime.engine import Arrays, BoundRun, Engine
 from qdqbench.quantize.engine.sidecar import check_sidecar, note_sidecar, read_sidecar
@@ -146,10 +146,11 @@ class EngineRunner(AbstractContextManager["EngineRunner"]):
         return max(profile.max[0] for profile in self.engine.profiles)
 
     def __call__(self, batch: Mapping[str, Int64]) -> Float32:
-        rows = len(next(iter(batch.values())))
+        rows, length = next(iter(batch.values())).shape
         feeds: Arrays = {name: batch[name] for name in self.engine.inputs}
         if self.pads:
-            feeds = pad_to_profile(batch, self.engine.profiles, self.engine.inputs, self.pad_id, self.step)
+            _, to_rows, to_length = fit_batch(self.engine.profiles, rows, length, self.step)
+            feeds = pad_batch(feeds, to_length, self.pad_id, to_rows)
         return np.asarray(join_outputs(self._run(feeds), self._outputs)[:rows], dtype=np.float32)
 
     def _run(self, feeds: Arrays) -> Arrays:
@@ -200,15 +201,6 @@ class GpuRunner(EngineRunner):
     def close(self) -> None:
         self._graphs.clear()
         super().close()
-
-
-def pad_to_profile(
-    batch: Mapping[str, Int64], profiles: Sequence[Profile], inputs: Iterable[str], pad_id: int, step: int
-) -> Arrays:
-    """Return int64 [B, L] inputs by name, padded with masked positions and copies of the last row."""
-    rows, length = next(iter(batch.values())).shape
-    _, to_rows, to_length = fit_batch(profiles, rows, length, step)
-    return pad_batch({name: batch[name] for name in inputs}, to_length, pad_id, to_rows)
 
 
 def open_engine(
