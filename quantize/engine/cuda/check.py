@@ -120,7 +120,10 @@ def check_arrays(plan: Plan, arrays: Mapping[str, Array]) -> None:
     if extra := arrays.keys() - expected.keys():
         raise UserError(f"no kernel reads {min(extra)}; build the engine again")
     columns = [each.column for each in plan.head.answers if each.column is not None]
-    width, answers = _head_width(plan, arrays), {each.name for each in plan.head.answers}
+    dense = (number for number, step in enumerate(plan.head.steps) if step.kind == "dense")
+    widths = [len(arrays[f"{plan.head.name}.{number}.bias"]) for number in dense]
+    *_, width = plan.tensors[plan.head.input].own, *widths
+    answers = {each.name for each in plan.head.answers}
     if not answers or len(answers) < len(plan.head.answers) or not all(0 <= c < width for c in columns):
         raise UserError(f"the answers are none of the head's {width} columns; build it again")
 
@@ -172,13 +175,6 @@ def _has_sound_numbers(operation: Operation, plan: Plan) -> bool:
             if any((step.kind == "norm") != (step.epsilon is not None) for step in operation.steps):
                 return False
     return all(each is None or SMALLEST <= each <= LARGEST for each in positive)
-
-
-def _head_width(plan: Plan, arrays: Mapping[str, Array]) -> int:
-    width = plan.tensors[plan.head.input].own
-    for number, step in enumerate(plan.head.steps):
-        width = len(arrays[f"{plan.head.name}.{number}.bias"]) if step.kind == "dense" else width
-    return width
 
 
 def _fits(operation: Operation, plan: Plan) -> bool:

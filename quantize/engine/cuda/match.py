@@ -353,7 +353,8 @@ class _Matcher(Cover):
 
     def _linear(self, source: str, wanted: _RequestedForms) -> None:
         name, activation, residual, rotated = source, None, None, wanted.rotated
-        gated = self._is_gated(name)
+        parts = self.index.producers[name].input if self.kind(name) == "Mul" else ()
+        gated = any(self.kind(part) in ("Gelu", "Slice") for part in parts)
         if gated:
             activation, name, halves = self._gate(name)
         elif self.kind(name) in ("Gelu", "Mul"):
@@ -362,8 +363,8 @@ class _Matcher(Cover):
             add = self.take(name, "Add")
             linears = [part for part in add.input if self._product(part) is not None]
             if not linears or add.input[0] == add.input[1]:
-                parts = (self.index.producers.get(part, part) for part in add.input)
-                refuse("expected a linear and a residual", add, *parts)
+                makers = (self.index.producers.get(part, part) for part in add.input)
+                refuse("expected a linear and a residual", add, *makers)
             name = max(linears, key=self.order.__getitem__)
             residual = add.input[1 - [*add.input].index(name)]
         bias = None
@@ -403,11 +404,6 @@ class _Matcher(Cover):
         if rotated.int8:
             self.constants[f"{rotated.name}.multiplier"] = np.repeat(1 / np.array(rotated.scales), width // 3)
         return rotated.name
-
-    def _is_gated(self, name: str) -> bool:
-        return self.kind(name) == "Mul" and any(
-            self.kind(part) in ("Gelu", "Slice") for part in self.index.producers[name].input
-        )
 
     def _gate(self, name: str) -> tuple[plan.Activation, str, list[Any]]:
         """Cover `gelu(half of the channels) * the other`; return the whole, and where halves lie."""
