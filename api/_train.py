@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from qdqbench._options import FinetuneOptions, StudyOptions, TrainingOptions
 from qdqbench._progress import displayed
 from qdqbench._runs import Progress
-from qdqbench.eval.runs.report.training import write_finetuning
+from qdqbench.eval.runs.report.training import finetuning_report
 from qdqbench.eval.runs.tracked import tracking
 from qdqbench.quantize.models.identity import model_fingerprint
 from qdqbench.quantize.pipeline.ownership import RunIdentity, default_folder, model_location, owned_folder
 from qdqbench.quantize.recipe.schema import find_recipe
+from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.tasks.embedded import write_embedded
 from qdqbench.quantize.training.results import Finetuning
 from qdqbench.quantize.utils.options import take_options
@@ -64,7 +65,7 @@ def start_finetuning(options: FinetuneOptions) -> tuple[Finetuning, Path]:
             values = {f"validation/{name}": each.mean for name, each in result.spread.items()}
             tracked.log_values(values, last)
         if accelerator.is_main_process:
-            write_finetuning(result, folder)
+            write_report(finetuning_report(result), folder, "finetune")
     return result, folder
 
 

@@ -139,7 +139,7 @@ class PairedAnswers:
 
 
 def list_changed_answers(
-    both: PairedAnswers, dataset: "datasets.Dataset", folder: Path, kept: int = KEPT
+    both: PairedAnswers, dataset: "datasets.Dataset", folder: Path
 ) -> ChangedPredictions:
     """Return samples with changed predictions, of scores all that moved; write `changed.csv`.
 
@@ -179,7 +179,7 @@ def list_changed_answers(
         n=len(both.gold),
         count=len(rows),
         counts={change: counts[change] for change in ORDER if counts[change]},
-        rows=rows[:kept],
+        rows=rows[:KEPT],
         file=FILE,
     )
 

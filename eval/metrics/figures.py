@@ -7,19 +7,8 @@ from qdqbench.eval.metrics.results import Comparison, Ratio, Speedup, SpeedVerdi
 from qdqbench.quantize.report.document import Cell, State
 from qdqbench.quantize.report.formats import in_points, label, with_error
 
-SPEED_STATES: dict[SpeedVerdict, State] = {
-    "faster": "",
-    "as fast": "",
-    "slower": "bad",
-    "inconclusive": "unclear",
-}
-VERDICT_STATES: dict[SpeedVerdict, State] = {**SPEED_STATES, "faster": "good"}
-SPEED_WORDS: dict[SpeedVerdict, str] = {
-    "faster": "faster",
-    "as fast": "as fast",
-    "slower": "SLOWER",
-    "inconclusive": "cannot be told",
-}
+SPEED_STATES: dict[SpeedVerdict, State] = {"slower": "bad", "inconclusive": "unclear"}
+SPEED_WORDS: dict[SpeedVerdict, str] = {"slower": "SLOWER", "inconclusive": "cannot be told"}
 
 
 class Scored(Protocol):
@@ -96,7 +85,7 @@ def speed(ratio: Speedup | None) -> Cell:
     by = "by CPU time" if ratio.by_cpu_time else ""
     text = " ".join(filter(None, (speed_text(ratio), leads.interval, by, verdict)))
     note = f"by wall time {_bare(ratio)}" if ratio.by_cpu_time else ""
-    return Cell(text, SPEED_STATES[leads.verdict], note=note, sort=leads.value)
+    return Cell(text, SPEED_STATES.get(leads.verdict, ""), note=note, sort=leads.value)
 
 
 def speed_text(ratio: Speedup | None) -> str:
@@ -137,9 +126,10 @@ def speed_verdict(shapes: Sequence[Speedup]) -> tuple[str, State]:
     if not shapes:
         return "not measured until `qdqbench bench RUN`", ""
     worst, best = shapes[0], shapes[-1]
-    text = f"{SPEED_WORDS[worst.leading.verdict]} {places(shapes)}: {speed_place(worst)}"
+    verdict = worst.leading.verdict
+    text = f"{SPEED_WORDS.get(verdict, verdict)} {places(shapes)}: {speed_place(worst)}"
     text += f"; best {speed_place(best)}" if worst is not best else ""
-    return text, VERDICT_STATES[worst.leading.verdict]
+    return text, "good" if verdict == "faster" else SPEED_STATES.get(verdict, "")
 
 
 def latency(measured: Speedup | float | None) -> str:

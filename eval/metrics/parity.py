@@ -90,7 +90,7 @@ def compare_layers(
     session = session_of(forced.SerializeToString(), "the teacher-forced graph")
     half = any(i.data_type == TensorProto.FLOAT16 for i in onnx_model.graph.initializer)
     epsilon = FP16_EPSILON if half else 0.0
-    rows = {name: _new_row(name, half) for b in boundaries for name in b.quantizers}
+    rows = {name: _row_of(name, half) for b in boundaries for name in b.quantizers}
     errors: dict[str, list[float]] = {module: [0.0, 0.0] for module in outputs}
     of_samples: dict[str, list[Array]] = {name: [] for name in outputs_of_model}
     samples, padded, logits_diff = 0, False, 0.0
@@ -129,7 +129,8 @@ def compare_layers(
     for name, means in of_samples.items():
         apart, power = np.concatenate(means, axis=1)
         error = float(np.sqrt(apart.max() / max(power.mean(), TINY)))
-        ends.append(ParityRow.of_output(name, error, OUTPUT_FP16 if half else MAX_OUTPUT_ERROR))
+        limit = OUTPUT_FP16 if half else MAX_OUTPUT_ERROR
+        ends.append(_new_row(name, output_rel_error=error, output_limit=limit))
     return Parity(
         n=samples,
         padded=padded,
@@ -347,15 +348,13 @@ def _finite(values: Array) -> Array:
     return np.nan_to_num(values, nan=1e6, posinf=1e6, neginf=-1e6)  # JSON has no infinity
 
 
-def _new_row(quantizer: str, half: bool) -> ParityRow:
+def _row_of(quantizer: str, half: bool) -> ParityRow:
     module, kind = _place(quantizer)
     base, at, run = module.partition("@")
-    return ParityRow(
-        name=f"{base}.{_OTHERS[kind]}{at}{run}" if kind in _OTHERS else module,
-        int8_values=0,
-        differing=0,
-        max_step=0,
-        output_rel_error=None,
-        limit=LIMIT_FRACTION,
-        step_limit=SOFTMAX_STEP if half and kind == "p_bmm_quantizer" else LIMIT_STEP,
-    )
+    name = f"{base}.{_OTHERS[kind]}{at}{run}" if kind in _OTHERS else module
+    step = SOFTMAX_STEP if half and kind == "p_bmm_quantizer" else LIMIT_STEP
+    return _new_row(name, output_rel_error=None, limit=LIMIT_FRACTION, step_limit=step)
+
+
+def _new_row(name: str, **fields: Any) -> ParityRow:
+    return ParityRow(name=name, int8_values=0, differing=0, max_step=0, **fields)

@@ -80,11 +80,6 @@ class ParityRow(Strict):
     limit: float = field("Largest passing share of differing INT8 values.", default=0.005)
     step_limit: int = field("Largest passing difference of one INT8 value.", default=1)
 
-    @classmethod
-    def of_output(cls, name: str, error: float, limit: float) -> "ParityRow":
-        codes = {"int8_values": 0, "differing": 0, "max_step": 0}
-        return cls(name=name, **codes, output_rel_error=error, output_limit=limit)
-
     @property
     def share(self) -> float:
         return (self.differing - self.at_border) / max(self.int8_values, 1)

@@ -97,16 +97,15 @@ def onnxruntime_runner(path: Path) -> Predict:
     Graph optimizations would replace Q/DQ by integer kernels with other roundings.
     """
     session = session_of(path.read_bytes(), str(path))
-    return lambda batch: run_session(session, batch)
-
-
-def run_session(session: Any, batch: Batch) -> Float32:
-    """Return answers of a graph whose only outputs they are, float32 [B, width] or [B, L, width]."""
     taken, names = (
         [each.name for each in values] for values in (session.get_inputs(), session.get_outputs())
     )
-    made = dict(zip(names, session.run(names, {name: batch[name] for name in taken}), strict=True))
-    return np.asarray(join_outputs(made, names), dtype=np.float32)
+
+    def run(batch: Batch) -> Float32:
+        made = dict(zip(names, session.run(names, {name: batch[name] for name in taken}), strict=True))
+        return np.asarray(join_outputs(made, names), dtype=np.float32)
+
+    return run
 
 
 def session_of(model: bytes, name: str) -> Any:

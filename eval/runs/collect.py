@@ -206,9 +206,9 @@ def score_stage(session: Session, stage: str, detail: str = "") -> StageResult:
 def _parity(session: Session, stages: Collection[str]) -> Parity:
     """Return layer-local parity; with both evaluated, also ONNX Runtime against fake-quant end to end."""
     parity = Parity.model_validate(files.read_json(session.folder / "parity.json"))
-    if not {"fake_quant", "onnxruntime"} <= {*stages}:
-        return parity
-    return parity.model_copy(update={"end_to_end": _compare_stages(session, "fake_quant", "onnxruntime")})
+    if {"fake_quant", "onnxruntime"} <= {*stages}:
+        parity.end_to_end = _compare_stages(session, "fake_quant", "onnxruntime")
+    return parity
 
 
 def _compare_stages(session: Session, reference: str, stage: str) -> Comparison:
@@ -257,12 +257,9 @@ def _add_effects(session: Session, results: Results) -> None:
         results.changed_predictions = list_changed_answers(both, dataset, session.folder)
         results.classes = compare_classes(both)
         if FP16_STAGE in results.timings:
-            task, seed, folder = session.config.task, session.config.seed, session.folder / "logits"
-            path, reference = folder / f"{FP16_STAGE}.npz", folder / "fp32.npz"
             detail = "ONNX Runtime, CPU, FP16 graph as exported (no optimizations)"
-            results.fp16 = score(task, path, reference, session.gold, seed, detail)
-            half = read_logits(path)[both.split]
-            results.vs_fp16 = compare(task, half, both.answers, both.gold, seed=seed)
+            results.fp16 = score_stage(session, FP16_STAGE, detail)
+            results.vs_fp16 = _compare_stages(session, FP16_STAGE, last[0])
     if session.recipe.quantizes:
         errors = files.read_json(session.folder / graphs.LAYER_ERRORS)
         results.layer_errors = LayerErrors.model_validate(errors)

@@ -1,9 +1,9 @@
 """Finished runs side by side: accuracy paired on the same samples, speed, size, and where they differ."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
 
@@ -187,10 +187,8 @@ def load_runs(folders: list[Path]) -> list[LoadedRun]:
     paths = [folder.resolve() for folder in folders]
     if twice := sorted({str(f) for f, path in zip(folders, paths, strict=True) if paths.count(path) > 1}):
         raise UserError(f"given more than once: {', '.join(twice)}; give each run once")
-    for count in range(1, max(len(path.parts) for path in paths) + 1):
-        names = ["/".join(path.parts[-count:]) for path in paths]  # as few parts as make them distinct
-        if len(set(names)) == len(names):
-            break
+    by_parts = (["/".join(path.parts[-count:]) for path in paths] for count in itertools.count(1))
+    names = next(names for names in by_parts if len(set(names)) == len(names))  # as few parts as tell them
     runs: list[LoadedRun] = []
     problems = []
     for folder, name in zip(folders, names, strict=True):
@@ -283,7 +281,7 @@ def compare_runs(folders: list[Path], command: str = "qdqbench compare") -> RunC
         created=now(),
         command=command,
         runs=[describe_run(run) for run in runs],
-        pairs=[_pair(first, second) for first, second in combinations(runs, 2)],
+        pairs=[_pair(first, second) for first, second in itertools.combinations(runs, 2)],
         samples=samples,
         sample_count=total,
         layers=[*_layers(runs)],
@@ -299,7 +297,9 @@ def why_not_paired(first: LoadedRun, second: LoadedRun) -> str | None:
     if len(first.labels) != len(second.labels):
         return f"{first.name} has {len(first.labels)} answers, {second.name} {len(second.labels)}"
     same_labels = np.array_equal(first.labels, second.labels, equal_nan=first.labels.dtype.kind == "f")
-    if not same_labels or (_same_model(first, second) and not _agree(first.fp32, second.fp32)):
+    models = [run.results.model.get("sha256") for run in (first, second)]
+    one_model = models[0] is not None and models[0] == models[1]
+    if not same_labels or (one_model and not _agree(first.fp32, second.fp32)):
         differ = "FP32 answers of one model" if same_labels else "labels"
         return f"{first.name} and {second.name} have other {differ}, so other samples"
     if not first.task.kind.labelled:
@@ -307,17 +307,10 @@ def why_not_paired(first: LoadedRun, second: LoadedRun) -> str | None:
     return None
 
 
-def _same_model(first: LoadedRun, second: LoadedRun) -> bool:
-    one, other = (run.results.model.get("sha256") for run in (first, second))
-    return one is not None and one == other
-
-
 def _agree(one: Floats, other: Floats) -> bool:
     """Return whether answers are the same but for what a device and batches make of FP32 (TF32: 1e-3)."""
-    if one.shape != other.shape:
-        return False
-    exact = one.astype(np.float64)
-    return bool(np.linalg.norm(exact - other) <= SAME_FP32 * np.linalg.norm(exact))
+    exact, same = one.astype(np.float64), one.shape == other.shape
+    return same and bool(np.linalg.norm(exact - other) <= SAME_FP32 * np.linalg.norm(exact))
 
 
 def _pair(first: LoadedRun, second: LoadedRun) -> ComparedPair:
@@ -346,11 +339,11 @@ def _changed_samples(runs: list[LoadedRun], notes: list[str]) -> tuple[list[Comp
     everything = [first.fp32, *(run.answers for run in runs)]
     if len({answers.shape for answers in everything}) > 1:
         raise UserError("their answers have other widths")
-    pairs = combinations(everything, 2)
+    pairs = itertools.combinations(everything, 2)
     distances = [measure_powers(first.task.kind, *pair, first.gold).noise for pair in pairs]
     distance = np.max(distances, axis=0)  # of the two that differ most, [samples]
     if first.predictions.is_discrete:
-        changed = [find_changed(a, b) for a, b in combinations(columns.values(), 2)]
+        changed = [find_changed(a, b) for a, b in itertools.combinations(columns.values(), 2)]
         chosen = np.unique(np.concatenate(changed))
     else:
         chosen = np.argsort(-distance, kind="stable")[:SCORES_KEPT]

@@ -41,7 +41,7 @@ from qdqbench.quantize.tasks.embedded import write_embedded
 from qdqbench.quantize.tasks.task import merge_splits
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError
-from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName, has_profiles
+from qdqbench.quantize.utils.limits import CPU_BACKENDS, has_profiles
 from qdqbench.quantize.utils.names import count_of
 from qdqbench.quantize.utils.progress import report_phase, track
 from qdqbench.quantize.utils.system.cpu import find_cpu
@@ -73,15 +73,20 @@ def remove_checkpoints(training: str, session: Session) -> None:
     shutil.rmtree(session.folder / training / CHECKPOINTS, ignore_errors=True)
 
 
-def build_stage(session: Session) -> list[Path]:
-    return _build(session, session.target.backend, graphs.graph_path(session), session.folder)
+def _run_or_skip(outcome: Path, reason: str | None, run: Callable[[], list[Path]]) -> list[Path]:
+    """Run what a device or library may be missing for, or write the reason as its outcome."""
+    if reason is None:
+        try:
+            return run()
+        except MissingDevice as error:
+            reason = str(error)
+    return [write_outcome(outcome, Skipped(skipped=reason))]
 
 
-def gpu_build_stage(session: Session) -> list[Path]:
-    return _build(session, gpu_backend(), session.folder / graphs.GPU_INT8, session.folder / graphs.GPU)
-
-
-def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> list[Path]:
+def build_stage(session: Session, *, for_gpu: bool = False) -> list[Path]:
+    backend, graph, out = session.target.backend, graphs.graph_path(session), session.folder
+    if for_gpu:
+        backend, graph, out = gpu_backend(), out / graphs.GPU_INT8, out / graphs.GPU
     settings, folder = session.recipe.engine, out / "engine"
     gemms, profiles = graphs.expected_gemms(session), engine_profiles(session)
     path, layers = folder / graph.with_suffix(".engine").name, out / "layers.json"
@@ -110,13 +115,8 @@ def _build(session: Session, backend: BackendName, graph: Path, out: Path) -> li
 
 
 def verify_stage(session: Session) -> list[Path]:
-    reason, found = cannot_run(session), None
-    if reason is None:
-        try:
-            found = verify_engine(session)
-        except MissingDevice as error:
-            reason = str(error)
-    return [write_outcome(session.folder / outcomes.VERIFY, found or Skipped(skipped=str(reason)))]
+    path = session.folder / outcomes.VERIFY
+    return _run_or_skip(path, cannot_run(session), lambda: [write_outcome(path, verify_engine(session))])
 
 
 def cannot_run(session: Session) -> str | None:
@@ -151,13 +151,8 @@ def engine_stage(session: Session) -> list[Path]:
     for _, encoded in () if tuned else session.eval_splits.values():
         doubts = note_distant_data(engine_profiles(session), encoded.lengths, session.config.batch_size)
         session.warnings += [line for line in doubts if line not in session.warnings]
-    reason = _cannot_evaluate(session)
-    if reason is None:
-        try:
-            return _run_engine(session)
-        except MissingDevice as error:
-            reason = str(error)
-    return [write_outcome(session.folder / outcomes.ENGINE, Skipped(skipped=str(reason)))]
+    outcome = session.folder / outcomes.ENGINE
+    return _run_or_skip(outcome, _cannot_evaluate(session), lambda: _run_engine(session))
 
 
 def _run_engine(session: Session) -> list[Path]:
@@ -316,8 +311,8 @@ def _evaluate_optimized(session: Session, graph: Path, exported: Logits) -> outc
     )
 
 
-def graph_stage(name: str, needs: tuple[str, ...], graph: Callable[[Session], Path]) -> Stage:
-    return Stage(name, lambda s: [evaluate_stage(s, name, onnxruntime_runner(graph(s)))], needs, _evaluation)
+def fp16_stage(session: Session) -> list[Path]:
+    return [evaluate_stage(session, FP16_STAGE, onnxruntime_runner(session.folder / graphs.FP16))]
 
 
 def _parity_batches(session: Session) -> Iterator[dict[str, Any]]:
@@ -371,13 +366,8 @@ def _reconstructed(session: Session) -> Any:
 def _exported(session: Session) -> Any:
     recipe = session.recipe
     settings = [recipe.export.model_dump(), recipe.precision.model_dump()]
-    return [
-        _placement(session),
-        *settings,
-        session.target.backend,
-        session.target.proves_for_gpu,
-        recipe.name,
-    ]
+    target = [session.target.backend, session.target.proves_for_gpu]
+    return [_placement(session), *settings, *target, recipe.name]
 
 
 def _built(session: Session) -> Any:
@@ -453,9 +443,9 @@ def stages(session: Session) -> dict[str, Stage]:
         Stage(
             "parity", parity, (*calibrated, "export"), lambda s: [_evaluation(s), s.config.seed]
         ): quantized,
-        graph_stage(FP16_STAGE, (*first, "export"), lambda s: s.folder / graphs.FP16): quantized,
+        Stage(FP16_STAGE, fp16_stage, (*first, "export"), _evaluation): quantized,
         Stage(
-            "gpu_build", gpu_build_stage, ("export",), _built, holds=_BUILT_FOR_GPU
+            "gpu_build", partial(build_stage, for_gpu=True), ("export",), _built, holds=_BUILT_FOR_GPU
         ): session.target.proves_for_gpu,
         Stage("build", build_stage, ("export",), _built, holds=_BUILT): True,
         Stage("verify", verify_stage, (*evaluated, "export", "build"), _verified, holds=_VERIFIED): True,

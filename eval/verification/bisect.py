@@ -97,11 +97,9 @@ def _mask(evidence: Deviation) -> tuple[str, str] | None:
     padded = ~mask.all(axis=1)
     if got is None or expected is None or got.shape[:1] != mask.shape[:1] or got.shape != expected.shape:
         return None
-    rows = []
-    for one in (slice(row, row + 1) for row in range(len(mask))):
-        made, truth = (kept_positions(a[one], mask[one]) for a in (got, expected))
-        rows.append(np.linalg.norm(made - truth) / max(float(np.linalg.norm(truth)), 1e-30))
-    errors = np.array(rows)
+    rows = (slice(row, row + 1) for row in range(len(mask)))
+    found = [compare_tensors("", got[one], expected[one], mask[one], 0.0).error for one in rows]
+    errors = np.array(found, dtype=np.float64)  # NaN where one is not finite
     if not np.isfinite(errors).all() or padded.all() or not padded.any():
         return None
     if np.min(errors[padded]) <= 10 * np.max(errors[~padded]) or np.min(errors[padded]) < 0.01:
@@ -144,16 +142,11 @@ def _behind_int8(evidence: Deviation) -> onnx.NodeProto | None:
         return node.input if tail else ()
 
     for _, node in evidence.index.back(evidence.node.output[0], inputs):
-        gemm = node is not None and node.op_type in MATMULS
-        if node is not None and gemm and all(_dequantizer(evidence.index, name) for name in node.input[:2]):
-            return node
+        if node is not None and node.op_type in MATMULS:
+            origins = [evidence.index.origin(name, SAME_VALUES)[0] for name in node.input[:2]]
+            if all(made is not None and made.op_type == "DequantizeLinear" for made in origins):
+                return node
     return None
-
-
-def _dequantizer(index: GraphIndex, name: str) -> onnx.NodeProto | None:
-    """Return the DequantizeLinear that made a tensor before it was moved."""
-    node, _ = index.origin(name, SAME_VALUES)
-    return node if node is not None and node.op_type == "DequantizeLinear" else None
 
 
 INNER_LIMIT = 0.05  # of a tensor inside of a block
@@ -258,7 +251,8 @@ def bisect_kernels(engine: CudaEngine, model: onnx.ModelProto, feeds: Feeds, fam
             compared.append((block, operation, row, expected))
     result = BisectResult(blocks={})
     for block, _, row, _ in compared:
-        result.blocks[block] = max(result.blocks.get(block, row), row, key=_excess)
+        rows = (result.blocks.get(block, row), row)
+        result.blocks[block] = max(rows, key=lambda it: math.inf if it.error is None else it.error / it.limit)
     place = next((place for place, (_, _, row, _) in enumerate(compared) if not row.holds), None)
     if place is None:
         result.notes.append(
@@ -276,10 +270,6 @@ def bisect_kernels(engine: CudaEngine, model: onnx.ModelProto, feeds: Feeds, fam
     deviation = Deviation(GraphIndex(model), last, got[result.tensor], expected, mask, nonfinite)
     result.cause, result.advice = likely_cause(deviation)
     return result
-
-
-def _excess(row: TensorError) -> float:
-    return math.inf if row.error is None else row.error / row.limit
 
 
 def compare_kernel(operation: Operation, name: str, got: Array, expected: Array) -> TensorError:

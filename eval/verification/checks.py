@@ -276,23 +276,11 @@ def verification_failures(found: Verification, run: str) -> list[str]:
     bad = [f"{s.what} {s.batch} x {s.length}" for s in found.shapes if s.nonfinite]
     if bad:
         lines.append(f"engine: NaN or infinite logits for batches of shape {', '.join(bad)}; {advice}")
-    padding, answers = found.padding, found.predictions
-    if padding.nonfinite:
-        lines.append(
-            f"engine: NaN or infinite logits for {padding.nonfinite} of {padding.n} samples; {advice}"
-        )
-    elif not padding.holds:
-        lines.append(
-            f"engine: the same sample alone, padded and in a large batch differs by "
-            f"{padding.mean_abs_logit_diff:.3g} in the mean logit, {padding.max_abs_logit_diff:.3g} at "
-            f"worst (limits {padding.mean_limit:.3g}, {padding.max_limit:.3g}); {advice}"
-        )
-    if answers.nonfinite:
-        lines.append(
-            f"engine: NaN or infinite logits for {answers.nonfinite} of {answers.n} samples; {advice}"
-        )
-    elif not answers.holds:
-        lines.append(f"engine: {'; '.join(_answer_failures(answers, found.reference))}; {advice}")
+    for part in (found.padding, found.predictions):
+        if part.nonfinite:
+            lines.append(f"engine: NaN or infinite logits for {part.nonfinite} of {part.n} samples; {advice}")
+        elif not part.holds:
+            lines.append(f"engine: {'; '.join(_failures(part, found.reference))}; {advice}")
     return lines
 
 
@@ -313,9 +301,15 @@ def _block_failure(row: BlockCheck) -> str:
     return f"engine: {row.name} is wrong for the reference's own input: {', '.join(parts)} ({cost})"
 
 
-def _answer_failures(row: PredictionsCheck, reference: str) -> Iterator[str]:
+def _failures(row: PaddingCheck | PredictionsCheck, reference: str) -> Iterator[str]:
     assert row.mean_abs_logit_diff is not None
     difference = row.mean_abs_logit_diff
+    if isinstance(row, PaddingCheck):
+        yield (
+            f"the same sample alone, padded and in a large batch differs by {difference:.3g} in the mean "
+            f"logit, {row.max_abs_logit_diff:.3g} at worst (limits {row.mean_limit:.3g}, {row.max_limit:.3g})"
+        )
+        return
     if row.drop is not None and row.drop > (limit := row.drop_limit or 0):
         yield f"{row.metric} is {row.drop:.4f} below {reference} on {row.n} samples, limit {limit:.4f}"
     if row.disagreements is not None and row.disagreements > (limit := row.disagreement_limit or 0):

@@ -16,7 +16,11 @@ from qdqbench.quantize.utils.limits import BackendName, has_profiles
 def engine_profiles(session: Session, backend: BackendName | None = None) -> list[Any]:
     """Return the profiles of an engine of the recipe's backend, or of another one."""
     if session.recipe.auto_shapes:
-        return auto_profiles(session, backend)
+        batch, longest = session.config.batch_size, session.recipe.export.max_length
+        if edges := length_edges(session, backend):
+            return shapes.bucket_profiles(edges, longest, batch)
+        typical = int(np.median(row_lengths(session)))
+        return [shapes.Profile((1, 1), (batch, typical), (max(batch, shapes.LARGEST_BATCH), longest))]
     profiles = recipe_profiles(session.recipe)
     tuned = has_profiles(backend or session.target.backend)
     return profiles if tuned else [shapes.span_profiles(profiles)]
@@ -39,14 +43,6 @@ def length_edges(session: Session, backend: BackendName | None = None) -> list[i
     if not session.recipe.auto_shapes or not has_profiles(backend or session.target.backend):
         return None
     return shapes.choose_edges(row_lengths(session), session.recipe.export.max_length)
-
-
-def auto_profiles(session: Session, backend: BackendName | None = None) -> list[shapes.Profile]:
-    batch, longest = session.config.batch_size, session.recipe.export.max_length
-    if edges := length_edges(session, backend):
-        return shapes.bucket_profiles(edges, longest, batch)
-    typical = int(np.median(row_lengths(session)))
-    return [shapes.Profile((1, 1), (batch, typical), (max(batch, shapes.LARGEST_BATCH), longest))]
 
 
 def describe_lengths(session: Session) -> Lengths | None:
@@ -74,5 +70,5 @@ def describe_lengths(session: Session) -> Lengths | None:
         ],
         padding=1 - tokens / sum(length * len(rows) for length, rows in batches),
         longest_padding=1 - tokens / (longest * len(lengths)),
-        profiles=list(map(str, auto_profiles(session))),
+        profiles=list(map(str, engine_profiles(session))),
     )

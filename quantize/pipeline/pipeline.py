@@ -115,14 +115,12 @@ def _run_stage(session: Session, stage: Stage, key: str, before: FinishedStage |
         outputs = stage.run(session)
     hashes = {str(path.relative_to(session.folder)): files.sha256(path) for path in outputs}
     _remove_stale(session.folder, before, hashes)
-    notes, warnings = session.notes[noted:], session.warnings[warned:]
-    made_with = get_code_identity()
     return FinishedStage(
         key=key,
         outputs=hashes,
-        notes=notes,
-        warnings=warnings,
-        made_with=made_with,
+        notes=session.notes[noted:],
+        warnings=session.warnings[warned:],
+        made_with=get_code_identity(),
         model_sha256=session.model_sha256,
         **vars(cost),
     )

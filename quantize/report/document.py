@@ -50,8 +50,8 @@ def row(*cells: Value, chosen: bool = False) -> Row:
     return Row([it if isinstance(it, Cell) else Cell("" if it is None else str(it)) for it in cells], chosen)
 
 
-def code(text: str, state: State = "") -> Cell:
-    return Cell(text, state, code=True)
+def code(text: str) -> Cell:
+    return Cell(text, code=True)
 
 
 def bad_unless(holds: bool) -> State:

@@ -181,14 +181,10 @@ def datatype(name: str) -> str:
     return DATATYPES.get(name.lower(), name)
 
 
-def number(value: float | None) -> str:
-    """Return three digits of a number; None is one that is not finite."""
-    return "not a number" if value is None else f"{value:.3g}"
-
-
 def known(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
-def share_text(value: float | None) -> str:
-    return "not a number" if value is None else f"{value:.2%}"
+def finite(value: float | None, form: str = ".3g") -> str:
+    """Return a number with three digits; None is one that is not finite."""
+    return known(value, form) or "not a number"

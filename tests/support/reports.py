@@ -9,6 +9,7 @@ from qdqbench.eval.metrics.results import Gate, GateIssue
 from qdqbench.eval.runs.comparison import comparison_report
 from qdqbench.eval.runs.report.report import run_report, stages_report
 from qdqbench.eval.runs.report.training import finetuning_report
+from qdqbench.eval.runs.results import FileRow
 from qdqbench.eval.runs.study import Study, study_report
 from qdqbench.eval.selection.auto.report import auto_report
 from qdqbench.eval.selection.calibration_comparison import calibration_report
@@ -41,6 +42,7 @@ from .runs import (
     failed,
     measured,
     mnli,
+    parity_of,
     regression,
     sample,
     unscored,
@@ -154,10 +156,25 @@ def stages():
         verification=verification(),
         skipped={"engine": "no GPU"},
     )
-    results.timings["engine"] = results.timings["verify"]
+    results.timings |= dict.fromkeys(("engine", "[red]odd"), results.timings["verify"])
     return stages_report(results, Path("runs/a"))
 
 
+def wrong_stages():
+    """Stages of which more does not hold, and more is to know, than a terminal shows."""
+    issue = GateIssue(code="verification", state="failed", detail="the [gate]")
+    gate = Gate(passed=False, max_drop=0.01, issues=[issue])
+    files = [FileRow(name=f"{n}.onnx", bytes=1000 * n, fp32_ratio=None) for n in range(1, 10)]
+    notes = ["n1", "n2", "n3", "n4", "[bold]n5"]
+    results = sample(2, files=files, gate=gate, notes=notes, parity=parity_of([]))
+    results.timings["parity"] = results.timings["build"]
+    return stages_report(results, Path("runs/a"))
+
+
+WRONG = {  # what besides its gate, and a list that was cut
+    "verification": wrong_engine(),
+    "changed_predictions": changed([answer(number) for number in range(3)], count=90, regressed=90),
+}
 TABLE = doc.Table(
     ["name", "ms", "remark"],
     [
@@ -202,7 +219,7 @@ REPORTS = {
     "run-alone": lambda: run_report(sample()),
     "run-qat": lambda: run_report(twice_trained(layers=2)),
     "run-unlogged": lambda: run_report(qat_run(layers=2, training=run_of(0, log=[], samples_per_s=None))),
-    "run-failed": lambda: run_report(failed().model_copy(update={"verification": wrong_engine()})),
+    "run-failed": lambda: run_report(failed().model_copy(update=WRONG)),
     "run-planned": lambda: run_report(without_engine()),
     "run-two-splits": lambda: run_report(mnli()),
     "run-regression": lambda: run_report(moved_scores()),
@@ -210,6 +227,7 @@ REPORTS = {
     "run-unclear": lambda: run_report(unclear_run()),
     "run-unscored": lambda: run_report(unscored()),
     "stages": stages,
+    "stages-wrong": wrong_stages,
     "bench": lambda: bench_report(sample_bench()),
     "bench-odd": lambda: bench_report(odd_bench()),
     "bench-inconclusive": lambda: bench_report(bench_that_is("unclear")),

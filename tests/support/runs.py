@@ -179,7 +179,8 @@ def failed():
 
 def without_engine():
     skipped = StageResult(status="skipped", reason="tensorrt_rtx is not installed")
-    return sample(stages=sample().stages | {"engine": skipped}, engine=None)
+    stages = sample().stages | {"engine": skipped}
+    return sample(stages=stages, engine=None, changed_predictions=changed([]))
 
 
 def bare():

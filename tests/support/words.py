@@ -111,6 +111,7 @@ def verdicts():
         "QAT not compared": qat_run(qat_vs_ptq=None),
         "PTQ not scored": qat_run(stages=sample().stages),
         "reconstruction and QAT": twice_trained(),
+        "reconstruction in vain and QAT": qat_run(reconstruction=reconstruction(after_db=21.0)),
         "reconstruction alone": qat_run(training=None, reconstruction=reconstruction()),
         "reconstruction in vain": qat_run(training=None, reconstruction=reconstruction(after_db=21.0)),
     }

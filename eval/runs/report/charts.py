@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from qdqbench.eval.metrics.gate import judge
-from qdqbench.eval.metrics.results import COSINE_EDGES, Agreement, StageResult
+from qdqbench.eval.metrics.results import COSINE_EDGES, Agreement, Parity, StageResult
 from qdqbench.eval.runs.results import BEFORE_TRAINING, Results
 from qdqbench.quantize.engine.layers import find_computing_rows, is_int8
+from qdqbench.quantize.engine.profiles import Lengths
 from qdqbench.quantize.engine.results import LayerRow
 from qdqbench.quantize.graph.index import module_of
 from qdqbench.quantize.models.families.known import PARTS, adds_behind_attention, part_of
@@ -224,9 +225,7 @@ def layer_chart(points: Points, title: str, name: str, limit: float | None = Non
     return svg.svg_of(figure, name, f"{title}, by encoder layer")
 
 
-def lengths_svg(results: Results) -> str:
-    if (lengths := results.lengths) is None:
-        return ""
+def lengths_svg(lengths: Lengths) -> str:
     figure, axes = svg.axes_of(2.0)
     tokens, rows = zip(*lengths.histogram, strict=True)
     axes.bar(tokens, rows, width=0.9, color=svg.BLUE)
@@ -247,9 +246,7 @@ def agreements(results: Results) -> dict[str, Agreement]:
     return {name: row.agreement for name, row in compared.items() if row is not None and row.agreement}
 
 
-def agreement_svg(results: Results, labels: dict[str, str]) -> str:
-    if not (stages := agreements(results)):
-        return ""
+def agreement_svg(stages: dict[str, Agreement], labels: dict[str, str]) -> str:
     figure = svg.figure_of(4.6)
     near, kept = figure.subplots(2, 1)
     edges = np.array([COSINE_EDGES[0] / 2, *COSINE_EDGES, 2])
@@ -272,9 +269,9 @@ def agreement_svg(results: Results, labels: dict[str, str]) -> str:
     return svg.svg_of(figure, "agreement", "How near the embeddings of each stage are to those of FP32")
 
 
-def parity_svg(results: Results) -> str:
+def parity_svg(parity: Parity) -> str:
     points: Points = defaultdict(dict)
-    for row in results.parity.rows if results.parity else ():
+    for row in parity.rows:
         layer, kind = place(row.name)
         if layer is not None:
             points[kind][layer] = 100 * min(row.nearest[0], 100.0)

@@ -5,19 +5,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from qdqbench.eval.bench.report import bench_blocks, bench_of, speed_table
 from qdqbench.eval.bench.results import Bench
 from qdqbench.eval.metrics import figures
 from qdqbench.eval.metrics.gate import judge_shapes
-from qdqbench.eval.metrics.results import Comparison, StageResult
+from qdqbench.eval.metrics.results import Comparison, Parity, StageResult
 from qdqbench.eval.runs.gate import issue_sentence, judge_speed, read_engine_sizes, read_speed
 from qdqbench.eval.runs.report import charts, sections, verdict
 from qdqbench.eval.runs.report.training import reconstruction_blocks, training_blocks
-from qdqbench.eval.runs.results import RESULTS_FILE, Results, read_results, write_results
+from qdqbench.eval.runs.results import RESULTS_FILE, FileRow, Results, read_results, write_results
+from qdqbench.eval.verification.results import Verification
 from qdqbench.quantize.calibration.record import describe_spread
 from qdqbench.quantize.deployment.write import DEPLOY, TOLD, RunVerdict, write_deploy
 from qdqbench.quantize.engine.results import EngineResult
+from qdqbench.quantize.lint.findings import FindingRow
 from qdqbench.quantize.pipeline.ownership import locked_folder, locked_for_reading
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.report import document as doc
@@ -37,6 +40,7 @@ from qdqbench.quantize.report.formats import (
 )
 from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.tasks.types.embedding import AGREEMENT
+from qdqbench.quantize.training.results import ReconstructionRun, TrainingRun
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import count_of
@@ -248,7 +252,7 @@ def _accuracy_section(results: Results) -> doc.Section:
             title="Embeddings against those of FP32",
             look="",
         )
-        draw = partial(charts.agreement_svg, results, names)
+        draw = partial(charts.agreement_svg, compared, names)
         blocks.append(doc.Columns([[near, doc.Prose(EMBEDDINGS, "quiet")], [doc.Chart(draw)]]))
     return doc.Section("accuracy", "Accuracy by stage", blocks)
 
@@ -421,18 +425,15 @@ def stage_cell(results: Results, name: str) -> doc.Cell:
     scored = "fp32" if name == "baseline" else name
     if reason := results.skipped.get(scored):
         return doc.Cell(f"skipped: {reason}", "unclear")
-    if scored in results.stages:
-        return doc.Cell(_score_text(results.stages[scored]))
-    return doc.Cell(STAGE_TEXTS[name](results) if name in STAGE_TEXTS else "")
-
-
-def _score_text(row: StageResult) -> str:
-    text = f"{figures.metrics(row)}, n = {row.n:,}"
+    if (row := results.stages.get(scored)) is None:
+        part, text = STAGE_TEXTS.get(name, ("", lambda _: ""))
+        return doc.Cell(text(getattr(results, part) if part else results))
+    words = [f"{figures.metrics(row)}, n = {row.n:,}"]
     if (versus := row.vs_fp32) is not None:
-        text += f"; against FP32 {figures.change_text(versus)}"
+        words.append(f"against FP32 {figures.change_text(versus)}")
         if differing := figures.differing(versus):
-            text += f"; {differing} answers differ"
-    return text
+            words.append(f"{differing} answers differ")
+    return doc.Cell("; ".join(words))
 
 
 def _calibration_text(results: Results) -> str:
@@ -447,9 +448,7 @@ def _calibration_text(results: Results) -> str:
     return f"{text}; amax spread: {spread}" if spread else text
 
 
-def _reconstruction_text(results: Results) -> str:
-    run = results.reconstruction
-    assert run is not None
+def _reconstruction_text(run: ReconstructionRun) -> str:
     kept = (
         f"{sum(row.kept for row in run.layers)} of {count_of(len(run.layers), 'layer')} came nearer to FP32"
     )
@@ -457,30 +456,26 @@ def _reconstruction_text(results: Results) -> str:
     return f"{kept} in {seconds(run.seconds)}; {held_out}" + ", so PTQ is kept" * (not run.gained)
 
 
-def _training_text(results: Results) -> str:
-    training = results.training
-    assert training is not None
+def _training_text(training: TrainingRun) -> str:
     text = f"{training.steps} of {training.planned_steps} steps in {seconds(training.seconds)}"
     if training.best_step == 0:
         return f"{text}; the weights before training are the best"
     return f"{text}; step {training.best_step} is the best"
 
 
-def _export_text(results: Results) -> str:
-    graphs = [row for row in results.files if row.fp32_ratio is not None]
+def _export_text(exported: list[FileRow]) -> str:
+    graphs = [row for row in exported if row.fp32_ratio is not None]
     sizes = ", ".join(f"{row.name} {row.fp32_ratio:.2f}" for row in graphs if row.fp32_ratio != 1)
     return f"{count_of(len(graphs), 'ONNX file')}; of the size of FP32: {sizes}"
 
 
-def _check_text(results: Results) -> str:
-    counts = Counter((row.severity, row.code) for row in results.findings)
+def _check_text(findings: list[FindingRow]) -> str:
+    counts = Counter((row.severity, row.code) for row in findings)
     listed = ", ".join(f"{n} of {code} ({severity})" for (severity, code), n in counts.items())
-    return f"{count_of(len(results.findings), 'finding')}{': ' if listed else ''}{listed}"
+    return f"{count_of(len(findings), 'finding')}{': ' if listed else ''}{listed}"
 
 
-def _parity_text(results: Results) -> str:
-    parity = results.parity
-    assert parity is not None
+def _parity_text(parity: Parity) -> str:
     if not parity.rows:
         return "no tensor is quantized"
     worst = verdict.worst_first(parity)[0]
@@ -491,22 +486,16 @@ def _parity_text(results: Results) -> str:
     )
 
 
-def _engine_text(results: Results, engine: EngineResult | None) -> str:
-    assert engine is not None
+def _engine_text(which: str, results: Results) -> str:
+    engine: EngineResult = getattr(results, which)
     text = f"{engine.file} {size(engine.bytes)}, {label(engine.backend)} {engine.version}"
     if engine.expected_int8_gemms:
         text += f"; {verdict.linears_text(results, engine)}"
-    for count, expected, what in (
-        (engine.attention_int8, engine.expected_attention_int8, "attentions"),
-        (engine.int8_residuals, engine.expected_int8_residuals, "residuals"),
-    ):
-        text += f"; {coverage(count, expected, what)}" if expected else ""
-    return f"{text}; ahead of time, not run" if engine.ahead_of_time else text
+    words = [text, *verdict.parts_covered(engine), *["ahead of time, not run"] * engine.ahead_of_time]
+    return "; ".join(words)
 
 
-def _verification_text(results: Results) -> str:
-    verified = results.verification
-    assert verified is not None
+def _verification_text(verified: Verification) -> str:
     passing = f"{sum(row.holds for row in verified.blocks)} of {count_of(len(verified.blocks), 'block')}"
     blocks = verified.blocks_not_checked or f"{passing} follow {label(verified.reference)}"
     parts = (("padding", verified.padding), ("answers", verified.predictions))
@@ -515,15 +504,15 @@ def _verification_text(results: Results) -> str:
     return f"{blocks}; {rest}; {count_of(len(verified.shapes), 'shape')}, n = {verified.predictions.n}"
 
 
-STAGE_TEXTS: dict[str, Callable[[Results], str]] = {
-    "embedded": lambda results: "a small BERT and its data",
-    "quantize": _calibration_text,
-    "reconstruction": _reconstruction_text,
-    "qat": _training_text,
-    "export": _export_text,
-    "check": _check_text,
-    "parity": _parity_text,
-    "build": lambda results: _engine_text(results, results.engine),
-    "gpu_build": lambda results: _engine_text(results, results.gpu_engine),
-    "verify": _verification_text,
+STAGE_TEXTS: dict[str, tuple[str, Callable[[Any], str]]] = {  # field of `Results`, or all of it
+    "embedded": ("", lambda _: "a small BERT and its data"),
+    "quantize": ("", _calibration_text),
+    "reconstruction": ("reconstruction", _reconstruction_text),
+    "qat": ("training", _training_text),
+    "export": ("files", _export_text),
+    "check": ("findings", _check_text),
+    "parity": ("parity", _parity_text),
+    "build": ("", partial(_engine_text, "engine")),
+    "gpu_build": ("", partial(_engine_text, "gpu_engine")),
+    "verify": ("verification", _verification_text),
 }

@@ -28,7 +28,7 @@ from qdqbench.quantize.lint.inspection import inspect_layers
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.figures import coverage
-from qdqbench.quantize.report.formats import known, label, number, share_text, types, with_error
+from qdqbench.quantize.report.formats import finite, known, label, types, with_error
 from qdqbench.quantize.utils.names import count_of
 
 OUTPUTS = (
@@ -197,7 +197,7 @@ def parity_section(results: Results) -> doc.Section:
     )
     blocks: list[doc.Block] = [
         text,
-        doc.Columns([[doc.Chart(partial(charts.parity_svg, results))], [nearest]]),
+        doc.Columns([[doc.Chart(partial(charts.parity_svg, parity))], [nearest]]),
         doc.Fold(f"All {len(ordered)} tensors, the nearest to its own limit first", [every]),
     ]
     return doc.Section("parity", "Layer parity", blocks, "good" if parity.passed else "bad")
@@ -227,7 +227,7 @@ def lengths_sections(results: Results) -> list[doc.Section]:
     )
     blocks: list[doc.Block] = [
         text,
-        doc.Chart(partial(charts.lengths_svg, results)),
+        doc.Chart(partial(charts.lengths_svg, lengths)),
         *([buckets] if lengths.buckets else []),
         doc.Prose(f"Profiles: {'; '.join(lengths.profiles)}.", "quiet"),
     ]
@@ -239,7 +239,7 @@ def outputs_section(results: Results) -> doc.Section:
         return doc.Section("outputs", "Engine outputs", [doc.Prose("Not verified.", "quiet")])
 
     def of_limit(error: float | None, limit: float) -> str:
-        return f"{share_text(error)} of {share_text(limit)}"
+        return f"{finite(error, '.2%')} of {limit:.2%}"
 
     blocks: list[doc.Block] = [OUTPUTS.format(device_text(results.engine), label(verification.reference))]
     if verification.blocks_not_checked:
@@ -249,9 +249,9 @@ def outputs_section(results: Results) -> doc.Section:
             verification.blocks,
             ("block", lambda block: block.name),
             ("positions", lambda block: block.n),
-            ("error", lambda block: share_text(block.error)),
-            ("limit", lambda block: share_text(block.limit)),
-            ("quantization costs", lambda block: share_text(block.quantization_error)),
+            ("error", lambda block: finite(block.error, ".2%")),
+            ("limit", lambda block: f"{block.limit:.2%}"),
+            ("quantization costs", lambda block: f"{block.quantization_error:.2%}"),
             ("worst position", lambda block: of_limit(block.position_error, block.position_limit)),
             ("systematic", lambda block: of_limit(block.systematic_error, block.systematic_limit)),
             ("NaN or infinite", lambda block: block.nonfinite),
@@ -265,7 +265,7 @@ def outputs_section(results: Results) -> doc.Section:
         ("batch", lambda shape: shape.batch),
         ("length", lambda shape: shape.length),
         ("samples", lambda shape: shape.what),
-        ("largest logit difference", lambda shape: number(shape.max_abs_logit_diff)),
+        ("largest logit difference", lambda shape: finite(shape.max_abs_logit_diff)),
         ("NaN or infinite", lambda shape: shape.nonfinite),
         texts=(2,),
         look="sortable",
@@ -285,13 +285,13 @@ def _answer_blocks(verification: Verification) -> list[doc.Block]:
         score = "" if answers.drop is None else f"{label(answers.metric)} {-answers.drop:+.4f}"
         text += (
             f": {score or 'not enough to score'} against {label(verification.reference)}{differ}, "
-            f"mean logit difference {number(answers.mean_abs_logit_diff)} (quantization itself costs "
-            f"{number(answers.quantization_mean_abs_logit_diff)}), Kolmogorov-Smirnov "
-            f"{number(answers.ks_statistic)} (p {number(answers.ks_p)})."
+            f"mean logit difference {finite(answers.mean_abs_logit_diff)} (quantization itself costs "
+            f"{finite(answers.quantization_mean_abs_logit_diff)}), Kolmogorov-Smirnov "
+            f"{finite(answers.ks_statistic)} (p {finite(answers.ks_p)})."
         )
     alone = (
         f"{padding.n} samples alone, padded and in a large batch differ by "
-        f"{number(padding.max_abs_logit_diff)} at most (limit {number(padding.max_limit)})."
+        f"{finite(padding.max_abs_logit_diff)} at most (limit {finite(padding.max_limit)})."
     )
     return [doc.Prose(text, doc.bad_unless(answers.holds)), doc.Prose(alone, doc.bad_unless(padding.holds))]
 

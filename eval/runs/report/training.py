@@ -2,13 +2,11 @@
 
 import math
 from functools import partial
-from pathlib import Path
 
 from qdqbench.eval.metrics import figures
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
 from qdqbench.quantize.report.formats import cleaned, flat, label, model_label, seconds
-from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.training.results import (
     Finetuning,
     ReconstructionRun,
@@ -29,10 +27,6 @@ MEASURES = {
     "hidden_db": "SQNR of the hidden states in dB",
     "score_db": "mean SQNR in dB",
 }
-
-
-def write_finetuning(result: Finetuning, folder: Path) -> None:
-    write_report(finetuning_report(result), folder, "finetune")
 
 
 def finetuning_report(result: Finetuning) -> doc.Report:
@@ -75,7 +69,7 @@ def finetuning_report(result: Finetuning) -> doc.Report:
             doc.Section("seeds", "Seeds", [_seeds_table(result, names), *quiet]),
             doc.Section("curves", "Curves", [*curve_blocks(runs)]),
         ],
-        verdict=doc.Verdict(state, title, _headline(result, names[0])),
+        verdict=doc.Verdict(state, title, _headline(result, names[0], done, failed)),
         tiles=tiles,
         warnings=[line for line in result.warnings if line not in told],
     )
@@ -122,10 +116,8 @@ def _seeds_table(result: Finetuning, names: list[str]) -> doc.Table:
     )
 
 
-def _headline(result: Finetuning, metric: str) -> str:
+def _headline(result: Finetuning, metric: str, done: list[TrainingRun], failed: list[TrainingRun]) -> str:
     task = label(str(result.task.get("name", "task")))
-    done = [run for run in result.runs if run.status == "done"]
-    failed = [run for run in result.runs if run.status == "failed"]
     reasons = ", ".join(f"seed {run.seed} ({_reason(run)})" for run in failed)
     if not done:
         return f"No seed of {len(failed)} was trained to its end: {reasons}."

@@ -29,16 +29,15 @@ def run_verdict(results: Results) -> Verdict:
     gate = results.gate
     checks = [*_failed_checks(results)]
     lines: list[Line] = [("INT8", "; ".join(_int8(results)), ""), ("Accuracy", accuracy_clause(results), "")]
-    kept = neighbors_kept(results)
-    if kept is not None:
-        lines.append(
-            ("Neighbors", f"{with_error(*kept)} of the 10 nearest texts of FP32 stay", _judge_kept(kept))
-        )
+    shapes, last, kept = judge_shapes(results.speed), last_measured(results), 1.0
+    if last is not None and last[1].vs_fp32 is not None and (near := last[1].vs_fp32.agreement):
+        kept, error = near.values["neighbors"], near.stderr["neighbors"]
+        stay = f"{with_error(kept, error)} of the 10 nearest texts of FP32 stay"
+        lines.append(("Neighbors", stay, "unclear" if kept < LEAST_NEIGHBORS else ""))
     if results.trained:
         lines.append(("Training", training_clause(results), ""))
     if (smaller := quantized_file(results)) is not None:
         lines.append(("Size", f"ONNX file {smaller[1]:.2f} of FP32", ""))
-    shapes = judge_shapes(results.speed)
     lines.append(("Speed", *figures.speed_verdict(shapes)))
     failures = [*map(issue_sentence, gate.failures), *checks]
     if not failures and not gate.passed:
@@ -47,7 +46,7 @@ def run_verdict(results: Results) -> Verdict:
     issues = [*gate.having("inconclusive", "not_evaluated"), *gate.having("within_noise")]
     state = "bad" if checks else GATE_STATES.get(gate.state, "unclear")
     return Verdict(
-        state="unclear" if doubts and state == "good" else state,
+        state="unclear" if doubts and state == "good" else state,  # amber though the gate passes
         title=", ".join([_outcome(results, checks), *doubts]),
         lines=lines,
         failures=failures,
@@ -58,17 +57,6 @@ def run_verdict(results: Results) -> Verdict:
             *_to_decide(results),
         ],
     )
-
-
-def neighbors_kept(results: Results) -> tuple[float, float] | None:
-    """Return the share of nearest texts that the last stage of an embedder keeps of FP32's, and its error."""
-    last = last_measured(results)
-    agreement = last[1].vs_fp32.agreement if last and last[1].vs_fp32 else None
-    return (agreement.values["neighbors"], agreement.stderr["neighbors"]) if agreement else None
-
-
-def _judge_kept(kept: tuple[float, float]) -> State:
-    return "unclear" if kept[0] < LEAST_NEIGHBORS else ""
 
 
 def _without_int8(results: Results, shapes: Sequence[Speedup]) -> Iterator[str]:
@@ -84,12 +72,10 @@ def _without_int8(results: Results, shapes: Sequence[Speedup]) -> Iterator[str]:
     )
 
 
-def _list_doubts(speed: str, kept: tuple[float, float] | None) -> list[str]:
+def _list_doubts(speed: str, kept: float) -> list[str]:
     """Return what makes a verdict amber though the gate passes."""
-    doubts = [speed] if speed else []
-    if kept is not None and _judge_kept(kept):
-        doubts.append(f"{1 - kept[0]:.1%} of the nearest texts change")
-    return [f"{'and' if number else 'but'} {text}" for number, text in enumerate(doubts)]
+    few = f"{1 - kept:.1%} of the nearest texts change" if kept < LEAST_NEIGHBORS else ""
+    return [f"{'and' if number else 'but'} {text}" for number, text in enumerate(filter(None, (speed, few)))]
 
 
 def _outcome(results: Results, checks: list[str]) -> str:
@@ -126,11 +112,14 @@ def _int8(results: Results) -> list[str]:
     if (gpu := results.gpu_engine) is not None:
         built = f"{label(gpu.backend)} engine for GPUs, built ahead of time and never run"
         clauses.append(f"{coverage(*count_linears(results, gpu), 'linears')} in the {built}")
-    if engine.expected_attention_int8:
-        clauses.append(coverage(engine.attention_int8, engine.expected_attention_int8, "attentions"))
-    if engine.expected_int8_residuals:
-        clauses.append(coverage(engine.int8_residuals, engine.expected_int8_residuals, "residuals"))
-    return clauses
+    return clauses + parts_covered(engine)
+
+
+def parts_covered(engine: EngineResult) -> list[str]:
+    """Return how much is in INT8 besides linears, where the recipe asks for it."""
+    attentions = (engine.attention_int8, engine.expected_attention_int8, "attentions")
+    residuals = (engine.int8_residuals, engine.expected_int8_residuals, "residuals")
+    return [coverage(*part) for part in (attentions, residuals) if part[1]]
 
 
 def count_linears(results: Results, engine: EngineResult) -> tuple[int, int]:

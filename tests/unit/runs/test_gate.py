@@ -1,5 +1,6 @@
 """One meaning of `max_drop`: what one command lets pass, no other fails."""
 
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from qdqbench.eval.metrics.gate import MOST_SAMPLES, judge, samples_to_tell
 from qdqbench.eval.metrics.results import Gate
-from qdqbench.eval.runs.gate import cannot_hold, issue_sentence, judge_speed
+from qdqbench.eval.runs.gate import cannot_hold, issue_sentence, judge_speed, judge_stages
 from qdqbench.eval.selection.search.confirm import judge_confirmed
 from qdqbench.eval.selection.search.results import ConfirmedRecipe
 from qdqbench.eval.selection.sensitivity.measure import choose_point
@@ -19,7 +20,7 @@ from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName
 
 from ...support import records
 from ...support.compared import sample_comparison
-from ...support.runs import run_gate
+from ...support.runs import built, finding, parity_of, parity_row, run_gate
 
 
 def comparison(**drops):
@@ -158,6 +159,30 @@ def test_of_two_benches_of_a_shape_a_table_of_runs_has_the_latest():
     found = sample_comparison()
     found.runs[0].speed = [records.speedup(1.2, ms=ms) for ms in (1.0, 3.0)]  # the latest first
     assert next(found.rows())["ms at 32 x 128"] == 1.0
+
+
+def failures_of(until, require_int8="all", **parts):
+    """What does not hold of a run up to a stage, in sentences."""
+    nothing = {"findings": [], "stages": {}, "until": until}
+    nothing |= dict.fromkeys(("parity", "verification", "engine", "gpu_engine"))
+    recipe = SimpleNamespace(gate=SimpleNamespace(require_int8=require_int8, max_drop=0.01))
+    judged = judge_stages(SimpleNamespace(recipe=recipe), SimpleNamespace(**nothing | parts))
+    assert judged.passed == (not judged.issues)
+    return [*map(issue_sentence, judged.failures)]
+
+
+def test_what_does_not_hold_of_stages_is_named():
+    errors = [finding(severity="error", code="wrong-axis", node="/a", why="so"), finding()]
+    parity = parity_of([parity_row("a", 1000, 0), parity_row("b", 1000, 9)])
+    lost = {"engine": built(int8_gemms=35, not_int8=["/a/MatMul"])}
+    check, odd, last = failures_of("build", findings=errors, parity=parity, **lost)
+    assert check == "check: wrong-axis at /a: so"
+    assert odd == "ONNX Runtime does not follow the fake-quant model in b"
+    assert "1 GEMM that should be in INT8 is not" in last
+    assert failures_of("build", engine=built(), parity=parity_of(parity.rows[:1])) == []
+    # a recipe may ask for no INT8; who builds the engine asks whether it has it
+    assert failures_of("engine", None, **lost) == []
+    assert len(failures_of("verify", None, **lost)) == 1
 
 
 @pytest.mark.parametrize("backend", get_args(BackendName))

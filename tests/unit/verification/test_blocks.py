@@ -168,43 +168,24 @@ def test_a_graph_without_names_is_refused():
         stitch(healthy(), BERT)
 
 
-def wrong_scale(graph):
-    name = f"{MODULE}.output.dense.weight_scale"
-    store(graph, name, tensor(graph, name) * 1.1)
+FAULTS = {  # of a module's initializer
+    "a wrong scale": ("output.dense.weight_scale", lambda value: value * 1.1),
+    "a dropped bias": ("output.dense.bias_fp16", lambda value: value * 0),
+    "weights of others": ("attention.self.query.weight_int8", lambda value: value[:, ::-1]),
+    "one channel": ("output.LayerNorm.bias_fp16", lambda value: value + 0.5 * (np.arange(len(value)) == 3)),
+    # behind the last Q, which would make a number of it
+    "NaN": ("output.dense.bias_fp16", lambda value: value * np.nan),
+}
 
 
-def dropped_bias(graph):
-    name = f"{MODULE}.output.dense.bias_fp16"
-    store(graph, name, tensor(graph, name) * 0)
-
-
-def swapped(graph):
-    names = [f"{MODULE}.attention.self.{part}.weight_int8" for part in ("query", "key")]
-    values = [tensor(graph, name) for name in names]
-    for name, value in zip(names, reversed(values), strict=True):
-        store(graph, name, value)
-
-
-def one_channel(graph):
-    name = f"{MODULE}.output.LayerNorm.bias_fp16"
-    value = tensor(graph, name)
-    value[3] += 0.5
-    store(graph, name, value)
-
-
-def nan(graph):
-    name = f"{MODULE}.output.dense.bias_fp16"  # behind the last Q, which would make a number of it
-    store(graph, name, np.full_like(tensor(graph, name), np.nan))
-
-
-@pytest.mark.parametrize("fault", [wrong_scale, dropped_bias, swapped, one_channel, nan])
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", ["bert-int8-linears", "bert-int8-attention"])
 def test_a_fault_fails_its_block_and_no_other(tiny_bert, fault, name):
-    graph = exported(tiny_bert, name)
-    fault(graph)
+    graph, (part, change) = exported(tiny_bert, name), FAULTS[fault]
+    store(graph, f"{MODULE}.{part}", change(tensor(graph, f"{MODULE}.{part}")))
     checks = judged(tiny_bert, graph, name)
     assert failing(checks) == [FAULTY]
-    assert bool(checks[FAULTY].nonfinite) == (fault is nan)
+    assert bool(checks[FAULTY].nonfinite) == (fault == "NaN")
 
 
 BATCH = padded_batch((16, 4, 9, 16, 12, 7), 3)
