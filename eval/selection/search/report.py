@@ -68,7 +68,7 @@ def search_report(found: Search) -> doc.Report:
         [*sections, _trials(found, speed)],
         doc.Verdict(
             "good" if outcome.passed else "bad",
-            "The gate holds" if outcome.passed else "The gate does not hold",
+            describe_gate(found),
             headline(found),
             notes=[f"Asked: {describe_rule(found)}. {counts}. Latency {source.label}; {shape}."],
         ),
@@ -76,6 +76,10 @@ def search_report(found: Search) -> doc.Report:
         warnings=found.warnings,
         notes=found.notes,
     )
+
+
+def describe_gate(found: Search) -> str:
+    return "The gate holds" if found.outcome.passed else "The gate does not hold"
 
 
 def headline(found: Search) -> str:
