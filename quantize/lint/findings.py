@@ -64,10 +64,15 @@ class Kind:
         return fill(next(fix for fix in self.fixes if not fix.startswith("qdqbench ")))
 
 
+def read_yaml(name: str) -> Any:
+    """Return the content of a table in this folder."""
+    return yaml.load(Path(__file__).with_name(name).read_text(encoding="utf-8"), _LOADER)  # noqa: S506
+
+
 @cache
 def read_kinds(section: str = "") -> dict[str, Kind]:
     """Return the rows of a section by code: graph, engine, build or log; of all without a name."""
-    tables = yaml.load(Path(__file__).with_name("findings.yaml").read_text(encoding="utf-8"), _LOADER)  # noqa: S506
+    tables = read_yaml("findings.yaml")
     sections = [section] if section else [name for name, rows in tables.items() if isinstance(rows, dict)]
     rows = {code: row for name in sections for code, row in tables[name].items()}
     return {code: Kind(**{"severity": severity_of(row["effect"])} | row) for code, row in rows.items()}

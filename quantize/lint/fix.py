@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -307,8 +308,7 @@ class Rewritten(NamedTuple):
 
 
 def rewrite(model: onnx.ModelProto, options: FixOptions, feeds: runs.Feeds) -> Rewritten:
-    done, left, work = list[str](), list[str](), onnx.ModelProto()
-    work.CopyFrom(model)
+    done, left, work = list[str](), list[str](), deepcopy(model)
     _name_apart(work)
     converted, integer = qoperator_to_qdq(work)
     if converted:
@@ -319,8 +319,7 @@ def rewrite(model: onnx.ModelProto, options: FixOptions, feeds: runs.Feeds) -> R
     scales = read_scales(work)
     _require_passable(check_model(work), scales)
     taken = remove_qdq(work)
-    plain = onnx.ModelProto()
-    plain.CopyFrom(work)
+    plain = deepcopy(work)
     calibrated = _calibrate(plain, scales, feeds) if options.inputs is not None else []
     if masks := finite_masks(work):
         done.append(f"{len(masks)} masks that FP16 does not hold are -1e4 ({name_list(masks)})")
@@ -354,8 +353,7 @@ def rewrite(model: onnx.ModelProto, options: FixOptions, feeds: runs.Feeds) -> R
         factor_scales(work)
         done.append("scales of weights are a scalar in the DQ and a Mul after the MatMul")
     if options.compute == "fp16" and _is_fp32(work):
-        half = onnx.ModelProto()
-        half.CopyFrom(work)
+        half = deepcopy(work)
         if why := to_half(half):
             done.append(f"what is not INT8 stays in FP32, as with --compute keep: in FP16 {why}")
         else:

@@ -1,10 +1,8 @@
 """Machines by name, of `machines.yaml`: what INT8 can bring, what to start with, who measured what."""
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import TypeAdapter
 
 from qdqbench.quantize.engine.backend import choose_backend, find_missing_builder, gpu_backend
@@ -17,15 +15,13 @@ from qdqbench.quantize.engine.cuda.names import (
     find_target,
 )
 from qdqbench.quantize.engine.hazards import find_hazards
+from qdqbench.quantize.lint.findings import read_yaml
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.shipped import backends_of, choose_start
 from qdqbench.quantize.utils.limits import BackendName
 from qdqbench.quantize.utils.schema import Frozen
 from qdqbench.quantize.utils.system.cpu import Cpu, find_cpu
 from qdqbench.quantize.utils.system.gpu import Gpu, find_gpu
-
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
 
 _TOKENS, _ROW, _HIDDEN, _WIDE = 128 * 128, 128, 768, 3072  # of BERT-base in a batch of 128 x 128
 
@@ -80,8 +76,7 @@ class Machine(Frozen):
 
 @cache
 def read_machines() -> tuple[Machine, ...]:
-    text = Path(__file__).with_name("machines.yaml").read_text(encoding="utf-8")
-    return TypeAdapter(tuple[Machine, ...]).validate_python(yaml.load(text, _LOADER))  # noqa: S506
+    return TypeAdapter(tuple[Machine, ...]).validate_python(read_yaml("machines.yaml"))
 
 
 def find_machine(gpu: Gpu | None, cpu: Cpu) -> Machine | None:

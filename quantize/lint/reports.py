@@ -3,7 +3,6 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from qdqbench.quantize.engine.hazards import find_hazards
@@ -32,6 +31,7 @@ from qdqbench.quantize.report.figures import share
 from qdqbench.quantize.report.formats import size
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import install_command
+from qdqbench.quantize.utils.system.environment import now
 
 LONGEST_NAME = 400  # characters; TensorRT's are shorter
 Grouped = tuple[str, list[LayerRow]]
@@ -43,8 +43,7 @@ def plain(text: str) -> str:
 
 
 def report_of(kind: str, title: str, blocks: Sequence[doc.Block]) -> doc.Report:
-    page = doc.Page(kind, title, [], datetime.now(UTC).isoformat(timespec="seconds"), "", "", {})
-    return doc.Report(page, [], lead=blocks)
+    return doc.Report(doc.Page(kind, title, [], now(), "", "", {}), [], lead=blocks)
 
 
 def _everywhere(text: str, state: doc.State = "") -> doc.Prose:

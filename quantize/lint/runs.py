@@ -6,6 +6,7 @@ import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,7 @@ def measure_ranges(model: onnx.ModelProto, tensors: Collection[str], feeds: Feed
 
     Each sample is alone and without padding, or all are as they were given where the graph takes only that.
     """
-    tapped = onnx.ModelProto()
-    tapped.CopyFrom(model)
+    tapped = deepcopy(model)
     names, total = [*dict.fromkeys(tensors)], max(map(len, feeds.values()), default=1)
     known = {value.name for value in tapped.graph.output}
     tapped.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names if name not in known)

@@ -26,7 +26,7 @@ from .http_client import finished
 class Setup:
     """Memory, pipes and an engine in a thread for each model: all that a front needs."""
 
-    def __init__(self, served, settings, fronts=1):
+    def __init__(self, served, settings):
         self.served, self.settings, told = served, settings, served.told
         self.models, workers = [*served.models], []
         for model in self.models:
@@ -34,14 +34,14 @@ class Setup:
             rows, _, width = engine.warm_up(infer, told, max(settings.timeout, 5.0), settings.batch_tokens)
             workers.append((infer, model, rows, width))
         self.metrics = make_metrics(served, settings, self.models)
-        self.board = Board(make_memory("board"), fronts, len(self.models), self.metrics.size)
+        self.board = Board(make_memory("board"), 1, len(self.models), self.metrics.size)
         width = max(each[-1] for each in workers)
-        shape = Shape(fronts, len(self.models), settings.queue, told["max_length"], width)
+        shape = Shape(1, len(self.models), settings.queue, told["max_length"], width)
         self.slots = Slots(make_memory("slots"), shape)
-        self.engines, self.fronts = [make_pipe() for _ in workers], [make_pipe() for _ in range(fronts)]
+        self.engines, self.fronts = [make_pipe() for _ in workers], [make_pipe()]
         writers = [writer for _, writer in self.fronts]
         for number, (infer, model, rows, _) in enumerate(workers):
-            counts = Counts(self.metrics, self.board.metrics[fronts + number])
+            counts = Counts(self.metrics, self.board.metrics[1 + number])
             given = (infer, told, model, number, rows, settings.batch_tokens, self.slots, self.board, counts)
             worker = engine.Worker(*given, self.engines[number][0], writers)
             self.board.alive[number] = time.monotonic()
@@ -53,11 +53,11 @@ class Setup:
         except Exception:
             self.board.alive[worker.number] = 0.0
 
-    def front(self, place=0, **options):
+    def front(self, **options):
         """A front."""
-        counts = Counts(self.metrics, self.board.metrics[place])
-        pipes = self.fronts[place][0], [writer for _, writer in self.engines]
-        given = (self.served, self.settings, place, self.models, self.slots, self.board, counts)
+        counts = Counts(self.metrics, self.board.metrics[0])
+        pipes = self.fronts[0][0], [writer for _, writer in self.engines]
+        given = (self.served, self.settings, 0, self.models, self.slots, self.board, counts)
         return Front(*given, *pipes, **options)
 
     def close(self):
