@@ -3,6 +3,7 @@
 import difflib
 import math
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
@@ -23,15 +24,8 @@ from qdqbench.quantize.calibration.techniques.centering import Centering, Shift
 from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSplit
 from qdqbench.quantize.calibration.techniques.smoothing import Smoothing
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.recipe.plan import (
-    QKV_ROLES,
-    Plan,
-    folds_kv_bias,
-    folds_q_bias,
-    get_linears,
-    list_bias_free_linears,
-    note_kept_biases,
-)
+from qdqbench.quantize.recipe import plan as plans
+from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.utils.arrays import Batch, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
@@ -55,10 +49,10 @@ def _resolve_overrides(
     Names may lack `prefix`, such as `bert`. UserError lists those that no quantizer has, or whose tensor is
     changed before.
     """
-    attentions = folds_kv_bias(plan)
+    attentions = plans.folds_kv_bias(plan)
     folded = {f"{name}.{x}_bmm_quantizer" for name in attentions for x in "qkv"}
-    for names_of, roles in ((folds_q_bias(plan), QKV_ROLES), (attentions, ("output",))):
-        linears = [linear for name in names_of for linear in get_linears(plan, name, *roles)]
+    for names_of, roles in ((plans.folds_q_bias(plan), plans.QKV_ROLES), (attentions, ("output",))):
+        linears = [linear for name in names_of for linear in plans.get_linears(plan, name, *roles)]
         folded.update(f"{linear}.input_quantizer" for linear in linears)
     known = {name for name in names if fake.get_quantizer_kind(name) not in ("weight", "softmax")}
     amax_by_name: dict[str, float] = {}
@@ -181,7 +175,7 @@ def calibrate(
     apply_biases(model, without)
     report_phase("looking at softmax")
     chosen = softmax.choose_softmax_scales(
-        model, plan, forward_loop, folds_kv_bias(plan), setting=settings.softmax_scale
+        model, plan, forward_loop, plans.folds_kv_bias(plan), setting=settings.softmax_scale
     )
     of_values = softmax.get_bias_deltas(model, plan, chosen.centers)
     apply_biases(model, of_values)
@@ -190,7 +184,7 @@ def calibrate(
     report_phase("calibrating")
     with fake._silent(), _watch_inputs(model, lengths, fixed, plan) as seen:
         mtq.calibrate(model, "max", forward_loop=forward_loop)
-    notes = [*_note_shared(model, plan), *note_kept_biases(plan), *chosen.notes]
+    notes = [*_note_shared(model, plan), *plans.note_kept_biases(plan), *chosen.notes]
     if settings.centering is True and not (shifts or centered.inputs):
         notes.append("nothing was centered: no one-sided input of an INT8 linear can go into a bias")
     notes += _revive_dead_channels(model, quantizers)
@@ -235,7 +229,7 @@ def correct(
     """Correct biases in place, but those that an engine folds away; return the additions, and notes."""
     from qdqbench.quantize.calibration.fakequant.native import use_evaluation
 
-    corrected = [name for name in plan.int8 if name not in list_bias_free_linears(plan)]
+    corrected = [name for name in plan.int8 if name not in plans.list_bias_free_linears(plan)]
     with use_evaluation(model):
         return correct_biases(model, corrected, batches), note_missing_biases(model, corrected)
 
@@ -258,7 +252,7 @@ def _prepare(
     shifts |= centering.center_norms(model, tensors, ranges)
     for shift in shifts.values():
         apply_biases(model, shift.added)
-    moved = smoothing.smooth(model, plan, ranges, folds_kv_bias(plan))
+    moved = smoothing.smooth(model, plan, ranges, plans.folds_kv_bias(plan))
     moved = qkv_bias_folding.equalize(model, plan, moved, ranges)
     constants = centering.choose_constants(model, seconds, ranges) if center else {}
     splits: dict[str, ChannelSplit] = {}
@@ -327,10 +321,8 @@ def _watch_inputs(
     the length of `before`: whole batches would differ, since each has rows of one length. A given amax has
     no spread. Quantizers that share an amax share its parts.
     """
-    import torch
-
-    sums: dict[str, float] = {}
-    counts: dict[str, int] = {}
+    sums: dict[str, float] = defaultdict(float)
+    counts = Counter[str]()
     largest: dict[str, list[float]] = {}
     seen: dict[str, tuple[float, float | None]] = {}
 
@@ -339,12 +331,12 @@ def _watch_inputs(
         power = float(value.double().square().sum())
         if not math.isfinite(power):  # ModelOpt would fail here without naming the layer
             raise CheckFailed(f"calibration met NaN or infinity at {name}; look at the layers before it")
-        sums[name] = sums.get(name, 0.0) + power
-        counts[name] = counts.get(name, 0) + inputs[0].numel()
+        sums[name] += power
+        counts[name] += inputs[0].numel()
         if name in given or fake.get_quantizer_kind(name) == "softmax":
             return
         rest = tuple(range(1, value.dim()))
-        tops = torch.maximum(value.amax(rest), -value.amin(rest)).tolist()
+        tops = value.amax(rest).maximum(-value.amin(rest)).tolist()
         parts = largest.setdefault(name, [0.0] * PARTS)
         for row, top in enumerate(tops, len(before)):
             parts[row % PARTS] = max(parts[row % PARTS], top)

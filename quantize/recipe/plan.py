@@ -17,6 +17,7 @@ from qdqbench.quantize.utils.limits import HEAD_SIZES_TEXT, INT8_HEAD_SIZES, MOS
 from qdqbench.quantize.utils.names import count_of, name_list
 
 FLOATS = ("fp16", "fp32")
+Matched = list[tuple[Rule, list[str]]]  # rules, with the modules that they name
 QKV_ROLES: tuple[Role, ...] = ("query", "key", "value")
 
 
@@ -52,22 +53,23 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
     `prefix` names the base model inside the model (`bert`); patterns match names with or without it.
     """
     family = family_named(recipe.model.family)
-    if unmatched := [rule for rule in recipe.rules if not match_modules(rule, modules, family, prefix)]:
+    matched = [(rule, match_modules(rule, modules, family, prefix)) for rule in recipe.rules]
+    if unmatched := [rule for rule, names in matched if not names]:
         raise UserError("; ".join(_unmatched(rule, modules, family, prefix) for rule in unmatched))
     formats: dict[str, str] = {}
     if recipe.attention == "int8":
         formats.update(dict.fromkeys((n for n, i in modules.items() if i.kind == "Attention"), "int8"))
-    for rule in recipe.rules:
+    for rule, names in matched:
         target = rule.precision or (rule.weights and rule.weights.removeprefix("int8/per-"))
         if target and (rule.type, target) != ("Residual", "int8"):  # that is nothing for the modules inside
-            formats.update(dict.fromkeys(match_modules(rule, modules, family, prefix), target))
+            formats.update(dict.fromkeys(names, target))
     linears = [name for name, info in modules.items() if info.kind == "Linear"]
     family.require_known(linears)
     inherited = {name: _inherited(name, formats) for name in modules}
     int8 = {name: formats[name] for name in linears if formats.get(name) in ("channel", "tensor")}
     attention = _int8_attention(recipe, modules, formats)
-    residual = _int8_residuals(recipe, modules, family, prefix)
-    scaling = _scaling(recipe, modules, family, prefix, {*int8, *attention})
+    residual = _int8_residuals(recipe, modules, family, matched)
+    scaling = _scaling(recipe, modules, family, matched, {*int8, *attention})
     readers = {name: family.residual_readers(name) for name in residual}
     _require_int8_readers(readers, int8, scaling)
     if recipe.calibration.outlier_channel_splitting:
@@ -93,7 +95,7 @@ def resolve(recipe: Recipe, modules: Mapping[str, ModuleInfo], prefix: str = "")
 
 
 def _scaling(
-    recipe: Recipe, modules: Mapping[str, ModuleInfo], family: Family, prefix: str, int8: set[str]
+    recipe: Recipe, modules: Mapping[str, ModuleInfo], family: Family, matched: Matched, int8: set[str]
 ) -> dict[str, Scaling]:
     section = recipe.calibration
     scalings = {name: Scaling(section.method, section.weights_method) for name in modules if name in int8}
@@ -101,12 +103,12 @@ def _scaling(
     smoothed = [n for n in scalings if modules[n].kind == "Attention" or family.kind(n) in SMOOTHED]
     scalings |= {name: replace(scalings[name], smoothing=section.smoothing) for name in smoothed}
     idle = []
-    for rule in (rule for rule in recipe.rules if rule.refines):
+    for rule, names in matched:
         changes = {"method": rule.method, "weights": rule.weights_method, "smoothing": rule.smoothing}
         given: Any = {key: value for key, value in changes.items() if value is not None}
-        names = [name for name in match_modules(rule, modules, family, prefix) if name in scalings]
-        idle += [] if names else [rule.target]
-        scalings.update({name: replace(scalings[name], **given) for name in names})
+        refined = [name for name in names if name in scalings]
+        idle += [rule.target] if given and not refined else []
+        scalings.update({name: replace(scalings[name], **given) for name in refined})
     if idle:
         raise UserError(
             f"rules {', '.join(idle)} say how to calibrate, but nothing that they match is INT8; "
@@ -176,7 +178,7 @@ def _int8_attention(
 
 
 def _int8_residuals(
-    recipe: Recipe, modules: Mapping[str, ModuleInfo], family: Family, prefix: str
+    recipe: Recipe, modules: Mapping[str, ModuleInfo], family: Family, matched: Matched
 ) -> tuple[str, ...]:
     known = [name for name, info in modules.items() if info.kind == "Residual"]
     if recipe.int8_residual and not known:
@@ -185,9 +187,8 @@ def _int8_residuals(
         )
         raise UserError(f"residual: int8 is asked for, but {why}; set residual: fp16")
     formats: dict[str, str] = dict.fromkeys(known, recipe.residual)
-    for rule in recipe.rules:
+    for rule, names in matched:
         if rule.precision and rule.type in (None, "Residual"):
-            names = [name for name in match_modules(rule, modules, family, prefix) if name in formats]
             formats.update(dict.fromkeys(names, rule.precision))
     return tuple(name for name in known if formats[name] == "int8")
 

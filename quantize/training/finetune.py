@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.identity import model_commit, model_fingerprint
@@ -21,7 +21,6 @@ from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.data.load import add_data_classes, add_label_values, load_split
 from qdqbench.quantize.tasks.data.splits import is_hub_source, read_split
 from qdqbench.quantize.tasks.task import Task, merge_splits, with_classes
-from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.training import loop
 from qdqbench.quantize.training.results import RESULT, Finetuning, Spread, TrainingRun
@@ -49,21 +48,6 @@ class FinetuneRequest:
     revision: str | None = None  # of a base on the hub
 
 
-@dataclass
-class _FinetuneData:
-    tokenizer: PreTrainedTokenizerBase
-    train: Encoded
-    fingerprint: str  # of the rows to learn from
-    judged: list[str]  # fingerprints of the evaluation splits
-    evaluation: dict[str, Encoded]
-    notes: list[str]
-    warnings: list[str]
-
-    @property
-    def pad_id(self) -> int:
-        return int(self.tokenizer.pad_token_id)
-
-
 class _Finished(Strict):
     """The record of a finished training, kept next to its model."""
 
@@ -79,13 +63,12 @@ def finetune(request: FinetuneRequest, accelerator: Accelerator) -> Finetuning:
     """
     if request.task.kind.embeds:
         raise UserError(f"task {request.task.name!r} has no labels to learn from; give one that has")
-    data = _load(request)
-    first, runs = request.settings.seed, list[TrainingRun]()
+    work, first, runs = _Seeds(request, accelerator), request.settings.seed, list[TrainingRun]()
     for number in range(request.seeds):
         settings = request.settings.model_copy(update={"seed": first + number})
         reporter().begin(f"seed {settings.seed}", number, request.seeds)
-        runs.append(_train_seed(request, data, settings, accelerator))
-    result = _result(request, data, runs)
+        runs.append(work.train(settings))
+    result = work.summarize(runs)
     if accelerator.is_main_process:
         files.write_text(request.folder / RESULT, result.model_dump_json(indent=2) + "\n")
     if not result.spread:
@@ -93,27 +76,185 @@ def finetune(request: FinetuneRequest, accelerator: Accelerator) -> Finetuning:
     return result
 
 
-def _load_base(request: FinetuneRequest, settings: Training) -> PreTrainedModel:
-    """Load an encoder with a classifier for the task; the classifier is new unless `keep_head`."""
-    task = request.task
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        model = load_encoder(
-            request.base,
-            task.kind,
-            num_labels=task.num_labels,
-            classes=task.classes,
-            dropout=settings.dropout,
-            keep_head=request.keep_head,
-            revision=request.revision,
+class _Seeds:
+    """What all seeds share: the task with its labels, the data, and the processes."""
+
+    def __init__(self, request: FinetuneRequest, accelerator: Accelerator) -> None:
+        self.request, self.accelerator = request, accelerator
+        task, base, revision = request.task, request.base, request.revision
+        if task.kind.names_classes and request.keep_head:
+            task = with_classes(task, read_class_names(base, revision, task.kind))
+        elif task.kind.names_classes:
+            task = add_data_classes(task, request.data)
+        task = add_label_values(task, request.data)
+        request.task = self.task = task = with_classes(task, task.values) if task.values else task
+        self.tokenizer = load_matching_tokenizer(base, revision, task.kind)
+        self.pad_id = int(self.tokenizer.pad_token_id)
+        seed = 0 if request.limit else None
+        split = load_split(task, request.data, task.train_split, limit=request.limit, seed=seed)
+        judging = {name: load_split(task, request.data, name) for name in task.eval_splits}
+        length, splits = request.max_length, [split, *judging.values()]
+        self.train_rows = encode(split, task, self.tokenizer, length)
+        self.fingerprint = f"{split.fingerprint}/{request.limit or 'all'}"  # of the rows to learn from
+        self.judged = [each.fingerprint for each in judging.values()]
+        self.evaluation = {n: encode(each, task, self.tokenizer, length) for n, each in judging.items()}
+        self.notes = [note for each in splits for note in each.notes]
+        self.warnings = [line for each in splits for line in each.warnings]
+
+    def train(self, settings: Training) -> TrainingRun:
+        request, accelerator = self.request, self.accelerator
+        folder, identity = request.folder / f"seed-{settings.seed}", self.identify(settings)
+        finished = identity | {"evaluation": self.judged}
+        if stored := _read_finished(folder / RECORD, finished):
+            if accelerator.is_main_process:  # a signal may have come while they were removed
+                shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+            return stored
+        job = self.new_job(settings, identity)
+        model: Any = job.model
+        if _has_head(load_config(request.base, request.revision), self.task):
+            job.notes.append(
+                "the base has such a head already: rows that it was trained on are not new to it, held-out "
+                "ones among them"
+            )
+        try:
+            run = loop.train(job, accelerator)
+        except CheckFailed as error:
+            return job.run.model_copy(update={"status": "failed", "reason": str(error)})
+        scores, doubts = self.validate(model)
+        changes = {"folder": f"{folder.name}/model", "notes": [*run.notes, *doubts], **scores}
+        run = run.model_copy(update=changes)
+        if accelerator.is_main_process:
+            with files.atomic_folder(folder / "model") as temporary, quiet("transformers"):
+                model.save_pretrained(temporary)
+                self.tokenizer.save_pretrained(temporary)
+            files.write_json(folder / RECORD, _Finished(identity=finished, run=run).model_dump(mode="json"))
+            shutil.rmtree(folder / CHECKPOINTS)
+        accelerator.wait_for_everyone()
+        return run
+
+    def identify(self, settings: Training) -> dict[str, Any]:
+        request = self.request
+        return {
+            "job": "finetune",
+            **get_code_identity(),
+            "model": model_fingerprint(request.base, request.revision),
+            "task": self.task.model_dump(mode="json"),
+            "data": self.fingerprint,
+            "max_length": request.max_length,
+            "keep_head": request.keep_head,
+            **settings.model_dump(mode="json"),
+        }
+
+    def load_base(self, settings: Training) -> PreTrainedModel:
+        """Load an encoder with a classifier for the task; the classifier is new unless `keep_head`."""
+        task, request = self.task, self.request
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(settings.seed)
+            model = load_encoder(
+                request.base,
+                task.kind,
+                num_labels=task.num_labels,
+                classes=task.classes,
+                dropout=settings.dropout,
+                keep_head=request.keep_head,
+                revision=request.revision,
+            )
+        longest = family_of(model.config).positions(model.config)
+        if request.max_length > longest:
+            raise UserError(
+                f"samples may have {request.max_length} tokens, but model {request.base} has {longest} "
+                "positions; lower --max-length, or in a study export.max_length of the recipes"
+            )
+        return model
+
+    def new_job(self, settings: Training, identity: dict[str, Any]) -> loop.Job:
+        accelerator, encoded, task, kind = self.accelerator, self.train_rows, self.task, self.task.kind
+        data = loop.divide(encoded, self.pad_id, settings.holdout, settings.seed)
+        model, judged = self.load_base(settings), data.judged
+        if kind.problem_type == "regression" and not self.request.keep_head:
+            center_head(model, float(np.mean(encoded.labels)))
+        labels = torch.from_numpy(encoded.labels).to(accelerator.device)
+
+        def loss(wrapped: Any, rows: Int64, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            answers = encoded.kept(rows, join_outputs(wrapped(**select_inputs(wrapped, batch)), kind.outputs))
+            places, counts = (torch.from_numpy(x).to(labels.device) for x in encoded.places(rows))
+            return kind.loss(answers, labels[places], counts)
+
+        def judge(plain: Any) -> loop.HeldOut:
+            answers = loop.predict_rows(accelerator, plain, kind, judged, self.pad_id)
+            if not np.isfinite(answers).all():
+                return loop.HeldOut(float("nan"), {}, True)
+            values = metrics.compute(task, answers, judged.gold)
+            score, collapsed = next(iter(values.values())), loop.is_collapsed(task, answers, judged.labels)
+            mean = kind.mean_loss(answers, judged.labels, judged.answers)
+            return loop.HeldOut(score, {"loss": mean, **values}, collapsed)
+
+        return loop.Job(
+            model=model,
+            data=data,
+            settings=settings,
+            loss=loss,
+            judge=judge,
+            folder=self.request.folder / f"seed-{settings.seed}" / CHECKPOINTS,
+            identity=identity,
+            groups=loop.group_decayed(model, settings.weight_decay),
         )
-    longest = family_of(model.config).positions(model.config)
-    if request.max_length > longest:
-        raise UserError(
-            f"samples may have {request.max_length} tokens, but model {request.base} has {longest} "
-            "positions; lower --max-length, or in a study export.max_length of the recipes"
+
+    def validate(self, model: PreTrainedModel) -> tuple[dict[str, Any], list[str]]:
+        """Compute metrics of the validation split in FP32; of MNLI's second one under a suffix.
+
+        Returns them, with a sentence where the model does not beat a constant answer.
+        """
+        task, metric = self.task, self.task.metrics[0]
+        scored = [
+            (loop.predict_rows(self.accelerator, model, task.kind, each, self.pad_id), each.gold)
+            for each in self.evaluation.values()
+        ]
+        answers, gold = scored[0]
+        found: dict[str, Any] = {
+            "metrics": merge_splits(metrics.compute(task, answers, gold) for answers, gold in scored),
+            "stderr": merge_splits(metrics.stderr(task, answers, gold, seed=0) for answers, gold in scored),
+            "n": len(gold),  # of the first split, whose metric stands next to it
+        }
+        baseline = metrics.find_baseline(task, answers, gold)
+        value, stderr = found["metrics"][metric], found["stderr"].get(metric, 0.0)
+        if baseline is None or metrics.reads_its_input(value, stderr, baseline):
+            return found, []
+        advice = "take another seed, a lower learning rate, more epochs or more evaluation rows"
+        constant = f"the {baseline.value:.4f} of a constant answer"
+        return found, [f"{metric} {value:.4f} ± {stderr:.4f} does not beat {constant}; {advice}"]
+
+    def summarize(self, runs: list[TrainingRun]) -> Finetuning:
+        request = self.request
+        done = [run for run in runs if run.status == "done"]
+        scores = {run.seed: [row.score for row in run.log if row.score is not None] for run in done}
+        best = max(scores, key=lambda seed: max(scores[seed], default=float("-inf")), default=None)
+        return Finetuning(
+            created=now(),
+            command=request.command,
+            base={
+                "name": Path(request.base).name,
+                "sha256": model_fingerprint(request.base, request.revision),
+                "revision": model_commit(request.base, request.revision),
+            },
+            task=self.task.model_dump(mode="json"),
+            data=request.data if is_hub_source(request.data) else Path(request.data).name,
+            runs=runs,
+            spread=spread([run.metrics for run in done]),
+            best_seed=best,
+            warnings=[
+                *self.warnings,
+                *([f"--limit {request.limit}: a part of the train split only"] if request.limit else []),
+                *dict.fromkeys(
+                    note if all(note in other.notes for other in runs) else f"seed {run.seed}: {note}"
+                    for run in runs
+                    for note in run.notes
+                ),
+                *(f"seed {run.seed} failed: {run.reason}" for run in runs if run.status == "failed"),
+            ],
+            notes=list(dict.fromkeys(self.notes)),
+            environment=describe_environment(),
         )
-    return model
 
 
 def _has_head(base: Any, task: Task) -> bool:
@@ -133,76 +274,6 @@ def center_head(model: PreTrainedModel, mean: float) -> None:
     torch.nn.init.constant_(output.bias, mean)
 
 
-def _load(request: FinetuneRequest) -> _FinetuneData:
-    task, base, revision = request.task, request.base, request.revision
-    if task.kind.names_classes and request.keep_head:
-        task = with_classes(task, read_class_names(base, revision, task.kind))
-    elif task.kind.names_classes:
-        task = add_data_classes(task, request.data)
-    task = add_label_values(task, request.data)
-    request.task = task = with_classes(task, task.values) if task.values else task
-    tokenizer = load_matching_tokenizer(base, revision, task.kind)
-    seed = 0 if request.limit else None
-    split = load_split(task, request.data, task.train_split, limit=request.limit, seed=seed)
-    judging = {name: load_split(task, request.data, name) for name in task.eval_splits}
-    length, splits = request.max_length, [split, *judging.values()]
-    return _FinetuneData(
-        tokenizer=tokenizer,
-        train=encode(split, task, tokenizer, length),
-        fingerprint=f"{split.fingerprint}/{request.limit or 'all'}",
-        judged=[each.fingerprint for each in judging.values()],
-        evaluation={name: encode(each, task, tokenizer, length) for name, each in judging.items()},
-        notes=[note for each in splits for note in each.notes],
-        warnings=[line for each in splits for line in each.warnings],
-    )
-
-
-def _train_seed(
-    request: FinetuneRequest, data: _FinetuneData, settings: Training, accelerator: Accelerator
-) -> TrainingRun:
-    folder = request.folder / f"seed-{settings.seed}"
-    identity = _identity(request, data, settings)
-    finished = identity | {"evaluation": data.judged}
-    if stored := _read_finished(folder / RECORD, finished):
-        if accelerator.is_main_process:  # a signal may have come while they were removed
-            shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
-        return stored
-    job = _new_job(request, data, settings, identity, accelerator)
-    model: Any = job.model
-    if _has_head(load_config(request.base, request.revision), request.task):
-        job.notes.append(
-            "the base has such a head already: rows that it was trained on are not new to it, held-out "
-            "ones among them"
-        )
-    try:
-        run = loop.train(job, accelerator)
-    except CheckFailed as error:
-        return job.run.model_copy(update={"status": "failed", "reason": str(error)})
-    scores, doubts = _validate(request, data, model, accelerator)
-    run = run.model_copy(update={"folder": f"{folder.name}/model", "notes": [*run.notes, *doubts], **scores})
-    if accelerator.is_main_process:
-        with files.atomic_folder(folder / "model") as temporary, quiet("transformers"):
-            model.save_pretrained(temporary)
-            data.tokenizer.save_pretrained(temporary)
-        files.write_json(folder / RECORD, _Finished(identity=finished, run=run).model_dump(mode="json"))
-        shutil.rmtree(folder / CHECKPOINTS)
-    accelerator.wait_for_everyone()
-    return run
-
-
-def _identity(request: FinetuneRequest, data: _FinetuneData, settings: Training) -> dict[str, Any]:
-    return {
-        "job": "finetune",
-        **get_code_identity(),
-        "model": model_fingerprint(request.base, request.revision),
-        "task": request.task.model_dump(mode="json"),
-        "data": data.fingerprint,
-        "max_length": request.max_length,
-        "keep_head": request.keep_head,
-        **settings.model_dump(mode="json"),
-    }
-
-
 def _read_finished(path: Path, identity: dict[str, Any]) -> TrainingRun | None:
     if not path.is_file():
         return None
@@ -214,105 +285,6 @@ def _read_finished(path: Path, identity: dict[str, Any]) -> TrainingRun | None:
             "or --overwrite to begin again"
         )
     return stored.run
-
-
-def _new_job(
-    request: FinetuneRequest,
-    data: _FinetuneData,
-    settings: Training,
-    identity: dict[str, Any],
-    accelerator: Accelerator,
-) -> loop.Job:
-    divided = loop.divide(data.train, data.pad_id, settings.holdout, settings.seed)
-    model = _load_base(request, settings)
-    task, kind, encoded, judged = request.task, request.task.kind, data.train, divided.judged
-    if kind.problem_type == "regression" and not request.keep_head:
-        center_head(model, float(np.mean(encoded.labels)))
-    labels = torch.from_numpy(encoded.labels).to(accelerator.device)
-
-    def loss(wrapped: Any, rows: Int64, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        answers = encoded.kept(rows, join_outputs(wrapped(**select_inputs(wrapped, batch)), kind.outputs))
-        places, counts = (torch.from_numpy(x).to(labels.device) for x in encoded.places(rows))
-        return kind.loss(answers, labels[places], counts)
-
-    def judge(plain: Any) -> loop.HeldOut:
-        answers = loop.predict_rows(accelerator, plain, kind, judged, data.pad_id)
-        if not np.isfinite(answers).all():
-            return loop.HeldOut(float("nan"), {}, True)
-        values = metrics.compute(task, answers, judged.gold)
-        score = next(iter(values.values()))
-        mean = kind.mean_loss(answers, judged.labels, judged.answers)
-        return loop.HeldOut(score, {"loss": mean, **values}, loop.is_collapsed(task, answers, judged.labels))
-
-    return loop.Job(
-        model=model,
-        data=divided,
-        settings=settings,
-        loss=loss,
-        judge=judge,
-        folder=request.folder / f"seed-{settings.seed}" / CHECKPOINTS,
-        identity=identity,
-        groups=loop.group_decayed(model, settings.weight_decay),
-    )
-
-
-def _validate(
-    request: FinetuneRequest, data: _FinetuneData, model: PreTrainedModel, accelerator: Accelerator
-) -> tuple[dict[str, Any], list[str]]:
-    """Compute metrics of the validation split in FP32; of MNLI's second one under a suffix.
-
-    Returns them, with a sentence where the model does not beat a constant answer.
-    """
-    task, metric = request.task, request.task.metrics[0]
-    scored = [
-        (loop.predict_rows(accelerator, model, task.kind, each, data.pad_id), each.gold)
-        for each in data.evaluation.values()
-    ]
-    answers, gold = scored[0]
-    found: dict[str, Any] = {
-        "metrics": merge_splits(metrics.compute(task, answers, gold) for answers, gold in scored),
-        "stderr": merge_splits(metrics.stderr(task, answers, gold, seed=0) for answers, gold in scored),
-        "n": len(gold),  # of the first split, whose metric stands next to it
-    }
-    baseline = metrics.find_baseline(task, answers, gold)
-    value, stderr = found["metrics"][metric], found["stderr"].get(metric, 0.0)
-    if baseline is None or metrics.reads_its_input(value, stderr, baseline):
-        return found, []
-    advice = "take another seed, a lower learning rate, more epochs or more evaluation rows"
-    constant = f"the {baseline.value:.4f} of a constant answer"
-    return found, [f"{metric} {value:.4f} ± {stderr:.4f} does not beat {constant}; {advice}"]
-
-
-def _result(request: FinetuneRequest, data: _FinetuneData, runs: list[TrainingRun]) -> Finetuning:
-    done = [run for run in runs if run.status == "done"]
-    scores = {run.seed: [row.score for row in run.log if row.score is not None] for run in done}
-    best = max(scores, key=lambda seed: max(scores[seed], default=float("-inf")), default=None)
-    return Finetuning(
-        created=now(),
-        command=request.command,
-        base={
-            "name": Path(request.base).name,
-            "sha256": model_fingerprint(request.base, request.revision),
-            "revision": model_commit(request.base, request.revision),
-        },
-        task=request.task.model_dump(mode="json"),
-        data=request.data if is_hub_source(request.data) else Path(request.data).name,
-        runs=runs,
-        spread=spread([run.metrics for run in done]),
-        best_seed=best,
-        warnings=[
-            *data.warnings,
-            *([f"--limit {request.limit}: a part of the train split only"] if request.limit else []),
-            *dict.fromkeys(
-                note if all(note in other.notes for other in runs) else f"seed {run.seed}: {note}"
-                for run in runs
-                for note in run.notes
-            ),
-            *(f"seed {run.seed} failed: {run.reason}" for run in runs if run.status == "failed"),
-        ],
-        notes=list(dict.fromkeys(data.notes)),
-        environment=describe_environment(),
-    )
 
 
 def spread(runs: list[dict[str, float]]) -> dict[str, Spread]:

@@ -12,6 +12,7 @@ from onnx import numpy_helper
 from qdqbench.eval.metrics.runners import session_of
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration import record as calibration
+from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import ModuleInfo, module_table
@@ -34,6 +35,8 @@ OF_A_LAYER = (
 LINEARS = [f"bert.encoder.layer.{layer}.{name}" for layer in range(LAYERS) for name in OF_A_LAYER]
 ATTENTIONS = [f"bert.encoder.layer.{layer}.attention.self" for layer in range(LAYERS)]
 INT8 = {"weights": "int8/per-channel", "input": "int8/per-tensor"}
+EVERY = {"match": "encoder.layer.*", "type": "Linear"} | INT8  # a rule
+INT8_ATTENTION = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
 Batch = dict[str, npt.NDArray[np.int64]]
 
 
@@ -155,6 +158,23 @@ def watched(model, names, *, inputs=False):
             register = module.register_forward_pre_hook if inputs else module.register_forward_hook
             hooks.enter_context(register(functools.partial(keep, name)))
         yield found
+
+
+def values_in(model, names, batches=None, **how):
+    """What is `watched` while batches, by default those of calibration, go through a model."""
+    with watched(model, names, **how) as found:
+        for batch in batches or calibration_batches():
+            forward(model, batch)
+    return found
+
+
+def restored(made, model):
+    """A model that becomes the fake-quant one by its record, as JSON; held to have its every bit."""
+    ptq.restore(model, made.plan, type(made.record).model_validate_json(made.record.model_dump_json()))
+    assert_same_state(made.model, model)
+    for batch in (padded_batch(), padded_batch((12, 5), seed=4)):
+        assert forward(made.model, batch).equal(forward(model, batch))
+    return model
 
 
 def assert_same_state(one, other):

@@ -37,7 +37,7 @@ def sentences() -> Encoded:
     return Encoded(ids, [np.zeros_like(row) for row in ids], labels, 0)
 
 
-def job(folder: Path, *, dropout: float = 0.0, loss=None, collapsed=lambda step: False, **settings) -> Job:
+def job(folder: Path, *, dropout: float = 0.0, collapsed=lambda step: False, **settings) -> Job:
     """Classification by cross entropy; `collapsed` is asked with the number of the evaluation."""
     given = {"epochs": 3, "batch_size": 16, "num_evals": 4, "learning_rate": 0.05, "warmup_ratio": 0.0}
     training = Training(**(given | settings))
@@ -60,7 +60,7 @@ def job(folder: Path, *, dropout: float = 0.0, loss=None, collapsed=lambda step:
         model=model,
         data=data,
         settings=training,
-        loss=loss or cross_entropy,
+        loss=cross_entropy,
         judge=judge,
         folder=folder,
         identity={"model": "bag", **training.model_dump(mode="json")},

@@ -117,14 +117,11 @@ def round_weight_scales(quantizers: dict[str, Any]) -> None:
     The factored form multiplies by the scales in FP16: with these that product rounds once and not twice. A
     scale grows by at most one part in 1,024, so nothing is clipped.
     """
-    import torch
-
     for name, quantizer in quantizers.items():
-        if get_quantizer_kind(name) != "weight" or not torch.isfinite(quantizer.amax).all():
-            continue
-        mantissa, exponent = torch.frexp(quantizer.amax / INT8_MAX)
-        scale = torch.ldexp(torch.ceil(mantissa * 2**FP16_BITS), exponent - FP16_BITS)
-        quantizer.amax = scale * INT8_MAX  # 7 and 11 bits: exact in FP32
+        if get_quantizer_kind(name) == "weight" and quantizer.amax.isfinite().all():
+            mantissa, exponent = (quantizer.amax / INT8_MAX).frexp()
+            scale = (mantissa * 2**FP16_BITS).ceil().ldexp(exponent - FP16_BITS)
+            quantizer.amax = scale * INT8_MAX  # 7 and 11 bits: exact in FP32
 
 
 QuantizerKind = Literal["weight", "input", "query", "key", "value", "softmax", "residual"]
@@ -189,12 +186,10 @@ def round_weight(weight: "torch.Tensor", quantizer: Any) -> "torch.Tensor":
     """Round a weight [N, K] to the codes of the graph, without the kernels that ModelOpt compiles."""
     if "learned" in quantizer.__dict__:
         return quantizer(weight).clone()  # type: ignore[no-any-return]
-    import torch
-
     amax = quantizer.amax.float()
     held = amax.where(amax > 2**-24, math.inf)  # else codes of 0, as ModelOpt's
     codes = (weight / (held / INT8_MAX)).round_().clamp_(-INT8_MAX - 1, INT8_MAX)
-    steps = torch.full_like(amax, INT8_MAX).div_(amax)  # a number divided by a tensor is rounded twice
+    steps = amax.new_full(amax.shape, INT8_MAX).div_(amax)  # a number divided by a tensor is rounded twice
     rounded: torch.Tensor = codes.div_(steps.masked_fill_(held.isinf(), 1.0)).to(weight.dtype)
     return rounded
 

@@ -155,14 +155,11 @@ def add_biases_temporarily(
 def run_layer(
     model: "PreTrainedModel", name: str, times: int, calls: list[Arguments], states: "list[torch.Tensor]"
 ) -> "list[torch.Tensor]":
-    """Run a layer `times` times over every batch without gradients; return what the next layer reads."""
-    import torch
-
+    """Run a layer `times` times over every batch; return what the next layer reads."""
     layer, outputs = model.get_submodule(name), [*states]
-    with torch.inference_mode():
-        for _ in range(times):
-            for number, (args, kwargs) in enumerate(calls):
-                outputs[number] = get_hidden(layer(outputs[number], *args, **kwargs))
+    for _ in range(times):
+        for number, (args, kwargs) in enumerate(calls):
+            outputs[number] = get_hidden(layer(outputs[number], *args, **kwargs))
     return outputs
 
 

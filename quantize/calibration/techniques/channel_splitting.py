@@ -10,6 +10,7 @@ direction. Weights are divided only where they have one scale for all rows.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -95,23 +96,17 @@ def keep_equal(model: "PreTrainedModel", splits: dict[str, ChannelSplit]) -> Cal
         wide = second.in_features
         width = wide - split.extra
         layout = make_split_layout(split, width)
-        originals = layout.channels[width:]
-        index, copies, own = (
-            first.weight.new_tensor(rows, dtype=int)
-            for rows in (
-                originals,
-                _list_rows(np.arange(width, wide), wide, family),
-                _list_rows(originals, wide, family),
-            )
-        )
+        originals, as_index = layout.channels[width:], partial(first.weight.new_tensor, dtype=int)
+        each = (np.arange(width, wide), originals)
+        rows = tuple(as_index(_list_rows(channels, wide, family)) for channels in each)
         # a power of two lies between the two, so this product has the bits of that in `apply_copies`
         columns = layout.columns[width:] / layout.columns[originals]
-        ties.append((first, second, (copies, own), (width, index), second.weight.new_tensor(columns)))
+        ties.append((first, second, rows, (width, as_index(originals)), second.weight.new_tensor(columns)))
 
     def tie() -> None:
         for first, second, (copies, own), (width, index), columns in ties:
-            for value in (first.weight.data, *([] if first.bias is None else [first.bias.data])):
-                value[copies] = value[own]
+            for value in first.parameters(recurse=False):
+                value.data[copies] = value.data[own]
             second.weight.data[:, width:] = second.weight.data[:, index] * columns
 
     return tie

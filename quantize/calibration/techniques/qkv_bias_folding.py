@@ -57,17 +57,16 @@ LARGEST_REST = 0.1  # of scores, root mean square: more is told
 class _Seen:
     """Inputs of q, k and v of one attention; tensors of K channels on the model's device."""
 
-    low: Any = np.inf
-    high: Any = -np.inf
+    low: Any = None
+    high: Any = None
     spread: Any = 0.0  # sum over samples of the covariance of their tokens, float64 [K, K]
     samples: int = 0
 
     def add(self, x: "torch.Tensor") -> None:
-        import torch
-
         flat = x.detach().flatten(0, -2)
-        self.low = torch.minimum(torch.as_tensor(self.low).to(flat), flat.amin(dim=0))
-        self.high = torch.maximum(torch.as_tensor(self.high).to(flat), flat.amax(dim=0))
+        low, high = flat.amin(dim=0), flat.amax(dim=0)
+        self.low = low if self.low is None else low.minimum(self.low)
+        self.high = high if self.high is None else high.maximum(self.high)
         centered = (x - x.mean(dim=1, keepdim=True)).detach().flatten(0, -2)
         self.spread = self.spread + (centered.T @ centered).double() / x.shape[1]
         self.samples += len(x)

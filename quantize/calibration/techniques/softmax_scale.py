@@ -11,7 +11,6 @@ they hold. Chosen by the error of P v over the calibration data, at no cost in t
   et al. 2024, "SageAttention" (arXiv 2410.02367), section 4.3, quantize FlashAttention so, with 127 codes.
 """
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -64,18 +63,18 @@ class Softmax:
     forms: dict[str, Form]  # of the softmax output, by attention
     centers: dict[str, Float64]  # mean of v, [heads * head size], where centering it helps
     loss: list[SoftmaxRow]  # in that form
-    notes: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str]
 
 
 @dataclass
 class _SoftmaxSums:
     """Of one attention and one range of lengths; tensors are float64 on the model's device."""
 
+    tries: dict[Form, "_Try"]
     rows: int = 0
     power: Any = 0.0  # of P v
     values: Any = 0.0  # sum of v over tokens, [heads, head size]
     tokens: int = 0
-    tries: dict[Form, "_Try"] = dataclasses.field(default_factory=dict)
 
     def add(self, p: "torch.Tensor", v: "torch.Tensor") -> None:
         """Add some inputs: probabilities [B, heads, L, L] and values [B, heads, L, head size]."""
@@ -152,14 +151,11 @@ def choose_softmax_scales(
         left: attentions whose values are not centered, as nothing can be added behind their GEMM.
         setting: of `FORMS`, or `auto` for `min-error`; values are centered with that alone.
     """
-    choices = Softmax({}, {}, [])
     sums: dict[str, dict[int, _SoftmaxSums]] = {name: {} for name in plan.attention}
     if not sums:
-        if setting not in ("auto", "fixed"):
-            choices.notes.append(
-                f"calibration.softmax_scale: {setting} changes nothing: no attention is in INT8"
-            )
-        return choices
+        note = f"calibration.softmax_scale: {setting} changes nothing: no attention is in INT8"
+        return Softmax({}, {}, [], [] if setting in ("auto", "fixed") else [note])
+    choices = Softmax({}, {}, [], [])
     setting = "min-error" if setting == "auto" else setting
     with ExitStack() as hooks, quantizers_off(model):
         for name, by_length in sums.items():
@@ -214,13 +210,12 @@ def get_bias_deltas(
     model: "PreTrainedModel", plan: Plan, centers: dict[str, Float64]
 ) -> dict[str, list[float]]:
     """Return what centering adds to the biases of a model, float32 values by linear."""
-    import torch
-
     added: dict[str, list[float]] = {}
     for name, center in centers.items():
         value, output = (plan.family.made_by(name, role) for role in ("value", "output"))
-        weight: Any = model.get_submodule(output.linear).weight
-        moved = weight.detach().double() @ torch.from_numpy(center).to(weight.device)
+        linear: Any = model.get_submodule(output.linear)
+        weight = linear.weight.detach().double()
+        moved = weight @ weight.new_tensor(center)
         rows = np.zeros((value.parts, len(center)), np.float32)
         rows[value.part] = -center
         added |= {value.linear: rows.ravel().tolist(), output.linear: moved.float().cpu().tolist()}

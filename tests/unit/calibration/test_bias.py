@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -24,16 +24,8 @@ def biases_of(model):
     return {n.removesuffix(".bias"): p.detach().clone() for n, p in model.named_parameters() if "bias" in n}
 
 
-def outputs(model, names, batches):
-    """Output of modules for each batch."""
-    with bert.watched(model, names) as found:
-        for batch in batches:
-            quantizers_module.forward(model, batch)
-    return found
-
-
 def means(model, names):
-    found = outputs(model, names, bert.calibration_batches())
+    found = bert.values_in(model, names)
     return {n: torch.cat([v.flatten(0, 1) for v in vs]).double().mean(dim=0) for n, vs in found.items()}
 
 
@@ -43,7 +35,7 @@ def correct(model, plan):
 
 def errors(model, exact, batches):
     """Squared error of each encoder layer's output."""
-    ours, theirs = outputs(model, LAYERS, batches), outputs(exact, LAYERS, batches)
+    ours, theirs = (bert.values_in(each, LAYERS, batches) for each in (model, exact))
     return [
         sum(float((a - b).double().square().sum()) for a, b in zip(ours[name], theirs[name], strict=True))
         for name in LAYERS
@@ -52,7 +44,7 @@ def errors(model, exact, batches):
 
 def coarse(folder, *rules, **changes):
     """A calibrated model and its plan; clipping at the 90th percentile moves means far."""
-    every = {"match": "encoder.layer.*", "method": "percentile/90"} | bert.INT8
+    every = bert.EVERY | {"method": "percentile/90"}
     return bert.calibrate(folder, bert.recipe_with(rules=[every, *rules], **changes))[:2]
 
 
@@ -80,7 +72,7 @@ def test_it_helps_where_clipping_moved_the_means(tiny_bert):
 
 def test_torch_s_kernels_correct_the_same(tiny_bert):
     """On a GPU they stand in for ModelOpt's arithmetic."""
-    model, plan = coarse(tiny_bert, attention="int8", precision={"never_quantize": ["layernorm"]})
+    model, plan = coarse(tiny_bert, **bert.INT8_ATTENTION)
     expected = correct(copy.deepcopy(model), plan)
     native.use_native(model)
     ours = correct(model, plan)
@@ -151,7 +143,9 @@ def test_a_mean_that_outliers_rule_is_taken_back(tiny_bert):
     recipe = bert.recipe_with(rules=[{"match": name, "method": "percentile/90"} | bert.INT8])
     plan = bert.calibrate_model(model, recipe, batches).plan
     before, kept = errors(model, exact, batches)[0], biases_of(model)
-    target, clipped = (torch.cat(outputs(m, [name], batches)[name]).flatten(0, 1) for m in (exact, model))
+    target, clipped = (
+        torch.cat(bert.values_in(each, [name], batches)[name]).flatten(0, 1) for each in (exact, model)
+    )
     plainly = {name: (target - clipped).double().mean(dim=0).float().tolist()}
     apply_biases(model, plainly)
     assert errors(model, exact, batches)[0] > 2 * before
@@ -179,7 +173,7 @@ def test_only_int8_linears_of_the_encoder_change(tiny_bert):
 
 
 def test_quantizers_are_left_as_they_were(tiny_bert):
-    model, plan = coarse(tiny_bert, attention="int8", precision={"never_quantize": ["layernorm"]})
+    model, plan = coarse(tiny_bert, **bert.INT8_ATTENTION)
     off = [
         f"{bert.LINEARS[1]}.input_quantizer",
         f"{bert.LINEARS[4]}.weight_quantizer",
@@ -190,6 +184,9 @@ def test_quantizers_are_left_as_they_were(tiny_bert):
     before = {name: q.amax.clone() for name, q in quantizers_module.list_quantizers(model).items()}
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     correct(model, plan)
+    with suppress(ZeroDivisionError), quantizers_off(model):
+        assert quantizers_module.list_quantizers(model) == {}
+        raise ZeroDivisionError
     after = quantizers_module.list_quantizers(model)
     assert list(after) == list(before)
     assert all(torch.equal(after[name].amax, amax) for name, amax in before.items())

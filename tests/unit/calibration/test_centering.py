@@ -20,7 +20,7 @@ from qdqbench.quantize.recipe.plan import resolve
 from qdqbench.quantize.recipe.schema import find_recipe, load_recipe
 
 from ...support.families import LAYERS, SIZES, write_model
-from ...support.tiny_bert import assert_same_state, calibration_batches, padded_batch
+from ...support.tiny_bert import Quantized, calibration_batches, padded_batch, restored
 
 EDGES = hnp.arrays(np.float64, (2, 12), elements=st.floats(-8, 8))
 # first linears that read a LayerNorm, two in a layer, and second feed-forward linears
@@ -36,23 +36,20 @@ def quantized(folder, recipe, **changes):
     model.save_pretrained(folder)
     settings = recipe.calibration.model_copy(update={"bias_correction": False, "centering": True} | changes)
     plan = resolve(recipe, module_table(model), model.base_model_prefix)
-    return model, plan, ptq.calibrate(model, plan, calibration_batches(), settings)
+    return Quantized(model, plan, ptq.calibrate(model, plan, calibration_batches(), settings))
 
 
 @pytest.mark.parametrize("model_type", [name for name in SIZES if name not in {"camembert", "xlm-roberta"}])
 def test_answers_stay_and_the_model_can_be_restored(model_type, tmp_path):
     folder = write_model(tmp_path / "model", model_type)
     recipe = find_recipe("int8-linears", str(folder))
-    model, plan, record = quantized(folder, recipe)
+    model, _, record = made = quantized(folder, recipe)
     plain, batch = load_model(str(folder)), padded_batch((12, 12))
     norms, seconds = CENTERED.get(model_type, (2 * LAYERS, LAYERS))
     assert (len(record.shifts), len(record.centering.inputs)) == (norms, seconds)
     with quantizers_off(model):
         assert torch.allclose(forward(model, batch), forward(plain, batch), rtol=1e-3, atol=1e-4)
-    restored = load_model(str(folder))
-    ptq.restore(restored, plan, record)
-    assert_same_state(restored, model)
-    assert torch.equal(forward(restored, batch), forward(model, batch))
+    restored(made, load_model(str(folder)))
 
 
 @pytest.mark.parametrize("recipe", ["int8-linears", "int8-attention", "int8-residual-fused"])
@@ -81,12 +78,13 @@ def test_ranges_are_smaller_and_the_graph_is_the_model(recipe, tmp_path):
     assert parity.passed, [row for row in parity.rows if row.differing]
 
 
-def test_a_trained_model_is_saved_without_and_restored_with(tmp_path):
-    folder = write_model(tmp_path / "model", "bert")
-    model, plan, record = quantized(folder, load_recipe("bert-int8-linears"))
-    with torch.no_grad():
-        for value in model.parameters():
-            value.add_(0.01 * torch.randn_like(value))
+@pytest.mark.parametrize("recipe", ["int8-linears", "int8-residual"])
+def test_a_trained_model_is_saved_without_and_restored_with(recipe, tmp_path):
+    folder, chosen = write_model(tmp_path / "model", "bert"), load_recipe(f"bert-{recipe}")
+    model, plan, record = quantized(folder, chosen, bias_correction=True)
+    assert all((record.biases, record.centering.inputs, record.smoothing.inputs, record.splits))
+    for value in model.parameters():
+        value.data += 0.01 * torch.randn_like(value)
     channel_splitting.keep_equal(model, record.splits)()
     trained = trained_record(model, record)
     weights = ptq.take_out(model, trained)
@@ -95,8 +93,7 @@ def test_a_trained_model_is_saved_without_and_restored_with(tmp_path):
     batch = padded_batch((12, 12))
     with quantizers_off(model):
         assert torch.allclose(forward(model, batch), forward(plain, batch), rtol=1e-3, atol=1e-4)
-    ptq.restore(plain, plan, trained)
-    assert_same_state(plain, model)
+    restored(Quantized(model, plan, trained), plain)
 
 
 @given(EDGES)

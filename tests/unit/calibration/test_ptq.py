@@ -44,14 +44,6 @@ def calibrated(model, batches=None, section=None, plan=None):
     )
 
 
-def values_in(model, names, **options):
-    """Values of all batches of calibration in some modules of a model, by name."""
-    with bert.watched(model, names, **options) as found:
-        for batch in bert.calibration_batches():
-            quantizers.forward(model, batch)
-    return found
-
-
 def rounded_up(amax):
     """127 times the next scale at or above amax / 127 that FP16's 11 bits hold."""
     scales = []
@@ -109,7 +101,7 @@ def test_int8_attention(tiny_bert):
     record = bert.quantized(tiny_bert, "bert-int8-attention").record
     model = load_model(str(tiny_bert))
     parts = {f"{name}.{part}": f"{name}.{part[0]}_bmm" for name in bert.ATTENTIONS for part in QKV}
-    for part, outputs in values_in(model, parts).items():
+    for part, outputs in bert.values_in(model, parts).items():
         largest = max(float(output.abs().max()) for output in outputs)
         assert record.quantizers[f"{parts[part]}_quantizer"].amax == pytest.approx(largest, rel=1e-6)
     for name in bert.ATTENTIONS:
@@ -118,50 +110,41 @@ def test_int8_attention(tiny_bert):
     assert len(record.quantizers) == 2 * len(bert.LINEARS) + 4 * len(bert.ATTENTIONS)
 
 
-ATTENTION = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
-EVERY = {"match": "encoder.layer.*"} | bert.INT8
 WAYS = {
     "per-channel": {},
     "per-tensor": {"name": "bert-int8-linears-per-tensor"},
     "attention": {"name": "bert-int8-attention"},
-    "percentile": {"calibration": {"method": "percentile/99.9"}} | ATTENTION,
-    "mse": {"calibration": {"method": "mse", "weights_method": "mse"}} | ATTENTION,
-    "entropy": {"rules": [EVERY, {"match": "encoder.layer.0.output.dense", "method": "entropy"}]},
-    "smoothing": {"calibration": {"smoothing": 0.65}} | ATTENTION,
-    "softmax": {"calibration": {"softmax_scale": "min-error", "bias_correction": True}} | ATTENTION,
+    "percentile": {"calibration": {"method": "percentile/99.9"}} | bert.INT8_ATTENTION,
+    "mse": {"calibration": {"method": "mse", "weights_method": "mse"}} | bert.INT8_ATTENTION,
+    "entropy": {"rules": [bert.EVERY, {"match": "encoder.layer.0.output.dense", "method": "entropy"}]},
+    "smoothing": {"calibration": {"smoothing": 0.65}} | bert.INT8_ATTENTION,
+    "softmax": {"calibration": {"softmax_scale": "min-error", "bias_correction": True}} | bert.INT8_ATTENTION,
     "gain": {"calibration": {"smoothing": "gain"}},
-    "value": {"rules": [EVERY, {"match": "*.attention.output.dense", "smoothing": 0.5}]},
+    "value": {"rules": [bert.EVERY, {"match": "*.attention.output.dense", "smoothing": 0.5}]},
     "biases": {"calibration": {"bias_correction": True}},
     "everything": {
         "calibration": {"method": "percentile/99", "smoothing": 0.5, "bias_correction": True},
         "rules": [
-            EVERY,
+            bert.EVERY,
             {"match": "encoder.layer.1.*", "method": "mse", "weights_method": "mse"},
             {"match": "*.output.dense", "smoothing": 0.6},
         ],
     }
-    | ATTENTION,
+    | bert.INT8_ATTENTION,
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_of_calibrating_is_restored_bit_for_bit(tiny_bert, tmp_path, way):
-    model, plan, record = bert.calibrate(tiny_bert, bert.recipe_with(**WAYS[way]))
+    model, _, record = made = bert.calibrate(tiny_bert, bert.recipe_with(**WAYS[way]))
     calibration.write_record(tmp_path / "calibration.json", record)
-    twin, read = load_model(str(tiny_bert)), calibration.read_record(tmp_path / "calibration.json")
-    assert read == record
-    ptq.restore(twin, plan, read)
+    assert calibration.read_record(tmp_path / "calibration.json") == record
+    plain, batch = load_model(str(tiny_bert)), bert.padded_batch()
+    assert not torch.equal(quantizers.forward(model, batch), quantizers.forward(plain, batch))
     mine = quantizers.list_quantizers(model)
-    assert list(mine) == list(quantizers.list_quantizers(twin))
-    smoothed = {
-        name.removesuffix(".input_quantizer") for name, q in mine.items() if q.pre_quant_scale is not None
-    }
-    assert set(record.smoothing.inputs) == smoothed
-    bert.assert_same_state(model, twin)
-    for batch in (bert.padded_batch(), bert.padded_batch((12, 5), seed=4)):
-        answers = quantizers.forward(model, batch)
-        assert torch.equal(answers, quantizers.forward(twin, batch))
-        assert not torch.equal(answers, quantizers.forward(load_model(str(tiny_bert)), batch))
+    smoothed = [name for name, quantizer in mine.items() if quantizer.pre_quant_scale is not None]
+    assert {f"{name}.input_quantizer" for name in record.smoothing.inputs} == {*smoothed}
+    assert list(quantizers.list_quantizers(bert.restored(made, plain))) == list(mine)
 
 
 def test_how_it_was_calibrated_is_recorded(tiny_bert):
@@ -209,7 +192,7 @@ def test_amax_and_rms_are_of_all_that_is_rounded(tiny_bert, how):
     record = bert.calibrate(tiny_bert, bert.recipe_with(calibration={"smoothing": how})).record
     model = load_model(str(tiny_bert))
     factors = np.array(record.smoothing.inputs.get(bert.LINEARS[0], 1.0), dtype=np.float32)
-    seen = values_in(model, bert.LINEARS[:1], inputs=True)
+    seen = bert.values_in(model, bert.LINEARS[:1], inputs=True)
     rounded = np.concatenate([(given.numpy() * factors).ravel() for given in seen[bert.LINEARS[0]]])
     state = record.quantizers[f"{bert.LINEARS[0]}.input_quantizer"]
     assert state.amax == pytest.approx(np.abs(rounded).max(), rel=1e-6)
@@ -284,14 +267,14 @@ def test_rows_of_the_results(tiny_bert):
 
 def test_spread_of_amax_over_parts_of_the_rows(tiny_bert, monkeypatch):
     clipped, fixed = f"{bert.LINEARS[0]}.input_quantizer", f"{bert.LINEARS[-1]}.input_quantizer"
-    rules = [EVERY, {"match": "encoder.layer.0.*", "method": "percentile/99.9"}]
+    rules = [bert.EVERY, {"match": "encoder.layer.0.*", "method": "percentile/99.9"}]
     monkeypatch.setattr(ptq, "WIDE", 0.0)
     recipe = bert.recipe_with(
         "bert-int8-attention", rules=rules, calibration={"amax": {fixed: 3.0}, "softmax_scale": "fixed"}
     )
     model, _, record = bert.calibrate(tiny_bert, recipe)
     spreads = {name: state.spread for name, state in record.quantizers.items()}
-    seen = values_in(load_model(str(tiny_bert)), bert.LINEARS, inputs=True)
+    seen = bert.values_in(load_model(str(tiny_bert)), bert.LINEARS, inputs=True)
     for name in bert.LINEARS[:-1]:
         rows = np.concatenate([values.abs().amax((1, 2)).numpy() for values in seen[name]])
         parts = [rows[part::4].max() for part in range(4)]

@@ -8,9 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off
-from qdqbench.quantize.calibration.record import CalibrationRecord
 from qdqbench.quantize.calibration.techniques import qkv_bias_folding, smoothing
 from qdqbench.quantize.calibration.techniques.bias_correction import apply_biases
 from qdqbench.quantize.calibration.techniques.smoothing import Smoothing
@@ -25,9 +23,8 @@ from qdqbench.quantize.utils.errors import UserError
 
 from ...support.tiny_bert import (
     ATTENTIONS,
-    INT8,
+    EVERY,
     LINEARS,
-    assert_same_state,
     calibrate,
     calibrate_model,
     calibration_batches,
@@ -35,9 +32,9 @@ from ...support.tiny_bert import (
     padded_batch,
     plan_of,
     recipe_with,
+    restored,
 )
 
-EVERY = {"match": "encoder.layer.*", "type": "Linear"} | INT8
 STRAIGHT = one_scale("key", "value")
 (QUERY,) = one_scale("query")
 NORMS = ["bert.embeddings.LayerNorm", "bert.encoder.layer.0.output.LayerNorm"]  # what they read
@@ -267,9 +264,7 @@ def test_calibration_keeps_the_biases_out_and_restores(tiny_bert, also):
     for name in list_bias_free_linears(made.plan):
         assert not made.model.get_submodule(name).bias.any(), name
         assert name not in made.record.biases
-    again = load_model(str(tiny_bert))
-    ptq.restore(again, made.plan, CalibrationRecord.model_validate_json(made.record.model_dump_json()))
-    assert_same_state(made.model, again)
+    again = restored(made, load_model(str(tiny_bert)))
     with quantizers_off(again):
         exact, plain = forward(again, padded_batch()), forward(load_model(str(tiny_bert)), padded_batch())
     assert float((exact - plain).abs().max()) < 0.2 * float(plain.abs().max())  # bias correction alone

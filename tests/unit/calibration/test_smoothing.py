@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from qdqbench.quantize.calibration import ptq
-from qdqbench.quantize.calibration.fakequant.quantizers import forward, list_quantizers, quantizers_off
-from qdqbench.quantize.calibration.record import CalibrationRecord
+from qdqbench.quantize.calibration.fakequant.quantizers import forward, quantizers_off
 from qdqbench.quantize.calibration.techniques import channel_splitting as splitting
 from qdqbench.quantize.calibration.techniques import smoothing
 from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSplit
@@ -24,7 +23,6 @@ from ...support import tiny_bert as bert
 
 QKV, OUTPUT, FFN_IN, FFN_OUT = bert.LINEARS[:3], bert.LINEARS[3], bert.LINEARS[4], bert.LINEARS[5]
 NORM = "bert.encoder.layer.0.attention.output.LayerNorm"
-EVERY = {"match": "encoder.layer.*"} | bert.INT8
 OUTPUTS = {"match": "*.attention.output.dense"}
 CHANNEL = 5
 OUTLIER = 64.0
@@ -36,7 +34,7 @@ def batches():
 
 def smoothed(model, *rules, smooth="none", **changes):
     """Insert quantizers and smooth; `model` is changed."""
-    recipe = bert.recipe_with(rules=[EVERY, *rules], calibration={"smoothing": smooth}, **changes)
+    recipe = bert.recipe_with(rules=[bert.EVERY, *rules], calibration={"smoothing": smooth}, **changes)
     plan = bert.plan_of(recipe, model)
     ptq.insert_quantizers(model, plan)
 
@@ -59,16 +57,13 @@ def with_outlier(folder):
     return model
 
 
-ALL_INT8 = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
-
-
 @pytest.mark.parametrize("smooth", [0.0, 0.3, 0.5, 0.65, 0.8, 1.0, "gain"])
 @pytest.mark.parametrize(
     ("rules", "changes"),
     [
         ([], {}),
         ([OUTPUTS | {"smoothing": 0.5}], {}),
-        ([OUTPUTS | {"smoothing": 0.8}, {"match": "*.output.dense", "smoothing": 0.6}], ALL_INT8),
+        ([OUTPUTS | {"smoothing": 0.8}, {"match": "*.output.dense", "smoothing": 0.6}], bert.INT8_ATTENTION),
     ],
     ids=["norms", "value", "all"],
 )
@@ -87,7 +82,7 @@ def test_no_output_changes_by_a_bit(tiny_bert, smooth, rules, changes):
 @pytest.mark.parametrize("smooth", [0.3, 0.8, "gain"])
 def test_factors(tiny_bert, smooth):
     model = with_outlier(tiny_bert)
-    found = smoothed(model, OUTPUTS | {"smoothing": 0.5}, smooth=smooth, **ALL_INT8)
+    found = smoothed(model, OUTPUTS | {"smoothing": 0.5}, smooth=smooth, **bert.INT8_ATTENTION)
     inputs, columns, rows = (
         {name: np.log2(factors) for name, factors in group.items()}
         for group in (found.inputs, found.columns, found.rows)
@@ -108,9 +103,7 @@ def test_factors(tiny_bert, smooth):
 def test_inputs_follow_the_formula(tiny_bert):
     """Equation 4 of the paper, over columns of q, k and v together."""
     untouched, model = load_model(str(tiny_bert)), load_model(str(tiny_bert))
-    with bert.watched(untouched, QKV[:1], inputs=True) as found:
-        for batch in bert.calibration_batches():
-            forward(untouched, batch)
+    found = bert.values_in(untouched, QKV[:1], inputs=True)
     seen = [given.abs().flatten(0, 1).amax(dim=0) for given in found[QKV[0]]]
     columns = [untouched.get_submodule(name).weight.detach().abs().amax(dim=0) for name in QKV]
     ranges, weights = torch.stack(seen).amax(dim=0), torch.stack(columns).amax(dim=0)
@@ -140,7 +133,7 @@ def test_q_and_k_get_one_range(tiny_bert):
         return (of_query / of_key).log2()
 
     before = measure()
-    found = smoothed(model, smooth=0.5, **ALL_INT8)
+    found = smoothed(model, smooth=0.5, **bert.INT8_ATTENTION)
     assert found.rows[f"{bert.ATTENTIONS[0]}.query"][3] <= 0.5
     assert measure().std() < 0.6 * before.std()
 
@@ -152,7 +145,7 @@ def test_dead_channels_are_left_alone(tiny_bert):
             part.data[rows] = 0
     for name in bert.LINEARS[6:9]:
         model.get_submodule(name).weight.data[:, 9] = 0
-    found = smoothed(model, OUTPUTS | {"smoothing": 0.5}, smooth=0.5, **ALL_INT8)
+    found = smoothed(model, OUTPUTS | {"smoothing": 0.5}, smooth=0.5, **bert.INT8_ATTENTION)
     assert [found.inputs[FFN_IN][channel] for channel in (2, 7)] == [1.0, 1.0]
     assert found.rows[value][4] == found.columns[OUTPUT][4] == 1.0
     assert found.rows[query][6] == found.inputs[query][9] == 1.0
@@ -201,7 +194,7 @@ def test_linears_alone_or_of_other_alphas_do_not_share(tiny_bert):
 def logit_error(folder, make, smooth):
     """Relative logit error of the fake-quant model, and the largest amax over rms before the feed-forward."""
     model, exact = make(folder), make(folder)
-    recipe = bert.recipe_with(rules=[EVERY], calibration={"smoothing": smooth})
+    recipe = bert.recipe_with(rules=[bert.EVERY], calibration={"smoothing": smooth})
     record = bert.calibrate_model(model, recipe).record
     states = [state for name, state in record.quantizers.items() if "intermediate.dense.input" in name]
     ratios = [state.amax / state.rms for state in states if isinstance(state.amax, float) and state.rms]
@@ -247,28 +240,6 @@ def test_factors_come_out_of_trained_weights(data, rows, columns, bias):
     assert all(torch.equal(value, trained[name]) for name, value in model.state_dict().items())
 
 
-def test_a_trained_model_is_rebuilt_from_plain_weights(tiny_bert):
-    model = with_outlier(tiny_bert)
-    rules = [EVERY, OUTPUTS | {"smoothing": 0.5}]
-    changes = {"smoothing": 0.5, "bias_correction": True, "softmax_scale": "fixed"}
-    recipe = bert.recipe_with(rules=rules, calibration=changes, residual="int8", **ALL_INT8)
-    _, plan, record = bert.calibrate_model(model, recipe)
-    assert record.biases
-    assert record.smoothing.inputs
-    assert record.smoothing.rows
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for value in model.parameters():
-            value.mul_(1 + 0.01 * torch.randn(value.shape, generator=generator))
-    plain = load_model(str(tiny_bert))
-    plain.load_state_dict(smoothing.remove_factors(model, record.smoothing))
-    with quantizers_off(model):
-        assert torch.equal(forward(model, bert.padded_batch()), forward(plain, bert.padded_batch()))
-    ptq.restore(plain, plan, record.model_copy(update={"biases": {}}))
-    bert.assert_same_state(model, plain)
-    assert torch.equal(forward(model, bert.padded_batch()), forward(plain, bert.padded_batch()))
-
-
 @pytest.mark.parametrize("value", [float("nan"), 2.0**-149])
 def test_factors_that_cannot_come_out_are_named(value):
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2)})
@@ -276,24 +247,6 @@ def test_factors_that_cannot_come_out_are_named(value):
         model["a"].weight[0, 0] = value
     with pytest.raises(CheckFailed, match=r"^the smoothing factors cannot be taken out of a\.weight \("):
         smoothing.remove_factors(model, Smoothing(columns={"a": [4.0, 1.0]}))
-
-
-def test_off_and_on_again(tiny_bert):
-    model = bert.calibrate(tiny_bert, bert.recipe_with("bert-int8-attention")).model
-    quantizers = list_quantizers(model)
-    quantizers[f"{QKV[0]}.input_quantizer"].disable()  # stays so
-    before = forward(model, bert.padded_batch())
-
-    def fail():
-        assert list_quantizers(model) == {}
-        exact = forward(load_model(str(tiny_bert)), bert.padded_batch())
-        assert torch.equal(forward(model, bert.padded_batch()), exact)
-        raise RuntimeError("on purpose")
-
-    with pytest.raises(RuntimeError, match="on purpose"), quantizers_off(model):
-        fail()
-    assert set(quantizers) - set(list_quantizers(model)) == {f"{QKV[0]}.input_quantizer"}
-    assert torch.equal(forward(model, bert.padded_batch()), before)
 
 
 FIRSTS, SECONDS = bert.LINEARS[4::6], bert.LINEARS[5::6]
@@ -315,7 +268,7 @@ def outlying(folder, rows=ALL):
 
 
 def calibrated(folder, *rules, per="channel", rows=ALL, **calibration):
-    every = EVERY | {"weights": f"int8/per-{per}"}
+    every = bert.EVERY | {"weights": f"int8/per-{per}"}
     calibration = {"outlier_channel_splitting": EXTRA} | calibration
     recipe = bert.recipe_with(rules=[every, *rules], calibration=calibration)
     return bert.calibrate_model(outlying(folder, rows), recipe)
@@ -389,11 +342,7 @@ def test_copies_differ_and_fit_fp16():
 
 def test_the_record_rebuilds_every_bit(tiny_bert):
     also = {"bias_correction": True, "smoothing": 0.5, "weights_method": "mse"}
-    model, plan, record = calibrated(tiny_bert, **also)
-    again = outlying(tiny_bert)
-    ptq.restore(again, plan, CalibrationRecord.model_validate_json(record.model_dump_json()))
-    bert.assert_same_state(model, again)
-    assert torch.equal(answers(model), answers(again))
+    bert.restored(calibrated(tiny_bert, **also), outlying(tiny_bert))
 
 
 def test_only_int8_feed_forwards_are_split(tiny_bert):
@@ -413,22 +362,19 @@ def test_the_graph_computes_what_the_model_does(tiny_bert, form):
 
 
 def test_training_keeps_copies_equal_and_they_merge_exactly(tiny_bert):
-    model, plan, record = calibrated(tiny_bert, smoothing=0.5)
+    model, _, record = made = calibrated(tiny_bert, smoothing=0.5)
     tie = splitting.keep_equal(model, record.splits)
     torch.manual_seed(0)
-    with torch.no_grad():
-        for name in (*FIRSTS, *SECONDS):  # a step that treats copies differently
-            linear = model.get_submodule(name)
-            linear.weight += 0.01 * torch.randn_like(linear.weight)
-            linear.bias += 0.01 * torch.randn_like(linear.bias)
+    for name in (*FIRSTS, *SECONDS):  # a step that treats copies differently
+        for value in model.get_submodule(name).parameters():
+            value.data += 0.01 * torch.randn_like(value)
     tie()
     trained = outlying(tiny_bert)
     weights = splitting.remove_copies(smoothing.remove_factors(model, record.smoothing), record.splits, BERT)
     trained.load_state_dict({name: weights[name] for name in trained.state_dict()})
     with quantizers_off(model):
         torch.testing.assert_close(answers(model), answers(trained), rtol=1e-5, atol=1e-4)
-    ptq.restore(trained, plan, record)
-    bert.assert_same_state(model, trained)
+    bert.restored(made, trained)
 
 
 def test_what_cannot_be_split(tiny_bert):

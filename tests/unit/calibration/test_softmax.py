@@ -6,7 +6,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX
 from qdqbench.quantize.calibration.record import select_record
@@ -20,13 +19,11 @@ from qdqbench.quantize.recipe.sections import Calibration
 from ...support import tiny_bert as bert
 from ...support.families import write_model
 
-RECIPE = {"attention": "int8", "precision": {"never_quantize": ["layernorm"]}}
-RULES = [{"match": "encoder.layer.*"} | bert.INT8]
 LONG_BATCHES = [bert.padded_batch((length,) * 4, seed=length) for length in (12, 120)]
 
 
 def calibrated(folder, how, model=None):
-    recipe = bert.recipe_with(rules=RULES, calibration={"softmax_scale": how}, **RECIPE)
+    recipe = bert.recipe_with(rules=[bert.EVERY], calibration={"softmax_scale": how}, **bert.INT8_ATTENTION)
     return bert.calibrate_model(model or load_model(str(folder)), recipe, LONG_BATCHES)
 
 
@@ -120,17 +117,15 @@ def test_codes_over_the_largest_of_each_row_lose_less(seed, sharp):
 
 def test_a_softmax_over_the_largest_of_each_row_is_restored(tiny_bert):
     batch = bert.padded_batch((120, 90))
-    model, plan, record = calibrated(tiny_bert, "row-max")
+    model, _, record = made = calibrated(tiny_bert, "row-max")
+    assert [(row.row_max, row.centered) for row in record.softmax] == [(True, False)] * len(record.softmax)
     assert record.softmax
-    assert all(row.row_max and not row.centered for row in record.softmax)
     assert not record.centers
-    again = load_model(str(tiny_bert))
-    ptq.restore(again, plan, record)
+    again = bert.restored(made, load_model(str(tiny_bert)))
     with quantizers.quantizers_off(model):
         exact = quantizers.forward(model, batch)
     plain = quantizers.forward(load_model(str(tiny_bert)), batch)
     torch.testing.assert_close(exact, plain, rtol=1e-4, atol=1e-4)
-    assert torch.equal(quantizers.forward(model, batch), quantizers.forward(again, batch))
     softmax.leave_row_max(again)
     for name in bert.ATTENTIONS:
         attention = again.get_submodule(name)
@@ -140,7 +135,7 @@ def test_a_softmax_over_the_largest_of_each_row_is_restored(tiny_bert):
 
 @pytest.mark.parametrize("how", ["auto", "fixed", "min-error", "row-max"])
 def test_a_form_of_no_softmax_is_noted(how, tiny_bert):
-    recipe = bert.recipe_with(rules=RULES, calibration={"softmax_scale": how})
+    recipe = bert.recipe_with(rules=[bert.EVERY], calibration={"softmax_scale": how})
     record = bert.calibrate_model(load_model(str(tiny_bert)), recipe, LONG_BATCHES)[2]
     note = f"calibration.softmax_scale: {how} changes nothing: no attention is in INT8"
     assert (note in record.notes) == (how in {"min-error", "row-max"})

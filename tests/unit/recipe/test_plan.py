@@ -14,10 +14,10 @@ from qdqbench.quantize.recipe.sections import Rule
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import MAX_NAMED, name_list
 
-from ...support.tiny_bert import INT8, OF_A_LAYER, fake_modules, recipe_with
+from ...support.tiny_bert import EVERY, INT8, OF_A_LAYER, fake_modules, recipe_with
 
 LAYER = "bert.encoder.layer."
-EVERY, ONE_SCALE = {"match": "encoder.layer.*"} | INT8, INT8 | {"weights": "int8/per-tensor"}
+ONE_SCALE = INT8 | {"weights": "int8/per-tensor"}
 
 ATTENTION = {"match": "*", "type": "Attention"}
 

@@ -209,18 +209,16 @@ def test_attention_is_not_trained_by_cudnn(tmp_path):
     assert len(seen) == 18
 
 
-def test_a_model_that_answers_the_same_stops_the_run(tmp_path):
-    job = tiny.job(tmp_path, collapsed=lambda number: number >= 1)
-    job.judge_first = True
-    with pytest.raises(CheckFailed, match=r"diverged: after step 9 .* lower learning_rate \(now 0.05\)"):
-        train(job)
-
-
 @pytest.mark.parametrize("judge_first", [True, False])  # at step 0, and half of the steps with a new head
-def test_a_model_may_answer_the_same_at_first(tmp_path, judge_first):
-    job = tiny.job(tmp_path, collapsed=lambda number: number < 2)
+def test_a_model_may_answer_the_same_at_first_and_else_stops_the_run(tmp_path, judge_first):
+    job = tiny.job(tmp_path / "first", collapsed=lambda number: number < 2)
     job.judge_first = judge_first
     train(job)
+    job = tiny.job(tmp_path / "later", collapsed=lambda number: number >= 1)
+    job.judge_first = judge_first
+    stops = 9 if judge_first else 18
+    with pytest.raises(CheckFailed, match=rf"diverged: after step {stops} .* learning_rate \(now 0.05\)"):
+        train(job)
 
 
 def far(folder, *scores):
@@ -401,16 +399,18 @@ def test_a_process_that_fails_alone_waits_for_none(monkeypatch, capsys, error, l
     assert capsys.readouterr().err.endswith(said) == (ended == ["exit 1"])
 
 
+def validated(task, answers, monkeypatch, **gold):
+    """What is said of answers to evaluation splits."""
+    monkeypatch.setattr(loop, "predict_rows", lambda _, __, ___, split, ____: answers[: len(split.gold)])
+    splits = {name: SimpleNamespace(gold=labels) for name, labels in gold.items()}
+    seeds = SimpleNamespace(task=task, evaluation=splits, pad_id=0, accelerator=None)
+    return finetune._Seeds.validate(seeds, None)
+
+
 def test_mnli_counts_the_samples_of_its_first_split(monkeypatch):
-    monkeypatch.setattr(
-        loop,
-        "predict_rows",
-        lambda a, m, kind, each, pad: np.eye(3, dtype=np.float32)[np.arange(len(each.gold)) % 3],
-    )
-    counts = {"matched": 60, "mm": 90}
-    splits = {name: SimpleNamespace(gold=np.arange(count) % 3) for name, count in counts.items()}
-    data = SimpleNamespace(evaluation=splits, pad_id=0)
-    found, _ = finetune._validate(SimpleNamespace(task=get_task("mnli")), data, None, None)
+    labels = np.arange(90) % 3
+    answers = np.eye(3, dtype=np.float32)[labels]
+    found, _ = validated(get_task("mnli"), answers, monkeypatch, matched=labels[:60], mm=labels)
     assert found["n"] == 60
     assert set(found["metrics"]) == {"accuracy", "accuracy_mm"}
 
@@ -439,17 +439,6 @@ def test_a_checkpoint_that_a_full_disk_stops_leaves_nothing(tmp_path, monkeypatc
     assert not [*tmp_path.glob(".step-*")]
 
 
-def test_checkpoints_that_a_signal_left_of_a_finished_training_go(tmp_path, monkeypatch):
-    left = tmp_path / "seed-0" / finetune.CHECKPOINTS / "step-00000002"
-    left.mkdir(parents=True)
-    monkeypatch.setattr(finetune, "_identity", lambda *_: {})
-    monkeypatch.setattr(finetune, "_read_finished", lambda *_: "stored")
-    request, settings = SimpleNamespace(folder=tmp_path), SimpleNamespace(seed=0)
-    main = SimpleNamespace(is_main_process=True)
-    assert finetune._train_seed(request, SimpleNamespace(judged=[]), settings, main) == "stored"
-    assert not left.parent.exists()
-
-
 @pytest.mark.parametrize(("task", "constant"), [("stsb", "0.0000"), ("sst2", "0.5")])
 @pytest.mark.parametrize("learned", [True, False])
 def test_a_model_no_better_than_a_constant_answer_is_told(task, constant, learned, monkeypatch):
@@ -457,10 +446,7 @@ def test_a_model_no_better_than_a_constant_answer_is_told(task, constant, learne
     gold = random.integers(0, 2, 200)
     answers = random.normal(size=(200, task.num_labels)).astype(np.float32)
     answers[:, -1] += 9 * (gold - 0.5) * learned
-    monkeypatch.setattr(loop, "predict_rows", lambda *_: answers)
-    request = SimpleNamespace(task=task)
-    data = SimpleNamespace(evaluation={"validation": SimpleNamespace(gold=gold)}, pad_id=0)
-    found, doubts = finetune._validate(request, data, None, None)
+    found, doubts = validated(task, answers, monkeypatch, validation=gold)
     assert found["n"] == 200
     assert (found["metrics"][task.metrics[0]] > 0.8) == learned
     assert len(doubts) == (not learned)
@@ -483,11 +469,16 @@ def test_a_new_head_of_regression_starts_at_the_mean_label(model_type):
 )
 def test_only_a_new_head_of_regression_is_centered(task, keep_head, centered, monkeypatch):
     means = []
-    monkeypatch.setattr(finetune, "_load_base", lambda *_: None)
     monkeypatch.setattr(finetune, "center_head", lambda model, mean: means.append(mean))
     monkeypatch.setattr(loop, "divide", lambda *_: SimpleNamespace(judged=None))
     monkeypatch.setattr(loop, "group_decayed", lambda *_: [])
-    request = SimpleNamespace(task=get_task(task), keep_head=keep_head, folder=Path())
-    data = SimpleNamespace(train=SimpleNamespace(labels=np.array([0, 1, 1, 4])), pad_id=0)
-    finetune._new_job(request, data, Training(), {}, SimpleNamespace(device="cpu"))
+    seeds = SimpleNamespace(
+        request=SimpleNamespace(keep_head=keep_head, folder=Path()),
+        accelerator=SimpleNamespace(device="cpu"),
+        task=get_task(task),
+        train_rows=SimpleNamespace(labels=np.array([0, 1, 1, 4])),
+        pad_id=0,
+        load_base=lambda _: None,
+    )
+    finetune._Seeds.new_job(seeds, Training(), {})
     assert means == [1.5] * centered

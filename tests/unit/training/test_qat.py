@@ -16,7 +16,7 @@ from qdqbench.quantize.recipe.plan import list_bias_free_linears
 from qdqbench.quantize.recipe.sections import Qat
 from qdqbench.quantize.training.qat import compute_hidden_distance, prepare_student, unshift_states
 
-from ...support.tiny_bert import INT8, LAYERS, Quantized, calibrate, one_scale, padded_batch, recipe_with
+from ...support.tiny_bert import EVERY, LAYERS, Quantized, calibrate, one_scale, padded_batch, recipe_with
 
 
 def session_of(made: Quantized) -> Any:
@@ -30,7 +30,7 @@ def session_of(made: Quantized) -> Any:
 
 def merged(folder: Path, scales: str) -> Quantized:
     """A model whose q, k and v have one weight scale each."""
-    rules = [{"match": "encoder.layer.*", "type": "Linear"} | INT8, *one_scale("query", "key", "value")]
+    rules = [EVERY, *one_scale("query", "key", "value")]
     export = {"opset": 20, "max_length": 128, "qkv_scales": scales}
     return calibrate(folder, recipe_with("bert-int8-attention", rules=rules, export=export))
 

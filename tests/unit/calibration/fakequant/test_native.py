@@ -16,6 +16,7 @@ from qdqbench.eval.metrics import runners
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.calibration.fakequant import modelopt as private
 from qdqbench.quantize.calibration.fakequant import native, quantizers
+from qdqbench.quantize.calibration.record import trained_record
 from qdqbench.quantize.graph.weights import quantize_weights
 from qdqbench.quantize.models.load import load_model
 
@@ -413,15 +414,8 @@ def test_means_go_into_biases_and_come_back(fake_quant):
 
 def restored_from_json(folder, plan, record, model):
     """Quantizers of a model that was rebuilt from the JSON of `model`'s scales."""
-    states = {
-        name: record.quantizers[name].model_copy(
-            update={"amax": q.amax.flatten().tolist() if q.axis is not None else q.amax.item()}
-        )
-        for name, q in quantizers.list_quantizers(model).items()
-    }
-    text = record.model_copy(update={"quantizers": states}).model_dump_json()
-    twin = load_model(str(folder))
-    ptq.restore(twin, plan, type(record).model_validate_json(text))
+    told, twin = trained_record(model, record), load_model(str(folder))
+    ptq.restore(twin, plan, type(record).model_validate_json(told.model_dump_json()))
     return quantizers.list_quantizers(twin)
 
 

@@ -125,7 +125,7 @@ NORMS = sorted(f"{path_of(name)}/LayerNorm/LayerNormalization" for name in ADDER
     ],
 )
 def test_which_residuals_are_int8(tiny_bert, changes, wanted):
-    rules = [{"match": "encoder.layer.*", "type": "Linear"} | bert.INT8, *changes.pop("rules", [])]
+    rules = [bert.EVERY, *changes.pop("rules", [])]
     plan = bert.plan_of(bert.recipe_with(rules=rules, **changes), load_model(str(tiny_bert)))
     assert list(plan.residual) == wanted
     assert all(plan.scaling[name] == plan.scaling[reader] for name in wanted for reader in _readers(name))
@@ -151,7 +151,7 @@ def _readers(name):
     ],
 )
 def test_the_readers_of_an_int8_residual(tiny_bert, rule, why):
-    rules = [{"match": "encoder.layer.*", "type": "Linear"} | bert.INT8, rule]
+    rules = [bert.EVERY, rule]
     with pytest.raises(UserError, match=f"residual: int8 needs .*{why}.*type Residual"):
         bert.plan_of(bert.recipe_with(rules=rules, residual="int8"), load_model(str(tiny_bert)))
 
@@ -221,10 +221,8 @@ def test_smoothing_changes_nothing_without_rounding(tiny_bert, made):
 
 
 def test_restored_bit_for_bit_and_without_traces(tiny_bert, made):
-    for way, (model, plan, record) in made.items():
-        again = load_model(str(tiny_bert))
-        ptq.restore(again, plan, record)
-        assert quantizers.forward(again, BATCHES[1]).equal(quantizers.forward(model, BATCHES[1])), way
+    for each in made.values():
+        bert.restored(each, load_model(str(tiny_bert)))
     plain = bert.calibrate(tiny_bert, bert.recipe_with()).model
     assert not [name for name, _ in plain.named_modules() if "residual" in name]
 

@@ -46,7 +46,8 @@ def finetune_identity(session):
     given = {"base": session.model_name, "task": GLUE["sst2"], "data": "d", "folder": session.folder}
     given |= {"seeds": 1, "max_length": 64, "keep_head": False, "limit": None, "command": ""}
     request = finetune.FinetuneRequest(settings=Training(), **given)
-    return finetune._identity(request, SimpleNamespace(fingerprint="f"), Training())
+    seeds = SimpleNamespace(request=request, task=request.task, fingerprint="f")
+    return finetune._Seeds.identify(seeds, Training())
 
 
 def trial_settings(session):
@@ -113,8 +114,7 @@ def test_own_texts_are_part_of_a_training(session, tmp_path):
     assert found[0] != found[1]
 
 
-def test_a_finished_training_is_of_the_rows_that_it_was_judged_on(session, monkeypatch):
-    monkeypatch.setattr(finetune, "_identity", lambda *_: {})
+def test_a_finished_training_is_of_the_rows_that_it_was_judged_on(session):
     folder = session.folder / "seed-0"
     folder.mkdir()
     run = TrainingRun(
@@ -123,8 +123,12 @@ def test_a_finished_training_is_of_the_rows_that_it_was_judged_on(session, monke
     finished = finetune._Finished(identity={"evaluation": ["a"]}, run=run)
     (folder / "training.json").write_text(finished.model_dump_json())
     request = SimpleNamespace(folder=session.folder)
-    accelerator = SimpleNamespace(is_main_process=False)
-    same, other = (SimpleNamespace(judged=[name]) for name in "ab")
-    assert finetune._train_seed(request, same, Training(), accelerator) == run
+    left = folder / finetune.CHECKPOINTS / "step-00000002"  # by a signal that came while they were removed
+    left.mkdir(parents=True)
+    about = {"request": request, "accelerator": SimpleNamespace(is_main_process=True)}
+    about["identify"] = lambda settings: {}
+    same, other = (SimpleNamespace(judged=[name], **about) for name in "ab")
+    assert finetune._Seeds.train(same, Training()) == run
+    assert not left.parent.exists()
     with pytest.raises(UserError, match="a finished training of another evaluation"):
-        finetune._train_seed(request, other, Training(), accelerator)
+        finetune._Seeds.train(other, Training())
