@@ -174,9 +174,7 @@ def calibrate(
     without = qkv_bias_folding.compute_moved_biases(model, plan)
     apply_biases(model, without)
     report_phase("looking at softmax")
-    chosen = softmax.choose_softmax_scales(
-        model, plan, forward_loop, plans.folds_kv_bias(plan), setting=settings.softmax_scale
-    )
+    chosen = softmax.choose_softmax_scales(model, plan, forward_loop, settings.softmax_scale)
     of_values = softmax.get_bias_deltas(model, plan, chosen.centers)
     apply_biases(model, of_values)
     softmax.apply_forms(model, chosen.forms)
@@ -246,13 +244,12 @@ def _prepare(
     tensors = centering.list_centered(model, plan) if center else {}
     readers = [name for tensor in tensors.values() for name in tensor.readers]
     with qkv_bias_folding.record_inputs(model, plan) as seen:
-        also = [*seconds, *readers]
-        ranges = smoothing.measure_ranges(model, plan, forward_loop, also, always=bool(seen))
+        ranges = smoothing.measure_ranges(model, plan, forward_loop, [*seconds, *readers])
     shifts, warnings = qkv_bias_folding.choose_shifts(model, plan, seen, ranges, centered=center)
     shifts |= centering.center_norms(model, tensors, ranges)
     for shift in shifts.values():
         apply_biases(model, shift.added)
-    moved = smoothing.smooth(model, plan, ranges, plans.folds_kv_bias(plan))
+    moved = smoothing.smooth(model, plan, ranges)
     moved = qkv_bias_folding.equalize(model, plan, moved, ranges)
     constants = centering.choose_constants(model, seconds, ranges) if center else {}
     splits: dict[str, ChannelSplit] = {}

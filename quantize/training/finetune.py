@@ -111,7 +111,9 @@ class _Seeds:
             return stored
         job = self.new_job(settings, identity)
         model: Any = job.model
-        if _has_head(load_config(request.base, request.revision), self.task):
+        base: Any = load_config(request.base, request.revision)
+        named = any(str(name).endswith(self.task.kind.architecture) for name in base.architectures or ())
+        if named and base.num_labels == self.task.num_labels:  # it may have learned the task
             job.notes.append(
                 "the base has such a head already: rows that it was trained on are not new to it, held-out "
                 "ones among them"
@@ -185,9 +187,8 @@ class _Seeds:
             if not np.isfinite(answers).all():
                 return loop.HeldOut(float("nan"), {}, True)
             values = metrics.compute(task, answers, judged.gold)
-            score, collapsed = next(iter(values.values())), loop.is_collapsed(task, answers, judged.labels)
-            mean = kind.mean_loss(answers, judged.labels, judged.answers)
-            return loop.HeldOut(score, {"loss": mean, **values}, collapsed)
+            score, mean = next(iter(values.values())), kind.mean_loss(answers, judged.labels, judged.answers)
+            return loop.HeldOut(score, {"loss": mean, **values}, kind.constant(answers, judged.labels))
 
         return loop.Job(
             model=model,
@@ -255,12 +256,6 @@ class _Seeds:
             notes=list(dict.fromkeys(self.notes)),
             environment=describe_environment(),
         )
-
-
-def _has_head(base: Any, task: Task) -> bool:
-    """Return whether a base's classifier has the kind and the labels of a task: it may have learned it."""
-    named = any(str(name).endswith(task.kind.architecture) for name in base.architectures or ())
-    return named and base.num_labels == task.num_labels
 
 
 def center_head(model: PreTrainedModel, mean: float) -> None:

@@ -33,12 +33,11 @@ from transformers import get_scheduler
 
 from qdqbench.quantize.models.inputs import select_inputs, to_device
 from qdqbench.quantize.recipe.sections import Training
-from qdqbench.quantize.tasks.task import Task
 from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
 from qdqbench.quantize.tasks.types.kind import TaskKind, join_outputs
 from qdqbench.quantize.training.results import TrainingRun, Tried, describe_tries
 from qdqbench.quantize.utils import files
-from qdqbench.quantize.utils.arrays import Array, Float32, Int64
+from qdqbench.quantize.utils.arrays import Float32, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, QdqError, Unwritable, UserError
 from qdqbench.quantize.utils.progress import report_phase, reporter, track
 from qdqbench.quantize.utils.schema import Strict, read
@@ -241,10 +240,6 @@ class HeldOut:
     score: float  # higher is better; chooses the weights that are kept
     values: dict[str, float]  # by name, for the log
     collapsed: bool  # the answers no longer depend on the input
-
-
-def is_collapsed(task: Task, logits: Float32, labels: Array) -> bool:
-    return not np.isfinite(logits).all() or task.kind.constant(logits, labels)
 
 
 class State(Strict):

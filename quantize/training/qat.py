@@ -140,12 +140,10 @@ class Distillation:
             values["loss"] = task.kind.mean_loss(answers, judged.labels, judged.answers)
             weighed.append((parts.labels, to_db(values["loss"])))
         score = sum(weight * value for weight, value in weighed) / sum(weight for weight, _ in weighed)
-        values = {"score_db": score, **values}
         reference = metrics.select_reference(task, judged.gold, wanted)
-        labels = judged.labels
-        constant = loop.is_collapsed(task, answers, labels) and not loop.is_collapsed(task, wanted, labels)
+        collapsed, constant = (task.kind.constant(each, judged.labels) for each in (answers, wanted))
         found = metrics.compute(task, answers, reference) if self.labelled else {}
-        return loop.HeldOut(values["score_db"], {**values, **found}, constant)
+        return loop.HeldOut(score, {"score_db": score, **values, **found}, collapsed and not constant)
 
 
 def prepare_student(session: Session, settings: Qat, batches: list[Batch]) -> PreTrainedModel:
@@ -291,4 +289,4 @@ def _train_quantized(session: Session, accelerator: Accelerator) -> list[Path]:
     run.folder = "model"
     write_trained(session, QAT, model.cpu(), session.start_record)
     files.write_text(session.folder / QAT / RECORD, run.model_dump_json(indent=2) + "\n")
-    return list_written(session.folder / QAT, CHECKPOINTS)
+    return list_written(session.folder / QAT)

@@ -306,9 +306,8 @@ def reconstruct(  # noqa: PLR0913, PLR0917
     ]
     if not after > sqnr:
         notes += ["reconstruction brought answers to held-out rows no nearer to FP32, so PTQ is kept"]
-        with torch.no_grad():
-            for ratio in native.list_learned(model):
-                ratio.fill_(1)
+        for ratio in native.list_learned(model):
+            ratio.data.fill_(1)
     native.settle_learned(model)
     channel_splitting.keep_equal(model, record.splits)()  # biases got the means back, to the last bit
     if not after > sqnr:
@@ -399,4 +398,4 @@ def run_reconstruction(session: Session) -> list[Path]:
     write_trained(session, RECONSTRUCTION, model.cpu(), record)
     files.write_text(folder / RECORD, run.model_dump_json(indent=2) + "\n")
     session.notes += run.notes
-    return list_written(folder, CHECKPOINTS)
+    return list_written(folder)

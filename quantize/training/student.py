@@ -13,7 +13,7 @@ from qdqbench.quantize.calibration.fakequant import native
 from qdqbench.quantize.calibration.fakequant.quantizers import forward, list_quantizers
 from qdqbench.quantize.calibration.techniques import qkv_bias_folding
 from qdqbench.quantize.models.families.known import family_of
-from qdqbench.quantize.pipeline.session import Session
+from qdqbench.quantize.pipeline.session import CHECKPOINTS, Session
 from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Batch
@@ -92,10 +92,10 @@ def write_trained(
         raise CheckFailed(f"{folder} does not rebuild the trained model: {name_list(differing)} differ")
 
 
-def list_written(folder: Path, without: str) -> list[Path]:
-    """Return the files in the folder of a training, but for those of a folder inside, its checkpoints."""
+def list_written(folder: Path) -> list[Path]:
+    """Return the files in the folder of a training, without its checkpoints."""
     written = (path for path in folder.rglob("*") if path.is_file())
-    return sorted(path for path in written if without not in path.relative_to(folder).parts)
+    return sorted(path for path in written if CHECKPOINTS not in path.relative_to(folder).parts)
 
 
 def save_modelopt(model: PreTrainedModel, folder: Path) -> None:

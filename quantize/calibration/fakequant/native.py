@@ -302,9 +302,7 @@ def _undo(model: "PreTrainedModel") -> None:
             modelopt.forget_scale(module)
             module.__dict__.pop("shared", None)
             module.__dict__.pop("exact", None)
-    for quantizer in fake.list_quantizers(model).values():
-        if quantizer.backend == BACKEND:
-            quantizer.backend = None
+            module.backend = None if module.backend == BACKEND else module.backend
 
 
 @contextmanager
@@ -377,14 +375,15 @@ def list_learned(model: "PreTrainedModel") -> list[nn.Parameter]:
     return [value for name, value in model.named_parameters() if name.rpartition(".")[2] == PARAMETER]
 
 
+@torch.no_grad()
 def keep_positive(model: "PreTrainedModel") -> None:
     """Hold learned ratios at or above 2^-7, in place, after a step of the optimizer; no host sync."""
     ratios: list[torch.Tensor] = [*list_learned(model)]
     if ratios:
-        with torch.no_grad():
-            torch._foreach_clamp_min_(ratios, LOWEST_RATIO)
+        torch._foreach_clamp_min_(ratios, LOWEST_RATIO)
 
 
+@torch.no_grad()
 def settle_learned(model: "PreTrainedModel") -> None:
     """Write learned ratios into amax and remove them: a plain ModelOpt model with the scales of training.
 
@@ -394,8 +393,7 @@ def settle_learned(model: "PreTrainedModel") -> None:
     """
     give_means(model)
     changed = {name: q for name, q in fake.list_quantizers(model).items() if "learned" in q.__dict__}
-    with torch.no_grad():
-        values = {name: q.learned.ratio * q.learned.amax for name, q in changed.items()}
+    values = {name: q.learned.ratio * q.learned.amax for name, q in changed.items()}
     for name, quantizer in changed.items():
         quantizer.amax = values[name].reshape(quantizer.amax.shape)
     fake.round_weight_scales(changed)

@@ -11,7 +11,7 @@ something is quantized.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -60,20 +60,18 @@ def measure_ranges(
     plan: Plan,
     run: Callable[["PreTrainedModel"], None],
     also: Iterable[str] = (),
-    *,
-    always: bool = False,
 ) -> Ranges:
     """Measure the inputs of linears that the plan smooths and `also`, and q, k and v where factors need them.
 
     `run` passes the calibration data through the model once, without quantization; not called where there is
-    nothing to measure, unless `always`, where others watch meanwhile.
+    nothing to measure.
     """
     import torch
 
     inputs = dict.fromkeys([*_smoothed(plan, plan.int8), *also])
     outputs = {made.linear for name in _smoothed(plan, plan.attention) for made in _made_scores(plan, name)}
     outputs |= {linear for name in folds_kv_bias(plan) for linear in get_linears(plan, name, *QKV_ROLES)}
-    if not (inputs or outputs or always):
+    if not (inputs or outputs):
         return Ranges({}, {})
     read: dict[str, torch.Tensor] = {}
     made: dict[str, torch.Tensor] = {}
@@ -91,10 +89,10 @@ def measure_ranges(
     return Ranges(*sides)
 
 
-def smooth(model: "PreTrainedModel", plan: Plan, ranges: Ranges, left: Collection[str] = ()) -> Smoothing:
+def smooth(model: "PreTrainedModel", plan: Plan, ranges: Ranges) -> Smoothing:
     """Choose the factors from what `measure_ranges` saw, and apply them to a model with quantizers, in place.
 
-    The q and k of attentions in `left` stay as they are. UserError: "gain" without a LayerNorm before.
+    q and k of attentions that fold biases stay as they are. UserError: "gain" without a LayerNorm before.
     """
     wanted, heads = _smoothed(plan, plan.int8), _smoothed(plan, plan.attention)
     if not (wanted or heads):
@@ -112,7 +110,7 @@ def smooth(model: "PreTrainedModel", plan: Plan, ranges: Ranges, left: Collectio
             scale = _choose_scales(model, [name], ranges, how)
             moved.columns[name] = scale.tolist()
             _scale_rows(moved, model, plan.family.made_by(name, "value"), 1 / scale)
-    for name in (name for name in heads if name not in left):
+    for name in (name for name in heads if name not in folds_kv_bias(plan)):
         query, key = _made_scores(plan, name)
         size = int(getattr(model.get_submodule(name), plan.family.head_size))
         ours, theirs = (_head_ranges(ranges, made, size, plan.family) for made in (query, key))

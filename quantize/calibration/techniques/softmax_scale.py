@@ -11,16 +11,15 @@ they hold. Chosen by the error of P v over the calibration data, at no cost in t
   et al. 2024, "SageAttention" (arXiv 2410.02367), section 4.3, quantize FlashAttention so, with 127 codes.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, UINT8_MAX, quantizers_off
+from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, UINT8_MAX, hooked, quantizers_off
 from qdqbench.quantize.models.attention import ROW_MAX
-from qdqbench.quantize.recipe.plan import Plan
+from qdqbench.quantize.recipe.plan import Plan, folds_kv_bias
 from qdqbench.quantize.utils.arrays import Float64
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.schema import Strict, field
@@ -134,12 +133,7 @@ class _Try:
 
 
 def choose_softmax_scales(
-    model: "PreTrainedModel",
-    plan: Plan,
-    run: Callable[["PreTrainedModel"], None],
-    left: Collection[str] = (),
-    *,
-    setting: str,
+    model: "PreTrainedModel", plan: Plan, run: Callable[["PreTrainedModel"], None], setting: str
 ) -> Softmax:
     """Choose the form of every INT8 softmax from one pass over the data, without quantization.
 
@@ -148,23 +142,18 @@ def choose_softmax_scales(
 
     Args:
         run: passes batches without padding through the model, which is left as it is.
-        left: attentions whose values are not centered, as nothing can be added behind their GEMM.
-        setting: of `FORMS`, or `auto` for `min-error`; values are centered with that alone.
+        setting: of `FORMS`, or `auto` for `min-error`; values are centered with that alone, and only where
+            something can be added behind their GEMM.
     """
-    sums: dict[str, dict[int, _SoftmaxSums]] = {name: {} for name in plan.attention}
-    if not sums:
+    if not plan.attention:
         note = f"calibration.softmax_scale: {setting} changes nothing: no attention is in INT8"
         return Softmax({}, {}, [], [] if setting in ("auto", "fixed") else [note])
     choices = Softmax({}, {}, [], [])
     setting = "min-error" if setting == "auto" else setting
-    with ExitStack() as hooks, quantizers_off(model):
-        for name, by_length in sums.items():
-            hooks.enter_context(_record_sums(model.get_submodule(name), by_length, FORMS[setting]))
-        run(model)
     without_bias: list[str] = []
-    for name, by_length in sums.items():
+    for name, by_length in _sum_up(model, plan.attention, run, FORMS[setting]).items():
         means: list[Any] = [None]
-        if setting == "min-error" and name not in left:
+        if setting == "min-error" and name not in folds_kv_bias(plan):
             linears = [plan.family.made_by(name, role).linear for role in ("value", "output")]
             lacking = [each for each in linears if getattr(model.get_submodule(each), "bias", None) is None]
             without_bias += lacking
@@ -222,26 +211,33 @@ def get_bias_deltas(
     return added
 
 
-@contextmanager
-def _record_sums(module: Any, sums: dict[int, _SoftmaxSums], forms: tuple[Form, ...]) -> Iterator[None]:
+def _sum_up(
+    model: "PreTrainedModel",
+    attentions: Iterable[str],
+    run: Callable[["PreTrainedModel"], None],
+    forms: tuple[Form, ...],
+) -> dict[str, dict[int, _SoftmaxSums]]:
+    """Return the sums of each attention by the upper edge of its lengths."""
     import torch
 
-    values: list[torch.Tensor] = []
+    sums: dict[str, dict[int, _SoftmaxSums]] = {name: {} for name in attentions}
+    values: dict[str, torch.Tensor] = {}
 
-    def keep(_: Any, inputs: tuple[Any, ...]) -> None:
-        values[:] = [inputs[0].detach()]
+    def keep(name: str, _: Any, inputs: tuple[Any, ...]) -> None:
+        values[name.rpartition(".")[0]] = inputs[0].detach()
 
-    def add(_: Any, inputs: tuple[Any, ...]) -> None:
-        value, weights = values.pop(), inputs[0].detach()
+    def add(name: str, _: Any, inputs: tuple[Any, ...]) -> None:
+        attention = name.rpartition(".")[0]
+        value, weights = values.pop(attention), inputs[0].detach()
         length = value.shape[-2]
         edge = next((edge for edge in LENGTHS if length <= edge), length)
-        part = sums.setdefault(edge, _SoftmaxSums(tries={form: _Try() for form in forms}))
+        part = sums[attention].setdefault(edge, _SoftmaxSums({form: _Try() for form in forms}))
         some = max(1, CHUNK // weights[0].numel())
         for p, v in zip(torch.split(weights, some), torch.split(value, some), strict=True):
             part.add(p, v)
 
-    with (
-        module.v_bmm_quantizer.register_forward_pre_hook(keep),
-        module.p_bmm_quantizer.register_forward_pre_hook(add),
-    ):
-        yield
+    of_values, of_softmax = ([f"{name}.{x}_bmm_quantizer" for name in sums] for x in "vp")
+    hooks = hooked(model, of_values, keep, before=True), hooked(model, of_softmax, add, before=True)
+    with hooks[0], hooks[1], quantizers_off(model):
+        run(model)
+    return sums

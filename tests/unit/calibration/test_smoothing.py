@@ -15,7 +15,6 @@ from qdqbench.quantize.calibration.techniques import channel_splitting as splitt
 from qdqbench.quantize.calibration.techniques import smoothing
 from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSplit
 from qdqbench.quantize.calibration.techniques.smoothing import LARGEST_FACTOR, Smoothing
-from qdqbench.quantize.models.families.known import BERT
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
@@ -370,7 +369,7 @@ def test_training_keeps_copies_equal_and_they_merge_exactly(tiny_bert):
             value.data += 0.01 * torch.randn_like(value)
     tie()
     trained = outlying(tiny_bert)
-    weights = splitting.remove_copies(smoothing.remove_factors(model, record.smoothing), record.splits, BERT)
+    weights = ptq.take_out(model, record)
     trained.load_state_dict({name: weights[name] for name in trained.state_dict()})
     with quantizers_off(model):
         torch.testing.assert_close(answers(model), answers(trained), rtol=1e-5, atol=1e-4)

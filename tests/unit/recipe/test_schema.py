@@ -60,8 +60,8 @@ def test_a_full_name_and_a_file_ask_for_no_family(tmp_path):
         raise AssertionError
 
     assert schema.load_recipe("bert-fp16", never).name == "bert-fp16"
-    (tmp_path / "mine.yaml").write_text(HEAD)
-    assert schema.load_recipe(str(tmp_path / "mine.yaml"), never).name == "a"
+    (tmp_path / "mine.yaml").write_text(HEAD + "description: für alle", encoding="utf-8")
+    assert schema.load_recipe(str(tmp_path / "mine.yaml"), never).description == "für alle"
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -245,22 +245,18 @@ def test_an_alias_bomb_is_refused_at_once():
 
 
 class TestFiles:
-    def test_a_file_of_your_own(self, tmp_path):
-        path = tmp_path / "mine.yaml"
-        path.write_text(HEAD + "description: für alle", encoding="utf-8")
-        assert schema.load_recipe(str(path)).description == "für alle"
-
-    def test_a_huge_file_is_not_read(self, tmp_path):
-        path = tmp_path / "huge.yaml"
-        path.write_bytes(b"#" * (schema.MAX_RECIPE_BYTES + 1))
-        with pytest.raises(UserError, match=f"is {schema.MAX_RECIPE_BYTES + 1} bytes; a recipe has at most"):
-            schema.load_recipe(str(path))
-
-    def test_bytes_that_are_not_utf8(self, tmp_path):
-        path = tmp_path / "latin.yaml"
-        path.write_bytes(HEAD.encode() + "description: für alle".encode("latin-1"))
-        with pytest.raises(UserError, match=r"latin\.yaml is not UTF-8 text"):
-            schema.load_recipe(str(path))
+    @pytest.mark.parametrize(
+        ("content", "told"),
+        [
+            (b"#" * (schema.MAX_RECIPE_BYTES + 1), r"is \d+ bytes; a recipe has at most \d+$"),
+            (HEAD.encode() + "description: für alle".encode("latin-1"), "is not UTF-8 text"),
+        ],
+        ids=["huge", "latin"],
+    )
+    def test_a_file_that_is_not_read(self, tmp_path, content, told):
+        (tmp_path / "mine.yaml").write_bytes(content)
+        with pytest.raises(UserError, match=rf"mine\.yaml {told}"):
+            schema.load_recipe(str(tmp_path / "mine.yaml"))
 
     @pytest.mark.parametrize(
         ("name", "family", "told"),

@@ -372,7 +372,9 @@ def test_settled_scales_are_those_of_training(tiny_bert, fake_quant):
     native.use_modelopt(model)
     assert model.state_dict().keys() == keys
     assert not model._forward_pre_hooks
-    restored = restored_from_json(tiny_bert, plan, record, model)
+    told, twin = trained_record(model, record), load_model(str(tiny_bert))
+    ptq.restore(twin, plan, type(record).model_validate_json(told.model_dump_json()))
+    restored = quantizers.list_quantizers(twin)
     for name, quantizer in quantizers.list_quantizers(model).items():
         assert torch.equal(restored[name].amax, quantizer.amax)
         assert quantizer.amax.dtype == torch.float32
@@ -410,13 +412,6 @@ def test_means_go_into_biases_and_come_back(fake_quant):
     for name, value in model.named_parameters():
         torch.testing.assert_close(value, plain[name], rtol=1e-4, atol=1e-4)
     assert not any(native.MEAN in module._buffers for module in model.modules())
-
-
-def restored_from_json(folder, plan, record, model):
-    """Quantizers of a model that was rebuilt from the JSON of `model`'s scales."""
-    told, twin = trained_record(model, record), load_model(str(folder))
-    ptq.restore(twin, plan, type(record).model_validate_json(told.model_dump_json()))
-    return quantizers.list_quantizers(twin)
 
 
 def test_a_copy_learns_alone(tiny_bert):
