@@ -66,7 +66,7 @@ def list_centered(model: "PreTrainedModel", plan: Plan) -> dict[str, NormOutput]
     Not where a module has no bias to take the shift, nor where it goes to several runs of a layer or is not
     known. The input of q, k and v without biases is left to `qkv_bias_folding`.
     """
-    family, linears = plan.family, {*plan.int8, *plan.high}
+    family, linears = plan.family, [*plan.int8, *plan.high]
     tensors: list[NormOutput] = []
     for output in linears if family.layer_end else ():
         place, role = family.place(output), family.role(output)

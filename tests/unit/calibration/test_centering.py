@@ -87,7 +87,9 @@ def test_a_trained_model_is_saved_without_and_restored_with(recipe, tmp_path):
         value.data += 0.01 * torch.randn_like(value)
     channel_splitting.keep_equal(model, record.splits)()
     trained = trained_record(model, record)
+    before = [value.clone() for value in model.parameters()]
     weights = ptq.take_out(model, trained)
+    torch.testing.assert_close([*model.parameters()], before)
     plain = load_model(str(folder))
     plain.load_state_dict({name: weights[name] for name in plain.state_dict()})
     batch = padded_batch((12, 12))
