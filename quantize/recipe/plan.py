@@ -197,11 +197,9 @@ def _require_int8_readers(
     readers: Mapping[str, tuple[str, ...]], int8: Mapping[str, str], scaling: Mapping[str, Scaling]
 ) -> None:
     """Require readers of an INT8 residual to be INT8, and to round it in one way: it is their tensor."""
-    lost, split, problems = dict[str, None](), [], []
-    for name, linears in readers.items():
-        lost |= dict.fromkeys(reader for reader in linears if reader not in int8)
-        ways = {(scaling[n].method, scaling[n].smoothing) for n in linears if n in int8}
-        split += [name] if len(ways) > 1 else []
+    lost = dict.fromkeys(reader for linears in readers.values() for reader in linears if reader not in int8)
+    ways = {n: {(scaling[r].method, scaling[r].smoothing) for r in readers[n] if r in int8} for n in readers}
+    split, problems = [name for name, several in ways.items() if len(several) > 1], []
     if lost:
         problems.append(f"{name_list(lost)} to be INT8, as they read the same tensors")
     if split:

@@ -77,7 +77,7 @@ def finetune(request: FinetuneRequest, accelerator: Accelerator) -> Finetuning:
 
 
 class _Seeds:
-    """What all seeds share: the task with its labels, the data, and the processes."""
+    """Task with its labels, data and processes, which all seeds share."""
 
     def __init__(self, request: FinetuneRequest, accelerator: Accelerator) -> None:
         self.request, self.accelerator = request, accelerator
