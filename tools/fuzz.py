@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import base64
 import contextlib
+import io
 import json
 import os
 import random
@@ -167,10 +168,9 @@ def request(method: str, path: str, body: bytes, headers: dict[str, str], chunks
 
 def archive(arrays: dict[str, Any]) -> bytes:
     """Return what `numpy.savez` writes."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "a.npz"
-        np.savez(path, **arrays)
-        return path.read_bytes()
+    stream = io.BytesIO()
+    np.savez(stream, **arrays)
+    return stream.getvalue()
 
 
 def engines() -> list[bytes]:

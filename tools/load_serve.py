@@ -34,7 +34,7 @@ from qdqbench.quantize.utils.system.gpu import find_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from support.http_client import Client  # noqa: E402
+from support.http_client import Client, request_of  # noqa: E402
 
 KILLS = 6
 LAST_S = 20.0  # that clients wait for their last answers
@@ -252,12 +252,6 @@ def order_cores():
     return sorted(usable_cores(), key=lambda core: (first(core), core))
 
 
-def post(path, value):
-    body = json.dumps(value).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-    return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
-
-
 @dataclass(frozen=True)
 class Asking:
     """A server under load, and how it is asked."""
@@ -273,8 +267,8 @@ class Asking:
         draw = random.Random(count)
         drawn = (draw.choices(self.texts, k=count) for _ in range(200))
         if self.path == "/v1/embeddings":
-            return [post(self.path, {"input": each, "encoding_format": "base64"}) for each in drawn]
-        return [post(self.path, {"texts": each}) for each in drawn]
+            return [request_of(self.path, {"input": each, "encoding_format": "base64"}) for each in drawn]
+        return [request_of(self.path, {"texts": each}) for each in drawn]
 
     def load(self, connections, count, rate=0.0):
         """Rates, latencies, and CPU microseconds and memory of the server by kind of process.

@@ -73,13 +73,9 @@ TRAINED = "bert-base-fourth"  # a training
 MPNET = "mpnet-second"  # trained as TRAINED; its embedder is not trained
 IN_TENSORRT = {  # models in TensorRT-RTX, with names of their trainings
     "MiniLM-L6": ("minilm-l6", "minilm-l6-third", "minilm-l6-fourth"),
-    "BERT-base": (
-        "bert-base-fifth",
-        "bert-base-fifth-embed",
-        "bert-base-sixth",
-        "bert-base-seventh",
-        "bert-base-seventh-embed",
-    ),
+    "BERT-base": [
+        f"bert-base-{name}" for name in ("fifth", "fifth-embed", "sixth", "seventh", "seventh-embed")
+    ],
     "MPNet": ("mpnet-fourth", "mpnet-fifth", "mpnet"),
 }
 
@@ -264,11 +260,16 @@ def differences(recipe: dict[str, Any], *, timed: bool = False) -> list[str]:
         then = _settings(Recipe.model_validate(recipe))
     except ValidationError:
         return ["it is of another version of qdqbench"]
-    length, backend = _own(recipe)
-    shapes = AUTO if recipe.get("engine", {}).get("shapes") == AUTO else None
-    now_shipped = adapt_recipe(load_recipe(name), max_length=length, backend=backend, shapes=shapes)
+    shipped_one, engine = load_recipe(name), recipe.get("engine", {})
+    length, backend = recipe.get("export", {}).get("max_length"), engine.get("backend")
+    now_shipped = adapt_recipe(
+        shipped_one,
+        max_length=None if length == shipped_one.export.max_length else length,
+        backend=None if backend == shipped_one.engine.backend else backend,
+        shapes=AUTO if engine.get("shapes") == AUTO else None,
+    )
     now = _settings(now_shipped if recipe.get("qat") else now_shipped.ptq)
-    written = _settings(load_recipe(name))["engine.shapes"]
+    written = _settings(shipped_one)["engine.shapes"]
     if then["engine.shapes"] == written:  # `--set export.max_length` leaves them; `--max-length` does not
         now["engine.shapes"] = written
     return [
@@ -295,17 +296,6 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
         for name in match_modules(rule, linears, family) or [rule.target]:
             rules[name] = rules.get(name, {}) | fields
     return dict(flat(recipe.model_dump(mode="json") | {"rules": [*rules.items()]}))
-
-
-def _own(recipe: dict[str, Any]) -> tuple[int | None, str | None]:
-    if (name := str(recipe.get("name"))) not in shipped_recipes():
-        return None, None
-    as_shipped, length = load_recipe(name), recipe.get("export", {}).get("max_length")
-    backend = recipe.get("engine", {}).get("backend")
-    return (
-        None if length in (None, as_shipped.export.max_length) else int(length),
-        None if backend in (None, as_shipped.engine.backend) else str(backend),
-    )
 
 
 # What runs and benches say
@@ -401,6 +391,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(["\n", *lines, "\n"])
 
 
+def _filled(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table of the columns that have something in a row."""
+    used = [any(row[place] for row in rows) for place in range(len(header))]
+    return table([*compress(header, used)], [[*compress(row, used)] for row in rows])
+
+
 # Figures of pages: each is a table, or words within a sentence
 
 
@@ -414,11 +410,11 @@ def _find(data: Data, model: str, task: str, recipe: str, backend: str) -> Recor
     return None
 
 
-def _loss(run: Record | None, metric: str | None = None, stage: str = "engine") -> str:
-    """Return what a stage gained, or lost, against FP32: in points, with its paired error."""
-    if run is None or _last(run, (stage,)) is None:
+def _loss(run: Record | None, metric: str | None = None) -> str:
+    """Return what an engine gained, or lost, against FP32: in points, with its paired error."""
+    if run is None or _last(run, ("engine",)) is None:
         return ""
-    versus, metric = run.stages[stage].vs_fp32, metric or _metric(run)
+    versus, metric = run.stages.engine.vs_fp32, metric or _metric(run)
     return in_points(versus.delta[metric] + 0.0, versus.delta_stderr.get(metric), "+")
 
 
@@ -427,19 +423,15 @@ def _score(run: Record | None, stage: str, metric: str | None = None) -> str:
     return "" if not run or not row or not row.metrics else f"{row.metrics[metric or _metric(run)]:.4f}"
 
 
-def _mean(runs: Sequence[Record], stage: str = "engine") -> str:
-    """Return the mean difference from FP32 over tasks, with the error of the paired errors."""
-    pairs = [(run.stages[stage].vs_fp32, _metric(run)) for run in runs]
+def _mean(runs: Sequence[Record]) -> str:
+    """Return the mean difference of engines from FP32 over tasks, with the error of the paired errors."""
+    pairs = [(run.stages.engine.vs_fp32, _metric(run)) for run in runs]
     error = math.hypot(*(versus.delta_stderr.get(metric) or 0.0 for versus, metric in pairs)) / len(pairs)
     return in_points(fmean(versus.delta[metric] for versus, metric in pairs) + 0.0, error, "+")
 
 
 def _task(name: str) -> str:
     return "STS-B by cosine" if name == EMBED.name else label(name)
-
-
-def _tasks(names: Sequence[str]) -> str:
-    return ", ".join(_task(name) for name in sorted(names, key=_task_order))
 
 
 def speed_table(data: Data) -> str:
@@ -465,8 +457,7 @@ def _by_gpu(data: Data, kind: type, title: str) -> str:
         cells = [speed_of(data, gpu, model, FUSED, backend, batch, tokens) for gpu, backend in columns]
         rows.append([model, f"{batch} x {tokens}", *map(_ratio, cells)])
     names = ["model", title, *(f"{gpu.split()[1]}, {label(backend)}" for gpu, backend in columns)]
-    filled = [any(row[place] for row in rows) for place in range(len(names))]
-    return table([*compress(names, filled)], [[*compress(row, filled)] for row in rows])
+    return _filled(names, rows)
 
 
 FP16 = "fastest FP16"  # of a cell
@@ -496,7 +487,7 @@ def _beside_others(data: Data, own: str, *others: tuple[str, str]) -> str:
     return table([*header, *(f"INT8 over {name}" for name in precisions)], rows)
 
 
-def noise_table(data: Data) -> str:
+def fp8_noise_table(data: Data) -> str:
     """SQNR of the answers over FP32 of INT8 and FP8, in dB, in the largest shape of each model."""
     found = dict[str, tuple[int, list[str]]]()
     for bench in data.benches:
@@ -519,9 +510,8 @@ def cpu_table(data: Data, *, amx: bool) -> str:
         labels = {system.name: system.label for system in bench.systems}
         for cell in bench.configs:
             best = over_fastest(bench.systems, cell, "int8")
-            nncf, dynamic = (
-                speedup_of(cell, "int8", each) for each in ("nncf-openvino", "dynamic-onnxruntime")
-            )
+            others = "nncf-openvino", "dynamic-onnxruntime"
+            nncf, dynamic = (speedup_of(cell, "int8", each) for each in others)
             shape = f"{cell.batch} x {cell.length or label(bench.settings.dataset or '')}"
             if best is not None and cell.length in (None, 128):  # what the aims are for
                 fastest.add(labels[best.baseline])
@@ -529,15 +519,8 @@ def cpu_table(data: Data, *, amx: bool) -> str:
                 aims = (2.2 if base else 1.6) if one else 1.8 if base else 1.4, 1.15
                 aims = aims if amx else (1.7, 1.1 if one else 1.15)
                 told = (_aimed(ratio, aim) for ratio, aim in zip((best, nncf), aims, strict=True))
-                rows.append(
-                    [
-                        bench.target.name,
-                        shape,
-                        figures.latency(best.system_ms),
-                        *told,
-                        _ratio(dynamic, interval=True),
-                    ]
-                )
+                cells = figures.latency(best.system_ms), *told, _ratio(dynamic, interval=True)
+                rows.append([bench.target.name, shape, *cells])
     over = f"over {' or '.join(sorted(fastest))}"
     header = ["model", "batch x tokens", "INT8, ms", over, "over NNCF", "over dynamic"]
     return table(header, rows)
@@ -586,15 +569,9 @@ def cost_table(data: Data) -> str:
         labels = {system.name: system.label for system in systems}
         costs = [cost_of(cell, name, 1.0) or math.inf for name in (best.system, best.baseline)]
         rates = " / ".join(f"{1e6 / 3600 / cost:,.0f}" for cost in costs)
-        where = f"{model}, {batch} x {tokens}, {device}"
-        rows.append(
-            [
-                where,
-                f"{label(backend)} / {labels[best.baseline]}",
-                rates,
-                " / ".join(f"{cost:.2g}" for cost in costs),
-            ]
-        )
+        sides = f"{label(backend)} / {labels[best.baseline]}"
+        prices = " / ".join(f"{cost:.2g}" for cost in costs)
+        rows.append([f"{model}, {batch} x {tokens}, {device}", sides, rates, prices])
     header = ["model, batch x tokens, machine", "INT8 / without", "texts a second", "a million texts"]
     return table(header, rows)
 
@@ -605,9 +582,8 @@ def recipes_table(data: Data) -> str:
     for figure in (each for each in _bert(data) if each.accuracy):
         mean, *told, lost, sqnr, speed = shipped.format_figure(figure)
         over = f"{mean} ({len({row.task for row in figure.judged})})"
-        held_out, worst, sqnr, speed = (
-            "" if cell == shipped.NOT_MEASURED else cell for cell in (*told, sqnr, speed)
-        )
+        known = ("" if cell == shipped.NOT_MEASURED else cell for cell in (*told, sqnr, speed))
+        held_out, worst, sqnr, speed = known
         cells = (over, held_out, worst, lost.replace("/", " of "), sqnr and f"{sqnr} dB", speed)
         rows.append([f"{code(figure.recipe)}, {shipped.BACKENDS[figure.backends]}", *cells])
     header = ["recipe", "mean (tasks)", "held out", "worst task", "lost", "SQNR", "speed-up"]
@@ -638,15 +614,11 @@ def real_table(data: Data) -> str:
                 first = metric == _metric(run)
                 size = f", n = {run.stages.engine.n:,}" if first else ""
                 what = f"{code(named)}, {_task(task)}, {label(metric)}{size}"
-                cells = [
-                    cell
-                    for each in runs
-                    for cell in (
-                        _loss(each, metric),
-                        figures.sqnr(each.stages.engine.vs_fp32).text if each and first else "",
-                    )
-                ]
-                rows.append([what, _score(run, "fp32", metric), *cells])
+                row = [what, _score(run, "fp32", metric)]
+                for each in runs:
+                    sqnr = figures.sqnr(each.stages.engine.vs_fp32).text if each and first else ""
+                    row += [_loss(each, metric), sqnr]
+                rows.append(row)
     named = [text for recipe in (ATTENTION, FUSED) for text in (f"{code(recipe)}, points", "SQNR")]
     return table(["model and task", "FP32", *named], rows)
 
@@ -658,14 +630,10 @@ def changed_table(data: Data) -> str:
         versus = run.stages.engine.vs_fp32 if _last(run, ("engine",)) else None
         if versus and versus.get("sqnr_db") and versus.get("disagreements") is not None:
             shares[int(versus.sqnr_db // SQNR_STEP)].append(versus.disagreements / versus.n)
-    rows = [
-        [
-            f"{SQNR_STEP * place} to {SQNR_STEP * (place + 1)} dB",
-            str(len(same)),
-            f"{min(same):.1%} to {max(same):.1%}",
-        ]
-        for place, same in sorted(shares.items())
-    ]
+    rows = []
+    for place, same in sorted(shares.items()):
+        step = f"{SQNR_STEP * place} to {SQNR_STEP * (place + 1)} dB"
+        rows.append([step, str(len(same)), f"{min(same):.1%} to {max(same):.1%}"])
     return table(["SQNR", "engines", "predictions that changed"], rows)
 
 
@@ -720,16 +688,15 @@ def _reconstructed(data: Data) -> Iterator[tuple[str, Record]]:
             yield _short(run.recipe).removesuffix("-reconstructed"), run
 
 
-def aims_table(data: Data) -> str:
+def qat_aims_table(data: Data) -> str:
     """What reconstruction reaches over all models and tasks, by recipe; losses by the first metric."""
     found: dict[str, list[Record]] = defaultdict(list)
     for recipe, run in _reconstructed(data):
         found[recipe].append(run)
     columns = []
     for runs in found.values():
-        ptq, trained, engines = (
-            [run.stages[stage].vs_fp32 for run in runs] for stage in ("ptq", "fake_quant", "engine")
-        )
+        stages = "ptq", "fake_quant", "engine"
+        ptq, trained, engines = ([run.stages[stage].vs_fp32 for run in runs] for stage in stages)
         gains = [after.sqnr_db - before.sqnr_db for before, after in zip(ptq, trained, strict=True)]
         nearer = [engine.sqnr_db > before.sqnr_db for before, engine in zip(ptq, engines, strict=True)]
         kept = [
@@ -742,17 +709,12 @@ def aims_table(data: Data) -> str:
             f"{sum(nearer)}/{len(runs)}",
             f"{sum(kept)}/{len(runs)}",
         ])  # fmt: skip
-    aims = (
-        "dB over PTQ",
-        "3/6 dB or more",
-        "engine nearer than PTQ",
-        "loss below two errors",
-    )
+    aims = "dB over PTQ", "3/6 dB or more", "engine nearer than PTQ", "loss below two errors"
     rows = [[aim, *cells] for aim, *cells in zip(aims, *columns, strict=True)]
     return table(["aim", *map(code, found)], rows)
 
 
-def layers_table(data: Data) -> str:
+def qat_layers_table(data: Data) -> str:
     """SQNR that each layer's output gains on held-out rows, means over tasks, where several are measured."""
     found: dict[str, dict[str, list[Any]]] = defaultdict(lambda: defaultdict(list))
     for recipe, run in _reconstructed(data):
@@ -805,7 +767,7 @@ def _trainings() -> Iterator[tuple[str, str, list[Any]]]:
         yield name, task, trainings
 
 
-def holds_table(data: Data) -> str:
+def qat_holds_table(data: Data) -> str:
     """SQNR after reconstruction of models that leave some tensors in FP32."""
     rows = []
     for name, _, trainings in _trainings():
@@ -815,7 +777,7 @@ def holds_table(data: Data) -> str:
     return table(["model", *WITHOUT.values()], rows)
 
 
-def trainers_table(data: Data) -> str:
+def qat_trainers_table(data: Data) -> str:
     """SQNR, metric, seconds and GiB of trainers, each at the rate with the highest SQNR of those tried."""
     rows = []
     for name, task, trainings in _trainings():
@@ -830,9 +792,7 @@ def trainers_table(data: Data) -> str:
             cells.append("/".join(parts).removesuffix("/-/-") if row else "")
         if any(cells[2:]):
             rows.append([name.removesuffix(PLAIN), *cells])
-    used = [place for place in range(1 + len(TRAINERS)) if any(row[place] for row in rows)]
-    head = ["model", *TRAINERS.values()]
-    return table([head[place] for place in used], [[row[place] for place in used] for row in rows])
+    return _filled(["model", *TRAINERS.values()], rows)
 
 
 def families_table(data: Data) -> str:
@@ -843,7 +803,13 @@ def families_table(data: Data) -> str:
             tasks[run.recipe.model["family"], label(run.engine.backend)][run.task.name] = None
     backends = sorted({backend for _, backend in tasks})
     rows = [
-        [f"`{family.name}`", *(_tasks([*tasks.get((family.name, backend), ())]) for backend in backends)]
+        [
+            f"`{family.name}`",
+            *(
+                ", ".join(map(_task, sorted(tasks.get((family.name, backend), ()), key=_task_order)))
+                for backend in backends
+            ),
+        ]
         for family in FAMILIES
     ]
     return table(["family", *backends], rows)
@@ -866,22 +832,16 @@ TOOLS = {
 
 def foreign_table(data: Data) -> str:
     """Files of six tools in TensorRT-RTX and ONNX Runtime, before and after `fix`."""
-    rows = [["FP32 export", "", "", "", f"{_read('foreign-tools')['rows']['fp32']['accuracy']:.4f}", ""]]
+    made = _read("foreign-tools")["rows"]
+    rows = [["FP32 export", "", "", "", f"{made['fp32']['accuracy']:.4f}", ""]]
     for name, title in TOOLS.items():
-        row = _read("foreign-tools")["rows"][name]
+        row = made[name]
         before, after = (row["report"][f"engine_{when}"] for when in ("before", "after"))
         fused = f"{after['attention_fused']} of {after['attentions']} ({after['attention_int8']})"
         scores = [f"{row[f'accuracy_{when}']:.4f}" for when in ("before", "after")]
         rows.append([title, *map(_gemms, (before, after)), fused, *scores])
-    header = [
-        "made by",
-        "INT8 linears, before",
-        "after `fix`",
-        "attentions fused (INT8)",
-        "accuracy before",
-        "after",
-    ]
-    return table(header, rows)
+    header = ["made by", "INT8 linears, before", "after `fix`", "attentions fused (INT8)"]
+    return table([*header, "accuracy before", "after"], rows)
 
 
 def _gemms(engine: dict[str, Any]) -> str:
@@ -889,15 +849,14 @@ def _gemms(engine: dict[str, Any]) -> str:
 
 
 def foreign_words(data: Data) -> str:
-    refused = sum(
-        bool(_read("foreign-tools")["rows"][name]["report"]["engine_before"]["refused"]) for name in TOOLS
-    )
-    made = _read("foreign-tools")["rows"]["modelopt"]
+    rows = _read("foreign-tools")["rows"]
+    refused = sum(bool(rows[name]["report"]["engine_before"]["refused"]) for name in TOOLS)
+    made = rows["modelopt"]
     counts = _gemms(made["report"]["engine_before"])
     return (
         f"TensorRT-RTX refuses {refused} of the {len(TOOLS)} files. Of ModelOpt's file it puts {counts} "
         f"linear layers in INT8, and accuracy in ONNX Runtime is {made['accuracy_before']:.4f} against "
-        f"{_read('foreign-tools')['rows']['fp32']['accuracy']:.4f}; after `fix` it is "
+        f"{rows['fp32']['accuracy']:.4f}; after `fix` it is "
         f"{made['accuracy_after']:.4f}"
     )
 
@@ -911,27 +870,26 @@ def _alone(run: str, tokens: int | None) -> float:
     return float(next(r["texts_per_s"] for r in rates if (r["run"], r["tokens"]) == (run, tokens)))
 
 
+def _load(each: dict[str, Any]) -> tuple[str, str]:
+    """Return connections and texts of a load, and the median and 99th percentile of its times in ms."""
+    share = f" at {each['share']:.0%}" if each["share"] else ""
+    load = f"{each['connections']:,}x{each['texts_per_request']}{share}"
+    return load, f"{each['p50_ms']:.1f}/{each['p99_ms']:.1f}"
+
+
 def serving_table(data: Data) -> str:
     rows, best = [], dict[Any, Any]()
     for each in sorted(_read("serving")["loads"], key=lambda each: float(each["texts_per_s"])):
-        best[
-            each["run"], each["tokens"], each["texts_per_request"], each["connections"] == 1, each["share"]
-        ] = each
+        alone = each["connections"] == 1
+        best[each["run"], each["tokens"], each["texts_per_request"], alone, each["share"]] = each
     # further ones are in the file
     shown = [each for each in best.values() if each["tokens"] != MRPC or each["run"].endswith("embed")]
     shown = [each for each in shown if each["run"] != "minilm" or not (each["tokens"] or each["share"])]
     for each in (each for each in _read("serving")["loads"] if each in shown):
-        run, tokens = each["run"], each["tokens"]
-        load = f" at {each['share']:.0%}" if each["share"] else ""
-        rows.append(
-            [
-                f"{SERVED[run]}, {tokens or 25}",
-                f"{each['connections']:,}x{each['texts_per_request']}{load}",
-                f"{each['texts_per_s']:,.0f}",
-                f"{each['texts_per_s'] / _alone(run, tokens):.0%}",
-                f"{each['p50_ms']:.1f}/{each['p99_ms']:.1f}",
-            ]
-        )
+        run, tokens, rate = each["run"], each["tokens"], each["texts_per_s"]
+        load, times = _load(each)
+        share = f"{rate / _alone(run, tokens):.0%}"
+        rows.append([f"{SERVED[run]}, {tokens or 25}", load, f"{rate:,.0f}", share, times])
     return table(["model, tokens", "connections x texts", "texts/s", "of the engine's", "p50/p99 ms"], rows)
 
 
@@ -939,17 +897,13 @@ MRPC = 53  # tokens of a text: the mean of its pairs
 BESIDE = [(1, 1, 0.0), (2000, 1, 0.0), (96, 32, 0.0), (1000, 1, 0.7)]  # loads of ours that peers stand beside
 
 
-def peers_table(data: Data) -> str:
+def serving_peers_table(data: Data) -> str:
     """Our server and others on two GPUs, for texts as they are."""
     rows, read = [], _read("serving-two-gpus")
     ours = [each | {"peer": "serve"} for each in read["loads"] if each["tokens"] is None]
     ours = [e for e in ours if (e["connections"], e["texts_per_request"], e["share"]) in BESIDE]
     for each in (*(each for each in ours if each["run"] != "minilm"), *read["peers"]):
-        load, times = "in process", ""
-        if "connections" in each:
-            load = f"{each['connections']:,}x{each['texts_per_request']}"
-            load += f" at {each['share']:.0%}" if each["share"] else ""
-            times = f"{each['p50_ms']:.1f}/{each['p99_ms']:.1f}"
+        load, times = _load(each) if "connections" in each else ("in process", "")
         load += ", embeddings" if each["run"].endswith("embed") else ""
         rows.append([f"`{each['peer']}`", load, f"{each['texts_per_s']:,.0f}", times])
     return table(["server", "connections x texts", "texts/s", "p50/p99 ms"], rows)
@@ -975,9 +929,8 @@ def ready_words(data: Data) -> str:
 
 def openvino_words(data: Data) -> str:
     made = _read("serving-openvino")["loads"][0]
-    return (
-        f"{made['share_of_engine']:.0%} of the engine's own rate, and {made['share_by_cpu']:.0%} by CPU time"
-    )
+    shares = made["share_of_engine"], made["share_by_cpu"]
+    return "{:.0%} of the engine's own rate, and {:.0%} by CPU time".format(*shares)
 
 
 def noop_table(data: Data) -> str:
@@ -1000,18 +953,12 @@ def triton_words(data: Data) -> str:
     )
 
 
-def files_table(data: Data) -> str:
-    rows = [
-        [
-            SERVED[each["run"]],
-            str(each["processes"]),
-            f"{each['rows']:,}",
-            f"{each['rows_per_second']:,.0f}",
-            f"{each['rows_per_second'] / _alone(each['run'], None):.0%}",
-            f"{each['whole_s']:.0f}",
-        ]
-        for each in {each["run"]: each for each in _read("serving")["files"]}.values()  # the last of each
-    ]
+def serving_files_table(data: Data) -> str:
+    rows = []
+    for run, each in {each["run"]: each for each in _read("serving")["files"]}.items():  # the last of each
+        rate = each["rows_per_second"]
+        counts = str(each["processes"]), f"{each['rows']:,}", f"{rate:,.0f}"
+        rows.append([SERVED[run], *counts, f"{rate / _alone(run, None):.0%}", f"{each['whole_s']:.0f}"])
     return table(["model", "processes", "rows", "rows/s", "of the engine's", "s with loading"], rows)
 
 
@@ -1073,47 +1020,24 @@ def squad_words(data: Data) -> str:
     return " and ".join(sorted(found, reverse=True))
 
 
+MADE = [
+    *(speed_table, fp8_noise_table, cpu_kernels_table, cost_table, recipes_table, recipes_words, real_table),
+    *(changed_table, tensorrt_table, qat_table, qat_aims_table, qat_layers_table, qat_holds_table),
+    *(qat_trainers_table, families_table, foreign_table, foreign_words, serving_table, serving_peers_table),
+    *(kills_words, serving_files_table, triton_words, ready_words, openvino_words, noop_table),
+    *(beyond_words, loss_words, mean_words, real_words, cpu_words, squad_words),
+]
 FIGURES: dict[str, Callable[[Data], str]] = {
-    "speed": speed_table,
+    **{made.__name__.removesuffix("_table").replace("_", "-"): made for made in MADE},
     # `cuda` and TensorRT-RTX on two GPUs: at fixed shapes, then in the largest batches of data sets
     "kernels": lambda data: _by_gpu(data, int, "batch x tokens"),
     "lengths": lambda data: _by_gpu(data, str, "batch x split"),
     "fp8": lambda data: _beside_others(data, "int8", ("unpadded-fp8", "FP8")),
-    "fp8-noise": noise_table,
     "portable": lambda data: _beside_others(data, "int8-fused-ptx", (FP16, "FP16")),  # by mma.sync
     "cpu-amx": partial(cpu_table, amx=True),
     "cpu": partial(cpu_table, amx=False),
-    "cpu-kernels": cpu_kernels_table,
-    "cost": cost_table,
-    "recipes": recipes_table,
-    "recipes-words": recipes_words,
-    "real": real_table,
-    "changed": changed_table,
-    "tensorrt": tensorrt_table,
-    "qat": qat_table,
-    "qat-aims": aims_table,
-    "qat-layers": layers_table,
-    "qat-holds": holds_table,
-    "qat-trainers": trainers_table,
-    "families": families_table,
-    "foreign": foreign_table,
-    "foreign-words": foreign_words,
-    "serving": serving_table,
-    "serving-peers": peers_table,
-    "kills-words": kills_words,
     "serving-words": lambda data: f"{_best(1):,.0f} requests of one text a second",
     "texts-words": lambda data: f"{_best(32):,.0f} texts/s",
-    "serving-files": files_table,
-    "triton-words": triton_words,
-    "ready-words": ready_words,
-    "openvino-words": openvino_words,
-    "noop": noop_table,
-    "beyond-words": beyond_words,
-    "loss-words": loss_words,
-    "mean-words": mean_words,
-    "real-words": real_words,
-    "cpu-words": cpu_words,
-    "squad-words": squad_words,
 }
 
 

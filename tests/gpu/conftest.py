@@ -8,7 +8,6 @@ import pytest
 from typer.testing import CliRunner
 
 from qdqbench.cli.app import app
-from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
 from ..integration.tiny import Given, write_data, write_model
@@ -57,17 +56,12 @@ def finished_run(sst2, tmp_path_factory) -> Callable[[str], Path]:
     """Folder of a whole run by its recipe, made when first asked for. Never to be written to: copy it."""
     from qdqbench.eval.runs.run import run_until
     from qdqbench.quantize.pipeline.pipeline import open_run
-    from qdqbench.quantize.pipeline.session import RunConfig
-    from qdqbench.quantize.tasks.task import get_task
 
     root, made = tmp_path_factory.mktemp("runs"), {}
 
     def make(recipe: str) -> Path:
         if recipe not in made:
-            config = RunConfig(
-                recipe=load_recipe(recipe), model=str(sst2.model), task=get_task("sst2"), data=str(sst2.data)
-            )
-            run_until(open_run(config, root / recipe), None, quick_bench=recipe == TIMED)
+            run_until(open_run(sst2.config(recipe), root / recipe), None, quick_bench=recipe == TIMED)
             made[recipe] = root / recipe
         return made[recipe]
 

@@ -3,21 +3,17 @@
 import pytest
 
 from qdqbench.eval.selection.search.results import read_search
-from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
 
+from ..integration.cases import edited
 from .conftest import invoke
 
 SHAPES = {"batch": [1, 8, 8], "length": [16, 32, 64]}
 
 
 def test_a_search_measures_engines(sst2, tmp_path):
-    recipe = load_recipe("bert-int8-linears").model_dump(mode="json")
-    recipe |= {"name": "mine", "gate": {"max_drop": 0.2}}
-    recipe["calibration"] |= {"samples": 64, "bias_correction": False}
-    recipe["engine"]["shapes"] = SHAPES
-    recipe["export"]["max_length"] = 64
-    path = tmp_path / "mine.yaml"
-    path.write_text(dump_recipe(Recipe.model_validate(recipe)))
+    mine = {"name": "mine", "calibration": {"samples": 64, "bias_correction": False}}
+    mine |= {"gate": {"max_drop": 0.2}, "engine": {"shapes": SHAPES}, "export": {"max_length": 64}}
+    path = edited(tmp_path / "mine.yaml", mine)
     words = [path, *sst2.options, "--out", tmp_path / "out", "--trials", 5, "--samples", 64, "--batch", 8]
     outcome = invoke("search", *words, "--length", 32, "--speed", "latency")
     assert outcome.exit_code == 0 or "gate does not hold" in str(outcome.exception)

@@ -14,10 +14,10 @@ from qdqbench.quantize.calibration.fakequant import native
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_encoder
 from qdqbench.quantize.pipeline.session import Session, read_config
-from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
 from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.training import loop
 
+from ..integration.cases import edited
 from ..support.families import write_model
 from ..support.tiny_bert import padded_batch
 from .conftest import invoke
@@ -26,12 +26,9 @@ QUICK = ("--epochs", 2, "--num-evals", 2, "--batch-size", 16)
 
 
 def recipe(folder, **qat):
-    made = load_recipe("bert-int8-attention-qat").model_dump(mode="json")
-    made |= {"name": "trained", "gate": {"max_drop": 0.2}}
-    made["qat"] |= {"epochs": 2, "batch_size": 16, "num_evals": 2} | qat
-    path = folder / "trained.yaml"
-    path.write_text(dump_recipe(Recipe.model_validate(made)))
-    return path
+    change = {"name": "trained", "gate": {"max_drop": 0.2}}
+    change |= {"qat": {"epochs": 2, "batch_size": 16, "num_evals": 2} | qat}
+    return edited(folder / "trained.yaml", change, "bert-int8-attention-qat")
 
 
 def test_finetune_in_bf16(sst2, tmp_path):

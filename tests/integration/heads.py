@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from .tiny import FILLERS, HEAD_SIZE, HIDDEN, LAYERS, POSITIONS, WORDS, tokenizer
+from .tiny import FILLERS, POSITIONS, WORDS, fresh, tokenizer
 
 TAGS = ("O", "B-GOOD", "I-GOOD", "B-BAD", "I-BAD")
 QUESTIONS = {"what is good": 1, "what is awful": -1}
@@ -48,33 +48,12 @@ def asked(rows, seed, longest=40):
 
 def new_model(kind, model_type="bert"):
     """A model of random weights in which a word's value has a direction of its own, as in `tiny`."""
-    import torch
-    from transformers import AutoConfig, AutoModelForQuestionAnswering, AutoModelForTokenClassification
+    from transformers import AutoModelForQuestionAnswering, AutoModelForTokenClassification
 
-    words = tokenizer().get_vocab()
-    config = AutoConfig.for_model(
-        model_type,
-        vocab_size=len(words),
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HIDDEN // HEAD_SIZE,
-        intermediate_size=2 * HIDDEN,
-        max_position_embeddings=POSITIONS + 2,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        initializer_range=0.1,
-        pad_token_id=0,
-        type_vocab_size=2,
-        **({"id2label": dict(enumerate(TAGS))} if kind == "tokens" else {}),
-    )
-    made = AutoModelForTokenClassification if kind == "tokens" else AutoModelForQuestionAnswering
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = made.from_config(config)
-    table = model.base_model.embeddings.word_embeddings.weight.data
-    for word, value in WORDS.items():
-        table[words[word]] += value * torch.linspace(-1, 1, HIDDEN)
-    return model
+    fields = {"max_position_embeddings": POSITIONS + 2, "pad_token_id": 0, "type_vocab_size": 2}
+    if kind == "tokens":
+        return fresh(AutoModelForTokenClassification, model_type, id2label=dict(enumerate(TAGS)), **fields)
+    return fresh(AutoModelForQuestionAnswering, model_type, **fields)
 
 
 def write_model(folder, kind, steps=120):

@@ -1,6 +1,8 @@
 """Runs with an engine that this CPU runs, their endpoints without a socket, and what answers say."""
 
 import shutil
+import subprocess
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.utils.files import read_json, sha256, write_json
 
 from .heads import TAGS
+from .tiny import environment
 
 
 def with_cpu_engine(run: Path, out: Path) -> Path:
@@ -59,6 +62,19 @@ def ask(run, **fields):
     status, _, made = within(post, served, settings=options.settings())
     assert status == 200, made
     return made["answers"]
+
+
+@contextmanager
+def started(*command, word="http://127.0.0.1:", **options):
+    """A server's process and its port; at the end it is killed if it lives."""
+    given = {"stdout": subprocess.PIPE, "text": True, "env": environment()} | options
+    with subprocess.Popen([*map(str, command)], **given) as process:
+        try:
+            line = next((line for line in process.stdout if word in line), "")
+            assert line, f"it did not start: {process.wait()}"
+            yield process, int(line.partition(word)[2].split()[0].split("/")[0])
+        finally:
+            process.kill()
 
 
 def rows_of(run, count):

@@ -11,9 +11,10 @@ import pytest
 from qdqbench.eval.metrics.results import GateIssue
 from qdqbench.eval.selection.auto import run
 from qdqbench.eval.selection.auto.results import Auto
-from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
+from qdqbench.quantize.recipe.schema import load_recipe
 
-from .tiny import Given, listing, results
+from .cases import edited
+from .tiny import Given, ended, listing, results
 
 pytestmark = pytest.mark.slow
 OUT = "auto"
@@ -22,12 +23,8 @@ OUT = "auto"
 @pytest.fixture
 def clipped(tmp_path):
     """A recipe that clips what a model says most with: a far better one is easily found."""
-    recipe = load_recipe("bert-int8-linears")
-    changed = {"samples": 64, "method": "percentile/60", "smoothing": "none", "bias_correction": False}
-    section = recipe.calibration.model_copy(update=changed)
-    path = tmp_path / "clipped.yaml"
-    path.write_text(dump_recipe(recipe.model_copy(update={"name": "clipped", "calibration": section})))
-    return path
+    section = {"samples": 64, "method": "percentile/60", "smoothing": "none", "bias_correction": False}
+    return edited(tmp_path / "clipped.yaml", {"name": "clipped", "calibration": section})
 
 
 def read_auto(folder):
@@ -87,8 +84,7 @@ def test_the_first_recipe_that_holds_is_deployed_and_repeated(sst2, tmp_path, qd
     """And the same command again takes no step; more is told by --json."""
     out = tmp_path / OUT
     words = options(sst2, out, "int8-linears")
-    done = qdqbench(*words)
-    assert done.code == 0, done.err
+    done = ended(qdqbench(*words))
     found = read_auto(out)
     assert [step.status for step in found.steps] == ["done", *["skipped"] * 4]
     assert {step.skipped for step in found.steps[1:]} == {"holds"}
@@ -128,8 +124,7 @@ def test_labels_in_another_order_end_it_at_once(sst2, tmp_path, qdqbench):
     pyarrow.parquet.write_table(pyarrow.table(table), data / "validation.parquet")
     names = ("bert-int8-attention", "bert-int8-linears")
     given = Given(sst2.model, sst2.task, tmp_path)
-    done = qdqbench(*options(given, tmp_path / OUT, *names))
-    assert done.code == 2
+    done = ended(qdqbench(*options(given, tmp_path / OUT, *names)), 2)
     assert done.err.count("the model's 0 is the data's 1, 1 is the data's 0, which makes accuracy") == 1
     assert f"{', '.join(names)}: FP32 accuracy" in done.err
     assert not list((tmp_path / OUT).rglob("model.int8.onnx"))

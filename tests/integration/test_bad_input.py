@@ -1,35 +1,27 @@
 """Whatever a user gets wrong: one sentence, the exit status of its kind, and nothing left half-written."""
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 import yaml
 
-from .tiny import EVAL_ROWS, MAIN, environment, listing, refused, rows, signs_of_life, write_split
+from qdqbench import _models as models
 
+from ..support.foreign_layer import float_layer
+from ..support.layer_tables import bert, inspector_json
+from .cases import edited
+from .tiny import EVAL_ROWS, call_apart, ended, listing, refused, rows, write_split
+
+TO_FOLDERS = ("run", "qat", "finetune", "sensitivity", "compare-calibration", "search", "auto")
+FILES = {"recipe": "recipe.yaml", "bad": "bad.json", "table": "table.json", "graph": "graph.onnx"}
 LATEST = ("results.json", "report.md", "report.html")
-
-
-def nothing_half_written(out):
-    """A run directory holds its configuration and the outputs of finished stages, nothing else."""
-    if not out.exists():
-        return
-    known = {"run.json", "recipe.yaml"}
-    if (out / "stages.json").is_file():
-        stages = json.loads((out / "stages.json").read_text())["stages"]
-        known |= {"stages.json"}.union(*(stage["outputs"] for stage in stages.values()))
-    assert {*listing(out)} <= known
-    assert not [path for path in out.rglob("*") if path.name.endswith(".tmp")]
 
 
 @pytest.fixture
@@ -122,57 +114,36 @@ OPTIONS = yaml.safe_load(Path(__file__).with_name("options.yaml").read_text(enco
 
 
 @pytest.mark.parametrize("case", OPTIONS)
-def test_options(case, sst2, tmp_path, qdqbench, monkeypatch):
+def test_options(case, sst2, tmp_path, qdqbench, monkeypatch, request):  # noqa: PLR0917
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # a missing folder may be a hub id
-    asked = OPTIONS[case]
-    (tmp_path / "recipe.yaml").write_text(asked.get("recipe", ""))
+    asked, out = OPTIONS[case], tmp_path / "run"
+    if "change" in asked:
+        edited(tmp_path / "recipe.yaml", asked["change"])
+    else:
+        (tmp_path / "recipe.yaml").write_text(asked.get("recipe", ""))
     (tmp_path / "blank").mkdir()
     write_split(tmp_path / "blank" / "train.parquet", {"sentence": [" "] * 9})
+    files = {name: tmp_path / file for name, file in FILES.items()}
+    files["bad"].write_text('[{"name": "x"}]')
+    files["table"].write_text(inspector_json(bert(), 11))
+    onnx.save(float_layer(), files["graph"])
     given = {"model": f"--model {sst2.model}", "data": f"--data {sst2.data}", "sst2": " ".join(sst2.options)}
-    line = asked["command"].format(dir=tmp_path, folder=sst2.model, recipe=tmp_path / "recipe.yaml", **given)
-    out = tmp_path / "run"
-    given_out = ["--out", out] if line.startswith(("run", "qat")) else []
-    refused(qdqbench(*line.split(), *given_out), *asked["told"])
-    assert not out.exists()
+    given |= files | {"dir": tmp_path, "folder": sst2.model}
+    if "{run}" in asked["command"]:
+        given["run"] = request.getfixturevalue("finished_run")
+    line = asked["command"].format(**given).split()
+    given_out = ["--out", out] if line[0] in TO_FOLDERS else []
+    refused(qdqbench(*line, *given_out), *asked["told"], code=asked.get("code", 1))
+    assert not [*tmp_path.glob("out*")]
+    assert not [*out.glob("*.json")] if asked.get("begun") else not out.exists()
 
 
 # The run directory.
 
 
-def test_out_is_a_file_or_holds_others(sst2, tmp_path, qdqbench):
-    out = tmp_path / "file"
-    out.write_text("mine")
-    refused(qdqbench("run", "int8-linears", *sst2.options, "--out", out), "is a file", "--out")
-    refused(
-        qdqbench("run", "int8-linears", *sst2.options, "--out", out / "run"),
-        "cannot write|is a file",
-        "--out",
-    )
-    assert out.read_text() == "mine"
-    out = tmp_path / "folder"
-    out.mkdir()
-    (out / "thesis.txt").write_text("mine")
-    refused(qdqbench("run", "int8-linears", *sst2.options, "--out", out), "holds other files", "--out")
-    assert listing(out) == ["thesis.txt"]
-
-
-def test_out_cannot_be_written(sst2, tmp_path, qdqbench, monkeypatch):
-    """A read-only folder; tests may run as root, for whom there is none."""
-
-    def refuse(*_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tempfile, "mkdtemp", refuse)
-        done = qdqbench("run", "int8-linears", *sst2.options, "--out", tmp_path / "run")
-    refused(done, "cannot write .*run", "Permission denied", "--out")
-    nothing_half_written(tmp_path / "run")
-
-
 @pytest.mark.slow
 def test_disk_is_full(sst2, tmp_path, qdqbench, monkeypatch):
     """The disk fills up while the logits of the baseline are written."""
-    import numpy as np
 
     def full(stream, **_):
         stream.write(b"half")
@@ -202,12 +173,6 @@ def test_quantize_of_a_recipe_that_quantizes_nothing(sst2, tmp_path, qdqbench):
     refused(qdqbench("quantize", out), "no stage 'quantize'")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema_version": 99}', "\xff"])
-def test_run_of_another_version(text, a_run, qdqbench):
-    (a_run / "run.json").write_text(text, encoding="latin-1")
-    refused(qdqbench("report", a_run), r"run\.json")
-
-
 def test_a_mistake_leaves_a_finished_run_as_it_is(a_run, sst2, qdqbench):
     """Seen: `--max-length` beyond the model's positions took the report of the run in that folder with it."""
     before = {name: (a_run / name).read_bytes() for name in ("run.json", "results.json", "report.html")}
@@ -216,36 +181,9 @@ def test_a_mistake_leaves_a_finished_run_as_it_is(a_run, sst2, qdqbench):
     assert {name: (a_run / name).read_bytes() for name in before} == before
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("text", ["{", '{"schema_version": 99}'])
-def test_unreadable_manifest_means_that_nothing_is_reused(text, a_run, qdqbench):
-    (a_run / "stages.json").write_text(text, encoding="latin-1")
-    assert qdqbench("report", a_run).code == 0
-    timings = json.loads((a_run / "results.json").read_text())["timings"]
-    assert not any(row["reused"] for row in timings.values())
-
-
-def test_profile_before_the_report(sst2, tmp_path, qdqbench):
-    refused(qdqbench("timings", tmp_path), r"results\.json", "run")
+def test_timings_of_no_results(tmp_path, qdqbench):
     (tmp_path / "results.json").write_text("{}")
     refused(qdqbench("timings", tmp_path), r"results\.json")
-
-
-# ONNX files that are none.
-
-ONNX = {
-    "a-folder": lambda path: (path.unlink(), path.mkdir()),
-    "truncated": partial(cut, share=0.5),
-    "text": lambda path: path.write_text("hello"),
-}
-
-
-@pytest.mark.parametrize("case", ONNX)
-def test_check_of_a_file_that_is_no_graph(case, finished_run, tmp_path, qdqbench):
-    path = Path(shutil.copy(finished_run / "model.int8.onnx", tmp_path / "model.onnx"))
-    ONNX[case](path)
-    told = [r"model\.onnx", *([r"truncated|corrupted|not"] if case == "truncated" else [])]
-    refused(qdqbench("check", path), *told)
 
 
 # Interrupted runs: each name is called in the middle of a stage.
@@ -317,42 +255,13 @@ def test_interrupted_run_goes_on_where_it_stopped(  # noqa: PLR0917
     assert not nothing_lost
 
 
-@pytest.mark.slow
-def test_ctrl_c_at_the_keyboard(sst2, tmp_path):
-    """The signal itself, sent to the process while it works."""
-    out = tmp_path / "run"
-    # background jobs of a shell ignore Ctrl-C, and what they start inherits that
-    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    command = [sys.executable, "-c", heeds + MAIN, "run", "int8-linears", *sst2.options, "--out", str(out)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=environment(), **pipes) as process:
-        until = time.monotonic() + 400
-        while not (out / "stages.json").exists() and time.monotonic() < until:
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        try:
-            shown, told = process.communicate(timeout=200)
-        finally:
-            process.kill()  # if it hangs, fail and do not wait
-    assert (process.returncode, shown) == (130, "")
-    signs, _, last = told.rstrip().rpartition("\n")
-    assert last == "qdqbench: interrupted; what is finished is kept, and the same command resumes"
-    assert signs_of_life(signs), signs
-    nothing_half_written(out)
-    assert "baseline" in json.loads((out / "stages.json").read_text())["stages"]
-
-
 # The traceback is there for who asks.
 
 
 def test_debug_shows_the_traceback(tmp_path):
-    arguments = [sys.executable, "-c", MAIN, "check", str(tmp_path / "nowhere.onnx"), "--debug"]
-    loud = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment())
-    assert loud.returncode == 1
-    assert "Traceback (most recent call last)" in loud.stderr
-    assert "UserError" in loud.stderr
-    assert "nowhere.onnx" in loud.stderr
+    loud = ended(call_apart("check", tmp_path / "nowhere.onnx", "--debug"), 1)
+    for told in ("Traceback (most recent call last)", "UserError", "nowhere.onnx"):
+        assert told in loud.err
 
 
 @pytest.mark.parametrize(
@@ -366,8 +275,6 @@ def test_debug_shows_the_traceback(tmp_path):
     ],
 )
 def test_a_gpu_that_refuses_is_explained(said, told, finished_run, qdqbench, monkeypatch):
-    from qdqbench import _models as models
-
     def fail(*_, **__):
         raise RuntimeError(said)
 
@@ -379,23 +286,13 @@ def test_a_gpu_that_refuses_is_explained(said, told, finished_run, qdqbench, mon
 
 
 def test_unexpected_failure_is_one_sentence_too(finished_run, qdqbench, monkeypatch):
-    from qdqbench import _models as models
-
     def fail(*_, **__):
         raise ZeroDivisionError("several\nlines")
 
     monkeypatch.setattr(models, "check_file", fail)
-    done = qdqbench("check", finished_run / "model.int8.onnx")
-    assert done.code == 1
+    done = ended(qdqbench("check", finished_run / "model.int8.onnx"), 1)
     assert re.fullmatch(
         r"qdqbench: unexpected failure, ZeroDivisionError: several lines; .*--debug.*\n", done.err
     )
     with pytest.raises(ZeroDivisionError):
         qdqbench("check", finished_run / "model.int8.onnx", "--debug")
-
-
-def test_no_stray_files_outside_the_run_directory(sst2, tmp_path, qdqbench, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    refused(qdqbench("run", "nonesuch", *sst2.options), "nonesuch")
-    refused(qdqbench("run", "--task", "sst2"), "belong together")
-    assert os.listdir(tmp_path) == []

@@ -2,12 +2,17 @@
 
 import json
 
+import numpy as np
 import pytest
 
+from qdqbench.eval.metrics.compare import compare
+from qdqbench.eval.selection import calibration_comparison
 from qdqbench.eval.selection.calibration_comparison import CalibrationComparison
 from qdqbench.eval.selection.trials.results import DRAW
 from qdqbench.quantize.calibration import ptq
 from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.tasks.task import get_task
+from qdqbench.quantize.utils.errors import CheckFailed
 
 from .tiny import EVAL_ROWS, TRAIN_ROWS, fine, listing, refused, rows, write_split
 
@@ -84,11 +89,6 @@ def test_rows_are_those_of_a_run(qdqbench, sst2, recipe, tmp_path):
     assert qdqbench("compare-calibration", *options, tmp_path / "a", "--samples", 64, *NARROW).code == 0
     for stage in ("baseline", "fake_quant"):
         assert qdqbench("run", *options, tmp_path / "b", "--until", stage).code == 0
-    import numpy as np
-
-    from qdqbench.eval.metrics.compare import compare
-    from qdqbench.quantize.tasks.task import get_task
-
     logits = {name: np.load(tmp_path / "b" / "logits" / f"{name}.npz") for name in ("fp32", "fake_quant")}
     labels = logits["fp32"]["validation.labels"]
     pair = [logits[name]["validation.logits"] for name in ("fp32", "fake_quant")]
@@ -132,9 +132,6 @@ def test_both_splits_of_mnli(qdqbench, given, recipe, tmp_path):
 
 
 def test_a_row_that_fails_does_not_stop_the_others(qdqbench, sst2, recipe, tmp_path, monkeypatch):
-    from qdqbench.eval.selection import calibration_comparison
-    from qdqbench.quantize.utils.errors import CheckFailed
-
     honest = calibration_comparison.apply_methods
 
     def broken(shared, plan):

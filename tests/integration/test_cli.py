@@ -3,55 +3,27 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import onnx
 import pytest
-import typer
 
-from qdqbench.cli.app import app
 from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe, parse_recipe, shipped_recipes
 
+from ..support.commands import COMMANDS
 from ..support.families import write_model
 from ..support.foreign_layer import write_dynamic, write_static
-from .tiny import MAIN, entries, environment, fine, refused, signs_of_life
+from .tiny import call_apart, ended, entries, fine, refused, signs_of_life
 
 RECIPES = shipped_recipes()
 ROOT = Path(__file__).resolve().parents[2]
 ANSI = re.compile(r"\x1b\[")
 
 
-def commands(group=None, path=()):
-    """Every command and group of the command line, as a path of names."""
-    group = group or typer.main.get_command(app)
-    yield path
-    for name, command in getattr(group, "commands", {}).items():
-        yield from commands(command, (*path, name))
-
-
-COMMANDS = sorted(commands())
-
-
-def process(*arguments, code=MAIN):
-    """`qdqbench ARGUMENTS` as its own process, with pipes for stdout and stderr."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment(),
-    )
-
-
-@pytest.mark.parametrize("path", COMMANDS, ids=lambda path: "-".join(path) or "qdqbench")
+@pytest.mark.parametrize("path", sorted(COMMANDS), ids=lambda path: "-".join(path) or "qdqbench")
 def test_every_command_has_help(path, qdqbench):
-    done = fine(qdqbench("help", *path))
+    done, node = fine(qdqbench("help", *path)), COMMANDS[path]
     assert "Usage:" in done.out
-    node = typer.main.get_command(app)
-    for name in path:
-        node = node.commands[name]
     assert node.help
     assert hasattr(node, "commands") or re.search(r"Example: qdqbench .*More: docs/", done.out, re.DOTALL)
     shown = " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.out).split())
@@ -69,9 +41,7 @@ def test_a_list_of_recipes_imports_nothing_heavy_and_has_no_codes():
         "try: main()\n"
         f"finally: sys.exit(sorted({heavy} & {{*sys.modules}}) or None)"
     )
-    done = process("recipes", "list", code=code)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert not ANSI.search(done.stdout)  # as it is no terminal
+    assert not ANSI.search(fine(call_apart("recipes", "list", code=code)).out)  # as it is no terminal
 
 
 def test_a_shell_completes_commands_and_recipes(qdqbench, monkeypatch):
@@ -149,8 +119,7 @@ def test_recipes_show_what_is_shipped(name, qdqbench, tmp_path):
 def test_recipes_validate_names_the_nearest_key(qdqbench, tmp_path):
     (tmp_path / "good.yaml").write_text(dump_recipe(load_recipe("bert-fp16")))
     (tmp_path / "bad.yaml").write_text("version: 1\nname: x\ncalibratoin: {samples: 8}\n")
-    done = qdqbench("recipes", "validate", tmp_path / "good.yaml", tmp_path / "bad.yaml")
-    assert done.code == 1
+    done = ended(qdqbench("recipes", "validate", tmp_path / "good.yaml", tmp_path / "bad.yaml"), 1)
     assert re.fullmatch(r"qdqbench: .*bad\.yaml.*'calibratoin'.*'calibration'.*\n", done.err)
 
 
@@ -173,8 +142,7 @@ def test_check_of_a_good_file(finished_run, qdqbench):
 def test_check_counts_what_tensorrt_refuses(tmp_path, qdqbench):
     """ONNX Runtime's formats: none of it runs, and equal findings are one."""
     path = write_dynamic(tmp_path, "dynamic.onnx")
-    done = qdqbench("check", path, "--json")
-    assert done.code == 2
+    done = ended(qdqbench("check", path, "--json"), 2)
     counts = json.loads(done.out)["counts"]
     assert (counts["gemms"], counts["int8"], counts["refused"], counts["floating_point"]) == (7, 0, 5, 2)
     shown = qdqbench("check", path)
@@ -204,8 +172,7 @@ def test_check_without_a_graph(a_run, qdqbench, tmp_path):
     (a_run / "model.int8.onnx").unlink()
     refused(qdqbench("check", a_run), f"`qdqbench export {a_run}` writes it")
     (tmp_path / "not.onnx").write_text("hello")
-    done = qdqbench("check", tmp_path / "not.onnx")
-    assert done.code == 1
+    done = ended(qdqbench("check", tmp_path / "not.onnx"), 1)
     assert re.fullmatch(r"qdqbench: .*not\.onnx.*\n", done.err)
 
 
@@ -240,9 +207,9 @@ def test_profile(finished_run, qdqbench):
 @pytest.mark.slow
 def test_a_run_is_quiet_when_not_a_terminal(sst2, tmp_path):
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
-    done = process("run", *sst2.options, "--out", tmp_path / "run", "--json")
-    assert (done.returncode, signs_of_life(done.stderr)) == (0, True)
-    assert json.loads(done.stdout) == json.loads((tmp_path / "run" / "results.json").read_text())
+    done = call_apart("run", *sst2.options, "--out", tmp_path / "run", "--json")
+    assert (done.code, signs_of_life(done.err)) == (0, True)
+    assert json.loads(done.out) == json.loads((tmp_path / "run" / "results.json").read_text())
 
 
 def test_a_closed_pipe_is_no_error(finished_run):
@@ -250,15 +217,7 @@ def test_a_closed_pipe_is_no_error(finished_run):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as pipe:
-        done = subprocess.run(
-            [sys.executable, "-c", MAIN, "timings", str(finished_run), "--json"],
-            stdout=pipe,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-            env=environment(),
-        )
-    assert done.stderr == ""
+        assert call_apart("timings", finished_run, "--json", stdout=pipe).err == ""
 
 
 def test_version_short_help_and_the_groups(qdqbench):

@@ -2,6 +2,7 @@
 
 import base64
 import json
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -15,17 +16,14 @@ TEXTS = ["a good film", "awful", "it is"]
 def served():
     """The URL of a server of an endpoint, and what its front answers in its own form."""
     running = {}
+    with ExitStack() as stack:
 
-    def start(endpoint):
-        if endpoint not in running:
-            running[endpoint] = fake_server(order={"endpoint": endpoint})
-        return f"http://127.0.0.1:{running[endpoint][1]}"
+        def start(endpoint):
+            if endpoint not in running:
+                running[endpoint] = stack.enter_context(fake_server(order={"endpoint": endpoint}))[1]
+            return f"http://127.0.0.1:{running[endpoint]}"
 
-    yield start
-    for process, _ in running.values():
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        yield start
 
 
 def ask(url, **fields):

@@ -3,8 +3,6 @@
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas
@@ -14,7 +12,7 @@ from onnxruntime.quantization import quantize_dynamic
 from qdqbench.quantize.deployment.opened import Answering
 
 from ..support.deployed import answers
-from .tiny import environment, fine, results
+from .tiny import call_apart, ended, fine, refused, results
 
 COLUMNS = ["--text-column", "Review", "--label-column", "Verdict"]
 
@@ -59,25 +57,10 @@ program()
 def compare_without_torch(folders, given):
     """The page of `compare` where the extra `quantize` is not installed, which `run` then asks for."""
 
-    def call(*words):
-        command = [sys.executable, "-c", LIGHT, *map(str, words)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment())
-        return done.returncode, done.stdout, done.stderr
-
-    code, _, said = call("run", *given, *COLUMNS, "--out", "another")
-    assert code == 3
-    assert re.search(r"this needs \w+, which is not installed; `pip install .*", said)
-    code, shown, said = call("compare", *folders)
-    assert (code, said) == (0, "")
+    asked = call_apart("run", *given, *COLUMNS, "--out", "another", code=LIGHT)
+    refused(asked, r"this needs \w+, which is not installed; `pip install ", code=3)
+    shown = fine(call_apart("compare", *folders, code=LIGHT)).out
     return Path(re.search(r"page: (\S+)", shown)[1]).read_text()
-
-
-def refused(done, *said):
-    """One sentence that says what to do, and nothing left behind."""
-    assert done.code == 1
-    assert re.fullmatch(r"qdqbench: [^\n]+\n", done.err)
-    for words in said:
-        assert words in done.err, words
 
 
 @pytest.mark.slow
@@ -149,8 +132,7 @@ def test_labels_in_another_order_than_the_models_are_told_and_mended(qdqbench, s
     write_reviews(sst2.data, Path("reviews.csv"), ("schlecht", "gut"))  # 0 and 1; sorted they are 1 and 0
     asked = ["run", "int8-linears", "--model", "my-model", "--data", "reviews.csv", *COLUMNS]
     asked += ["--backend", "onnxruntime"]
-    done = qdqbench(*asked)
-    assert done.code == 2
+    done = ended(qdqbench(*asked), 2)
     said = flat(done.err)
     assert 'write `id2label`: {"0": "schlecht", "1": "gut"} into the model\'s config.json' in said
     assert "stopped after its baseline" in said

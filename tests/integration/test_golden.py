@@ -92,18 +92,6 @@ def measured(folder, model):
     }
 
 
-def differences(found, recorded, place=""):
-    """Every leaf that is not the same."""
-    if isinstance(found, dict) and isinstance(recorded, dict):
-        for name in sorted({*found, *recorded}):
-            yield from differences(found.get(name), recorded.get(name), f"{place}/{name}")
-    elif isinstance(found, list) and isinstance(recorded, list) and len(found) == len(recorded):
-        for index, pair in enumerate(zip(found, recorded, strict=True)):
-            yield from differences(*pair, f"{place}[{index}]")
-    elif found != recorded:
-        yield f"{place}: {found}, recorded {recorded}"
-
-
 def too_far(found, recorded):
     """What differs by more than another machine's arithmetic explains."""
     for part, tolerance in (("amax", AMAX), ("scales", SCALES)):
@@ -153,8 +141,10 @@ def test_numbers_are_as_recorded(recipe, sst2, tmp_path, qdqbench, request):
         record(recipe, found)
         pytest.skip(f"recorded {recipe} in {RECORDED}")
     recorded = json.loads(RECORDED.read_text())
-    compare = differences if recorded["where"] == where() else too_far
-    assert list(compare(found, recorded["recipes"][recipe])) == []
+    if recorded["where"] == where():
+        assert found == recorded["recipes"][recipe]
+    else:
+        assert list(too_far(found, recorded["recipes"][recipe])) == []
 
 
 @pytest.mark.parametrize("recipe", [OF_FINISHED_RUN, OTHER])
@@ -162,8 +152,6 @@ def test_a_changed_amax_is_seen(recipe):
     recorded = json.loads(RECORDED.read_text())["recipes"][recipe]
     for name, values in recorded["amax"].items():
         found = copy.deepcopy(recorded)
-        (found["amax"][name][-1],) = exact(np.nextafter(np.float32(values[-1:]), np.float32(np.inf)))
-        assert [line.partition("[")[0] for line in differences(found, recorded)] == [f"/amax/{name}"]
         found["amax"][name][-1] = 1.01 * values[-1]
         assert [line.partition(":")[0] for line in too_far(found, recorded)] == [f"amax of {name}"]
-    assert list(differences(recorded, recorded)) == list(too_far(recorded, recorded)) == []
+    assert list(too_far(recorded, recorded)) == []

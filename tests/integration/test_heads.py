@@ -6,12 +6,19 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+import torch
+from seqeval.metrics import f1_score
+from transformers import AutoModelForTokenClassification, AutoTokenizer
 
+from qdqbench.eval.metrics.compare import compare
+from qdqbench.eval.metrics.parity import compare_layers
+from qdqbench.eval.verification.bisect import bisect, run_onnxruntime
+from qdqbench.eval.verification.blocks import check_blocks, reference_blocks, stitch
 from qdqbench.quantize.pipeline.session import Session, read_config
 
 from . import heads
 from .cases import edited
-from .tiny import call, results
+from .tiny import call, ended, refused, results
 
 pytestmark = pytest.mark.slow
 KINDS = "tokens", "qa"
@@ -54,10 +61,6 @@ def test_a_run_has_the_answers_of_its_head(runs):
 
 
 def test_scores_are_those_of_seqeval_and_of_transformers_own_head(runs, options):
-    import torch
-    from seqeval.metrics import f1_score
-    from transformers import AutoModelForTokenClassification, AutoTokenizer
-
     model = AutoModelForTokenClassification.from_pretrained(options["tokens"][1]).eval()
     words = AutoTokenizer.from_pretrained(options["tokens"][1])
     lines = (Path(options["tokens"][5]) / "validation.jsonl").read_text().splitlines()
@@ -84,10 +87,6 @@ def test_windows_are_as_long_as_asked(runs):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_are_judged_output_by_output(runs, kind):
-    from qdqbench.eval.verification.bisect import run_onnxruntime
-    from qdqbench.eval.verification.blocks import check_blocks, stitch
-    from qdqbench.quantize.pipeline.session import Session, read_config
-
     session = Session(read_config(runs[kind]), runs[kind])
     cut = stitch(onnx.load(runs[kind] / "model.int8.onnx"), session.plan.family)
     _, batch = session.eval_splits["validation"][1].batch(range(32), 0)
@@ -105,10 +104,6 @@ def test_blocks_are_judged_output_by_output(runs, kind):
 
 def test_a_fault_of_one_output_is_named(runs):
     """Of two outputs: by layer parity, by the check of blocks, and by bisecting an engine."""
-    from qdqbench.eval.metrics.parity import compare_layers
-    from qdqbench.eval.verification.bisect import bisect, run_onnxruntime
-    from qdqbench.eval.verification.blocks import reference_blocks
-
     folder = runs["qa"]
     session = Session(read_config(folder), folder)
     broken = onnx.load(folder / "model.int8.onnx")
@@ -135,8 +130,6 @@ def test_a_fault_of_one_output_is_named(runs):
 
 
 def test_the_worst_of_two_outputs_is_told(runs):
-    from qdqbench.eval.metrics.compare import compare
-
     session = Session(read_config(runs["qa"]), runs["qa"])
     with np.load(runs["qa"] / "logits" / "fp32.npz") as arrays:
         answers = arrays["validation.logits"]
@@ -177,8 +170,7 @@ def test_sensitivity_sees_heads_over_tokens(options, recipe, tmp_path, capsys):
 @pytest.mark.parametrize("kind", KINDS)
 def test_finetune_learns_and_names_its_classes(options, tmp_path, capsys, kind):
     short = ["--limit", 96, "--epochs", 1, "--seeds", 1, "--batch-size", 16, "--out", tmp_path / "f"]
-    done = call(capsys, "finetune", *options[kind], *short)
-    assert done.code == 0, done.err
+    ended(call(capsys, "finetune", *options[kind], *short))
     (run,) = json.loads((tmp_path / "f" / "finetune.json").read_text())["runs"]
     assert set(run["metrics"]) >= {"f1"}
     assert run["n"] == 64
@@ -190,5 +182,4 @@ def test_finetune_learns_and_names_its_classes(options, tmp_path, capsys, kind):
 def test_a_head_of_another_kind_is_one_sentence(options, tmp_path, capsys):
     model = [*options["qa"][:2], *options["tokens"][2:]]
     done = call(capsys, "run", "int8-linears", *model, "--metric", "accuracy", "--out", tmp_path / "r")
-    assert done.code == 1
-    assert "is a BertForQuestionAnswering, but the task (token classification) needs a model" in done.err
+    refused(done, "is a BertForQuestionAnswering, but the task (token classification) needs a model")

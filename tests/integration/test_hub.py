@@ -19,7 +19,7 @@ from ..support.families import HIDDEN, write_model
 from ..support.hub_stub import TOKEN
 from ..support.long import mark_long
 from ..support.tiny_embedder import MEAN, expected, write_modules, write_sentence_folder
-from .tiny import entries, fine, listing, results, sentences
+from .tiny import ended, entries, fine, listing, results, sentences
 
 WIDTH = 12
 PROMPTS = {"prompts": {"query": "query: "}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
@@ -131,8 +131,7 @@ def test_the_fp32_twin_is_there_where_it_is_asked_for(finished_run, tmp_path, qd
 
 
 def test_push_uploads_what_deploy_writes(a_run, qdqbench, hub_server):
-    done = qdqbench("push", a_run, "me/int8", "--private", "--json")
-    assert done.code == 0, done.err
+    done = ended(qdqbench("push", a_run, "me/int8", "--private", "--json"))
     url = f"{hub_server.url}/me/int8/commit/{'0' * 40}"
     assert json.loads(done.out) == {"repository": "me/int8", "url": url}
     assert sorted(hub_server.files) == listing(a_run / "deploy")

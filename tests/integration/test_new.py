@@ -4,9 +4,9 @@ import pytest
 
 from qdqbench.quantize.models.families import known
 
-from ..support.unknown import write_unknown
+from ..support.families import write_model
 from .test_run import needs_rtx
-from .tiny import fine, refused, results, tokenizer
+from .tiny import entries, fine, refused, results
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 def test_the_path_of_an_unknown_type(sst2, tmp_path, qdqbench, monkeypatch):
     """RoFormer: an attention of its own, which rotates q and k."""
     monkeypatch.setattr(known, "_DESCRIBED", {})
-    model = write_unknown(tmp_path / "model", "roformer", list(tokenizer().get_vocab()))
+    model = write_model(tmp_path / "model", "roformer", entries())
     given = ["--model", model, "--task", "sst2", "--data", sst2.data, "--out", tmp_path / "run"]
     refused(
         qdqbench("run", *given),

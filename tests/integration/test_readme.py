@@ -9,26 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 import yaml
 
-from qdqbench.cli.app import app
 from qdqbench.quantize.models.families import known
 from qdqbench.quantize.recipe.schema import family_free_recipes, load_recipe, parse_recipe, shipped_recipes
 from qdqbench.quantize.recipe.shipped import PLACES, choose_start
 from qdqbench.quantize.tasks.task import get_task
 
+from ..support.commands import COMMANDS, find_command
 from ..support.families import write_model
-from ..support.prose import read_prose
+from ..support.prose import DOCUMENTS, NOTEBOOKS, ROOT, read_prose
 from ..support.unknown import config_for
 from .tiny import fine
 
-ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
-]
-NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 STAGES = "embedded baseline quantize ptq reconstruction reconstructed qat fake_quant export check parity"
 UNTIL = [*STAGES.split(), "onnxruntime", "build", "verify", "engine", "evaluate", "report"]
 RECIPES = {*shipped_recipes(), *family_free_recipes()}
@@ -70,11 +63,9 @@ def parsed(line):
     if "-m" in words:  # a launcher of `-m qdqbench COMMAND`
         launched, *words = words[words.index("-m") + 1 :]
         assert launched == "qdqbench"
-    command, path = typer.main.get_command(app), []
-    while hasattr(command, "commands") and words:
-        assert words[0] in command.commands, f"no command {' '.join([*path, words[0]])!r}"
-        command = command.commands[words[0]]
-        path.append(words.pop(0))
+    path = find_command(words)
+    command, words = COMMANDS[path], words[len(path) :]
+    assert not hasattr(command, "commands") or not words, f"no command {' '.join([*path, words[0]])!r}"
     words = [word for word in words if word != "--debug"]
     return path, command, words, target
 
@@ -170,7 +161,7 @@ def test_commands_without_a_model_run(tmp_path, qdqbench, monkeypatch):
             if not line.startswith("qdqbench ") or line.split()[1] not in NO_MODEL:
                 continue
             path, _, words, target = parsed(line)
-            if path == ["recipes", "from-cache"]:
+            if path == ("recipes", "from-cache"):
                 continue  # needs a cache and a graph: tests/unit/lint/test_cache_import.py
             done = fine(qdqbench(*path, *words))
             if target:
@@ -181,12 +172,8 @@ def test_commands_without_a_model_run(tmp_path, qdqbench, monkeypatch):
 
 def test_every_option_in_the_text_exists():
     known = {"--debug", "--help"}
-    groups = [typer.main.get_command(app)]
-    while groups:
-        command = groups.pop()
-        groups += getattr(command, "commands", {}).values()
-        for parameter in command.params:
-            known |= {*parameter.opts, *parameter.secondary_opts}
+    for parameter in (each for command in COMMANDS.values() for each in command.params):
+        known |= {*parameter.opts, *parameter.secondary_opts}
     tools = ("pip ", "python", "make ", "mypy ", "pytest ", "ruff ", "trtexec ", "polygraphy ")
     named = {
         option

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import onnx
 import pytest
@@ -14,11 +15,12 @@ from qdqbench.eval.runs.gate import issue_sentence
 from qdqbench.eval.runs.results import Results
 from qdqbench.eval.stages import stages as engine_stages
 from qdqbench.quantize.engine import backend as engine_backend
+from qdqbench.quantize.engine import layers as tables
 from qdqbench.quantize.pipeline import pipeline
 from qdqbench.quantize.pipeline.data_profiles import engine_profiles
-from qdqbench.quantize.recipe.schema import dump_recipe, load_recipe
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 
+from ..support.long import mark_long
 from .cases import edited
 from .tiny import LAYERS, files_of, fine, listing, results
 
@@ -32,59 +34,38 @@ pytestmark = pytest.mark.slow
 NO_ENGINE = "no engine can be built here, so the run will continue without one"
 
 
-DEPLOYED = [  # of a run for TensorRT-RTX
-    f"deploy/{name}"
-    for name in (
-        *("README.md", "SHA256SUMS", "build_tensorrt.sh", "config.json", "model.json", "model.onnx"),
-        *("onnx/model_quantized.onnx", "openvino/openvino_model.bin", "openvino/openvino_model.xml"),
-        *("recipe.yaml", "requirements.txt", "run_onnxruntime.py", "run_openvino.py", "run_tensorrt.py"),
-        *("run_tensorrt_rtx.py", "sentence_bert_config.json", "serve.py"),
-        *(f"standalone/{name}.py" for name in ("__init__", "answers", "fast", "model", "runtimes")),
-        *(f"standalone/server/{name}.py" for name in ("__init__", "engine", "front", "http")),
-        *(
-            f"standalone/server/{name}.py"
-            for name in ("interfaces", "metrics", "server", "settings", "slots")
-        ),
-        "standalone/texts.py",
-        *("tensorrt_rtx.engine", "tokenizer.json", "tokenizer_config.json"),
-    )
-]
+GOLDEN = Path(__file__).parents[1] / "golden"
+DEPLOYED = [f"deploy/{name}" for name in (GOLDEN / "deployed.txt").read_text().split()]  # for TensorRT-RTX
+RERUN = {  # a change of the recipe, or options; and the stages that depend on it
+    "gate": ({"gate": {"max_drop": 0.5}}, "verify"),
+    "description": ({"description": "other words"}, ""),
+    "seed": (["--seed", "7"], "parity verify"),
+    "calibration": ({"calibration": {"seed": 5, "samples": 64}}, " ".join(STAGES[1:])),
+    "shapes": (
+        {"engine": {"shapes": {"batch": [1, 8, 64], "length": [16, 128, 128]}}},
+        "build verify engine",
+    ),
+    "weights": (
+        {"export": {"weight_scales": "channel"}},
+        "export check parity onnxruntime build verify engine",
+    ),
+    "limit": (["--limit", "32"], "baseline fake_quant parity onnxruntime verify engine"),
+}
+
+
+def rerun_of(out):
+    """The stages that a call did not take from an earlier one."""
+    return {name for name, row in results(out)["timings"].items() if not row["reused"]}
 
 
 @needs_rtx
-@pytest.mark.parametrize(
-    ("change", "options", "rerun"),
-    [
-        (lambda recipe: recipe["gate"].update(max_drop=0.5), [], {"verify"}),
-        (lambda recipe: recipe.update(description="other words"), [], set()),
-        pytest.param(lambda recipe: None, ["--seed", "7"], {"parity", "verify"}, marks=pytest.mark.long),
-        (lambda recipe: recipe["calibration"].update(seed=5, samples=64), [], {*STAGES} - {"baseline"}),
-        (
-            lambda recipe: recipe["engine"].update(shapes={"batch": [1, 8, 64], "length": [16, 128, 128]}),
-            [],
-            {"build", "verify", "engine"},
-        ),
-        (
-            lambda recipe: recipe["export"].update(weight_scales="channel"),
-            [],
-            {"export", "check", "parity", "onnxruntime", "build", "verify", "engine"},
-        ),
-        pytest.param(
-            lambda recipe: None,
-            ["--limit", "32"],
-            {"baseline", "fake_quant", "parity", "onnxruntime", "verify", "engine"},
-            marks=pytest.mark.long,
-        ),
-    ],
-    ids=["gate", "description", "seed", "calibration", "shapes", "weights", "limit"],
-)
-def test_a_change_reruns_what_depends_on_it(  # noqa: PLR0917
-    change, options, rerun, a_run, sst2, tmp_path, qdqbench
-):
+@pytest.mark.parametrize("case", mark_long(RERUN, ["seed", "limit"]))
+def test_a_change_reruns_what_depends_on_it(case, a_run, sst2, tmp_path, qdqbench):
+    change, rerun = RERUN[case]
+    options, change = (change, {}) if isinstance(change, list) else ([], change)
     recipe = edited(tmp_path / "changed.yaml", change)
-    done = qdqbench("run", recipe, *sst2.options, "--out", a_run, *options)
-    assert done.code == 0
-    assert {name for name, row in results(a_run)["timings"].items() if not row["reused"]} == rerun
+    assert qdqbench("run", recipe, *sst2.options, "--out", a_run, *options).code == 0
+    assert rerun_of(a_run) == {*rerun.split()}
 
 
 @needs_rtx
@@ -93,8 +74,7 @@ def test_profiles_follow_the_data_and_the_warning_goes(a_run, sst2, qdqbench, mo
     assert any("--shapes auto" in line for line in results(a_run)["warnings"])
     fine(qdqbench("run", "int8-linears", *sst2.options, "--shapes", "auto", "--out", a_run))
     found = results(a_run)
-    rerun = {name for name, row in found["timings"].items() if not row["reused"]}
-    assert rerun == {"build", "verify", "engine"}
+    assert rerun_of(a_run) == {"build", "verify", "engine"}
     assert not any("opt shape" in line for line in found["warnings"])
     told = found["lengths"]
     assert told["tokens"] == sum(length * rows for length, rows in told["histogram"])
@@ -112,33 +92,9 @@ def test_profiles_follow_the_data_and_the_warning_goes(a_run, sst2, qdqbench, mo
 
 
 @needs_rtx
-@pytest.mark.parametrize(
-    ("name", "stages"),
-    [
-        ("model.int8.onnx", {"export"}),
-        ("logits/fp32.npz", {"baseline"}),
-        pytest.param("calibration.json", {"quantize"}, marks=pytest.mark.long),
-        ("engine/model.int8.engine", {"build"}),
-    ],
-)
-@pytest.mark.parametrize("how", [pytest.param("deleted", marks=pytest.mark.long), "changed"])
-def test_a_damaged_file_is_made_again(name, stages, how, a_run, sst2, qdqbench):  # noqa: PLR0917
-    whole = (a_run / name).read_bytes()
-    if how == "deleted":
-        (a_run / name).unlink()
-    else:
-        (a_run / name).write_bytes(whole[:-1])
-    assert qdqbench("run", "int8-linears", *sst2.options, "--out", a_run).code == 0
-    again = {stage for stage, row in results(a_run)["timings"].items() if not row["reused"]}
-    assert stages <= again
-    if name.endswith((".npz", ".json", ".onnx")):  # an engine holds a time
-        assert (a_run / name).read_bytes() == whole
-
-
-@needs_rtx
 def test_stage_commands_take_up_a_run(sst2, tmp_path, qdqbench):
     out = tmp_path / "run"
-    done = fine(qdqbench("run", "int8-linears", *sst2.options, "--out", out, "--until", "quantize"))
+    fine(qdqbench("run", "int8-linears", *sst2.options, "--out", out, "--until", "quantize"))
     assert listing(out) == ["calibration.json", "recipe.yaml", "run.json", "stages.json"]
     steps = {
         "quantize": [],
@@ -159,8 +115,7 @@ def test_stage_commands_take_up_a_run(sst2, tmp_path, qdqbench):
     }
     for command, written in steps.items():
         before = files_of(out)
-        done = fine(qdqbench(command, out, "--json"))
-        told = json.loads(done.out)
+        told = json.loads(fine(qdqbench(command, out, "--json")).out)
         if command != "report":
             made = Results.model_validate(told)
             assert made.until is not None
@@ -184,7 +139,7 @@ def test_stage_commands_take_up_a_run(sst2, tmp_path, qdqbench):
     said = " ".join(qdqbench("evaluate", out).out.split())
     assert f"accuracy {told.metrics['accuracy']:.4f} ± {told.stderr['accuracy']:.4f}, n = 96" in said
     assert qdqbench("run", "int8-linears", *sst2.options, "--out", out).code == 0
-    assert all(row["reused"] for row in results(out)["timings"].values())
+    assert rerun_of(out) == set()
 
 
 def test_json_prints_the_results(a_run, qdqbench):
@@ -194,9 +149,7 @@ def test_json_prints_the_results(a_run, qdqbench):
 
 def as_edited(folder, recipe):
     """What a recipe becomes when somebody edits the default one: another under the same name."""
-    text = dump_recipe(load_recipe(recipe).model_copy(update={"name": "bert-int8-linears"}))
-    (folder / "edited.yaml").write_text(text)
-    return folder / "edited.yaml"
+    return edited(folder / "edited.yaml", {"name": "bert-int8-linears"}, recipe)
 
 
 def test_a_run_directory_can_take_an_edited_recipe(a_run, sst2, tmp_path, qdqbench):
@@ -229,12 +182,10 @@ def failed(done, out):
 
 
 def test_a_drop_fails_the_gate(a_run, sst2, tmp_path, qdqbench, monkeypatch):
-    from qdqbench.eval.stages import stages
-
-    real = stages.onnxruntime_runner
-    monkeypatch.setattr(stages, "onnxruntime_runner", lambda path: lambda batch: -real(path)(batch))
+    real = engine_stages.onnxruntime_runner
+    monkeypatch.setattr(engine_stages, "onnxruntime_runner", lambda path: lambda batch: -real(path)(batch))
     (a_run / "logits" / "onnxruntime.npz").unlink()
-    recipe = edited(tmp_path / "strict.yaml", lambda recipe: recipe["gate"].update(max_drop=0.0))
+    recipe = edited(tmp_path / "strict.yaml", {"gate": {"max_drop": 0.0}})
     failures = failed(qdqbench("run", recipe, *sst2.options, "--out", a_run), a_run)
     found = results(a_run)
     scored = found["stages"]
@@ -245,8 +196,6 @@ def test_a_drop_fails_the_gate(a_run, sst2, tmp_path, qdqbench, monkeypatch):
 
 
 def test_a_layer_that_is_not_int8_fails_the_gate(a_run, sst2, qdqbench, monkeypatch):
-    from qdqbench.quantize.engine import layers as tables
-
     real = tables.measure_coverage
 
     def one_less(layers, expected, gemms):
@@ -290,8 +239,7 @@ def test_without_tensorrt_rtx_nothing_is_proven(a_run, sst2, qdqbench, monkeypat
     monkeypatch.undo()
     pytest.importorskip("tensorrt_rtx", reason="needs tensorrt_rtx: pip install 'qdqbench[rtx]'")
     assert qdqbench("run", "int8-linears", *sst2.options, "--out", out).code == 0  # once it is installed
-    timings = results(out)["timings"]
-    assert {name for name, row in timings.items() if not row["reused"]} == {"build", "verify", "engine"}
+    assert rerun_of(out) == {"build", "verify", "engine"}
 
 
 @pytest.mark.parametrize("backend", ["cuda", "tensorrt", "tensorrt_rtx"])
@@ -310,22 +258,21 @@ def test_a_missing_builder_is_named_before_anything_is_computed(
         monkeypatch.setitem(sys.modules, name, None)
     options = [*sst2.options, "--backend", backend, "--out", tmp_path / "run"]
     why = "no NVRTC" if backend == "cuda" else f"{backend} is not installed; pip install"
+    done = qdqbench("run", "int8-linears", *options, "--until", "build")  # which is all that was asked
+    assert (done.code, done.err.startswith(f"qdqbench: {why}"), done.err.count("\n")) == (3, True, 1)
+    assert not (tmp_path / "run").exists()
     for command in (["run", "int8-linears"], ["qat"]):
         done = qdqbench(*command, *options)
         first, last = done.err.splitlines()
         assert first.startswith(f"{NO_ENGINE}: {why}")
         assert last == "qdqbench: a stage runs"
-    done = qdqbench("run", "int8-linears", *options, "--until", "build")  # which is all that was asked
-    assert (done.code, done.err.startswith(f"qdqbench: {why}"), done.err.count("\n")) == (3, True, 1)
     done = qdqbench("run", "int8-linears", *options, "--until", "parity")
     assert done.err.splitlines() == [last]  # no engine is asked for
 
 
-def test_a_wrong_graph_fails_parity(a_run, sst2, qdqbench):
+def test_a_wrong_graph_fails_parity(a_run, sst2, qdqbench, monkeypatch):
     """One activation scale is doubled in the graph: only the layer-local comparison can say where."""
-    from qdqbench.eval.stages import stages
-
-    real = stages.compare_layers
+    real = engine_stages.compare_layers
 
     def tampered(graph, model, batches, *rest):
         names = {i.name: i for i in graph.graph.initializer}
@@ -334,10 +281,9 @@ def test_a_wrong_graph_fails_parity(a_run, sst2, qdqbench):
         scale.CopyFrom(onnx.numpy_helper.from_array(2 * onnx.numpy_helper.to_array(scale), scale.name))
         return real(graph, model, batches, *rest)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stages, "compare_layers", tampered)
-        (a_run / "parity.json").unlink()
-        failures = failed(qdqbench("run", "int8-linears", *sst2.options, "--out", a_run), a_run)
+    monkeypatch.setattr(engine_stages, "compare_layers", tampered)
+    (a_run / "parity.json").unlink()
+    failures = failed(qdqbench("run", "int8-linears", *sst2.options, "--out", a_run), a_run)
     assert len(failures) == 1
     assert "encoder.layer.1" in failures[0]
     assert "encoder.layer.0" not in failures[0]

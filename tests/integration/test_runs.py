@@ -25,11 +25,10 @@ from qdqbench.quantize.recipe.schema import load_recipe, shipped_recipes
 from ..support.pages import offline, plain
 from .cases import CASES, MARKED, Case, edited
 from .served import evaluated, line_of, rows_of, value_of
+from .test_run import STAGES
 from .tiny import EVAL_ROWS, LAYERS, TRAIN_ROWS, files_of, fine, listing, results
 
 pytestmark = pytest.mark.slow
-STAGES = ["baseline", "quantize", "fake_quant", "export", "check", "parity", "onnxruntime"]
-STAGES += ["build", "verify", "engine"]
 OF_TOKENS, OF_TEXTS = ("tokens", "qa"), ("embed", "rerank")  # these have tests of their own for answers
 
 

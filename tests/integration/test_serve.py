@@ -23,8 +23,8 @@ from qdqbench.quantize.pipeline.session import read_config
 from qdqbench.quantize.utils.errors import UserError
 
 from ..support.http_client import Client, finished
-from .served import with_cpu_engine
-from .tiny import MAIN, environment, refused
+from .served import started, with_cpu_engine
+from .tiny import MAIN, ended, refused
 
 ROOT = Path(__file__).parents[2]
 FAKE = (sys.executable, "-m", "tests.support.fake_served")
@@ -32,23 +32,11 @@ WAIT_S = 60  # for a worker to be replaced, beside other programs
 EVIL = "<img src=x onerror=alert()><b>bad</b>"
 
 
-def started(*command, word="http://127.0.0.1:", **options):
-    """A server's process and its port."""
-    words = [*map(str, command)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment(), **options)
-    while line := process.stdout.readline():
-        if word in line:
-            return process, int(line.partition(word)[2].split()[0].split("/")[0])
-    raise AssertionError(f"it did not start: {process.wait()}")
-
-
 def fake_server(word="http://127.0.0.1:", stderr=None, **settings):
-    settings = json.dumps({"port": 0, **settings})
-    return started(*FAKE, settings, word=word, stderr=stderr, cwd=ROOT)
+    return started(*FAKE, json.dumps({"port": 0, **settings}), word=word, stderr=stderr, cwd=ROOT)
 
 
 def test_a_run_that_cannot_be_served_is_told_why(finished_run, tmp_path, qdqbench):
-    refused(qdqbench("serve", tmp_path), "is no run directory")
     run = with_cpu_engine(finished_run, tmp_path / "run")
     (run / "model.fp32.onnx").unlink()
     refused(qdqbench("serve", run), "the FP32 model to compare with, does not exist")
@@ -56,8 +44,7 @@ def test_a_run_that_cannot_be_served_is_told_why(finished_run, tmp_path, qdqbenc
     (run / "build.json").write_text(json.dumps(built | {"file": "../../evil.engine"}))
     refused(qdqbench("serve", run), "names an engine outside of the run, '../../evil.engine'")
     (run / "build.json").write_text(json.dumps({"skipped": "no GPU here"}))
-    done = qdqbench("serve", run)
-    assert done.code == 3
+    done = ended(qdqbench("serve", run), 3)
     assert "no engine that answers: no GPU here" in done.err
 
 
@@ -95,17 +82,9 @@ def test_a_server_opens_a_run_without_loading_transformers(finished_run, tmp_pat
 def test_under_load_no_answer_is_lost_or_of_another_text(monkeypatch):
     """Overload, a killed front and a killed engine, one that hangs, bad input, SIGTERM under load."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # stderr keeps in a buffer what nobody takes
-    process, port = fake_server(
-        queue=32,
-        fronts=2,
-        engines=2,
-        timeout=1.0,
-        order={"per_batch": 0.02, "per_row": 0.002},
-        stderr=(unread := os.pipe())[1],  # nobody reads it, and below nobody can
-    )
-    os.close(unread[1])
+    order, unread = {"per_batch": 0.02, "per_row": 0.002}, os.pipe()  # nobody reads it, and below nobody can
 
-    async def main():
+    async def main(process, port):
         load = load_serve.Load(port, load_serve.numbers(200))
         load.expected = [[{"score": float(text)}] for text in load.texts]
         seen, _ = await load.at_rate(0.8, 2000)  # fewer than the connections that two fronts take
@@ -120,11 +99,11 @@ def test_under_load_no_answer_is_lost_or_of_another_text(monkeypatch):
             seen, _ = await asked
             assert (seen.lost, seen.wrong) == (0, 0)
             assert {*seen.statuses} <= {200, 503}
-            await replaced(lost)
+            await replaced(port, lost)
         client = Client(port)
         assert (await client.post("/v1/predict", {"texts": ["hang"]}))[0] == 503
         await client.close()
-        await replaced(3)
+        await replaced(port, 3)
         client = Client(port)
         for body, status in load_serve.BAD:
             assert (await client.post("/v1/predict", body))[0] == status
@@ -135,7 +114,7 @@ def test_under_load_no_answer_is_lost_or_of_another_text(monkeypatch):
         assert ended["answered"] > 0
         await load.close()
 
-    async def replaced(lost):
+    async def replaced(port, lost):
         """Wait until so many were lost, and all are there."""
         end, text = time.monotonic() + WAIT_S, ""
         told = 'qdqbench_workers{process="front"} 2.0', 'qdqbench_workers{process="engine"} 2.0'
@@ -146,33 +125,27 @@ def test_under_load_no_answer_is_lost_or_of_another_text(monkeypatch):
             await asyncio.sleep(0.05)
             text = (await load_serve.get(port, "/metrics"))[2]
 
-    try:
-        finished(main())
-    finally:
-        process.kill()
-        process.stdout.close()
-    assert process.wait() == 0
+    given = {"queue": 32, "fronts": 2, "engines": 2, "timeout": 1.0, "order": order, "stderr": unread[1]}
+    with fake_server(**given) as (process, port):
+        os.close(unread[1])
+        finished(main(process, port))
+        assert process.wait() == 0
 
 
 @pytest.mark.long
 def test_processes_killed_at_random_moments_mix_up_no_answer():
     """Each text is marked by its number; fronts and engines die in turn, with rows under way."""
     order = {"per_batch": 0.01, "per_row": 0.001, "kind": "Packing"}
-    process, port = fake_server(queue=64, fronts=2, engines=2, order=order, stderr=subprocess.DEVNULL)
 
-    async def main():
+    async def main(process, port):
         load = load_serve.Load(port, load_serve.numbers(500))
         load.expected = [[{"score": float(text)}] for text in load.texts]
         told = await load_serve.kill(load, process.pid, 20.0, 150, kills=20)
         await load.close()
         return told
 
-    try:
-        told = finished(main())
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    with fake_server(queue=64, fronts=2, engines=2, order=order, stderr=subprocess.DEVNULL) as given:
+        told = finished(main(*given))
     assert (told["lost"], told["wrong"]) == (0, 0)
     assert {*told["statuses"]} <= {"200", "503"}
     assert told["statuses"]["200"] > 500
@@ -180,9 +153,8 @@ def test_processes_killed_at_random_moments_mix_up_no_answer():
 
 
 def test_a_killed_server_leaves_no_worker_not_even_one_that_hangs():
-    process, port = fake_server(timeout=60.0)
 
-    async def main():
+    async def main(port):
         client = Client(port)
         asked = asyncio.create_task(client.post("/v1/predict", {"texts": ["hang"]}))
         await asyncio.sleep(0.3)
@@ -190,12 +162,10 @@ def test_a_killed_server_leaves_no_worker_not_even_one_that_hangs():
         await asyncio.wait({asked})
         await client.close()
 
-    finished(main())
-    workers = load_serve.processes_of(process.pid)
-    assert len(workers) == 2
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    with fake_server(timeout=60.0) as (process, port):
+        finished(main(port))
+        workers = load_serve.processes_of(process.pid)
+        assert len(workers) == 2
     end = time.monotonic() + 10
     while any(worker.is_running() for worker in workers):
         assert time.monotonic() < end
@@ -217,18 +187,15 @@ def test_a_server_that_cannot_start_says_why():
 
 
 def test_a_server_answers_to_the_address_that_it_prints():
-    process, port = fake_server(host="127.0.0.2", word="http://127.0.0.2:")
-    try:
+    with fake_server(host="127.0.0.2", word="http://127.0.0.2:") as (process, port):
         for host, status in (("127.0.0.2", 200), ("localhost", 200), ("evil.example", 421)):
             with socket.create_connection(("127.0.0.2", port), 10) as asked:
                 asked.sendall(f"GET /health HTTP/1.1\r\nhost: {host}:{port}\r\n\r\n".encode())
                 assert int(asked.recv(1000).split()[1]) == status
         second = failed(host="127.0.0.2", port=port)
         assert f"cannot listen on 127.0.0.2 port {port} (Address already in use)" in second
-    finally:
         process.terminate()
-        process.stdout.close()
-    assert process.wait(20) == 0
+        assert process.wait(20) == 0
 
 
 @pytest.mark.long
@@ -236,9 +203,8 @@ def test_a_server_answers_to_the_address_that_it_prints():
 def test_the_command_serves_a_run_until_a_signal(finished_run, tmp_path, number):
     run = with_cpu_engine(finished_run, tmp_path / "run")
     command = [sys.executable, "-c", MAIN, "serve", run, "--port", 0, "--fronts", 2]
-    process, port = started(*command, start_new_session=True)
 
-    async def main():
+    async def main(port):
         client = Client(port)
         for model in ("engine", "fp32"):
             status, _, made = await client.post("/v1/predict", {"texts": ["a good film"], "model": model})
@@ -250,40 +216,33 @@ def test_the_command_serves_a_run_until_a_signal(finished_run, tmp_path, number)
         assert "<html" in (await client.get("/"))[2]
         await client.close()
 
-    try:
-        finished(main())
+    with started(*command, start_new_session=True) as (process, port):
+        finished(main(port))
         os.killpg(process.pid, number)  # as a terminal does
         assert process.wait(20) == 0
-    finally:
-        process.kill()
-        process.stdout.close()
     assert load_serve.psutil.pid_exists(process.pid) is False
 
 
 def test_a_signal_ends_a_server_whose_workers_load():
     settings = json.dumps({"port": 0, "order": {"loads": 60.0}})
-    process = subprocess.Popen([*FAKE, settings], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    try:
-        end = time.monotonic() + WAIT_S
-        while not load_serve.processes_of(process.pid):
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
-        assert process.stdout.read() == ""
-    finally:
-        process.kill()
-        process.stdout.close()
+    with subprocess.Popen([*FAKE, settings], stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        try:
+            end = time.monotonic() + WAIT_S
+            while not load_serve.processes_of(process.pid):
+                assert time.monotonic() < end
+                time.sleep(0.02)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+            assert process.stdout.read() == ""
+        finally:
+            process.kill()
 
 
 @pytest.fixture(scope="module")
 def with_classes():
     """The port of a server with FP32 beside the engine, and class names that somebody means badly."""
-    process, port = fake_server(order={"classes": [EVIL, "good"], "fp32": True, "pages": True})
-    yield port
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    with fake_server(order={"classes": [EVIL, "good"], "fp32": True, "pages": True}) as (_, port):
+        yield port
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -84,9 +85,23 @@ def call_alone(*arguments):
     return Outcome(code, out.getvalue(), without_machine(err.getvalue()))
 
 
+def call_apart(*arguments, code=MAIN, **options):
+    """Run it as a process of its own, with pipes for stdout and stderr."""
+    given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": environment()} | options
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(command, text=True, check=False, **given)
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
 def without_machine(err):
     """Leave out the line of `run` about the machine that runs the test."""
     return re.sub(r"(?m)^what INT8 can bring on .*\n", "", err)
+
+
+def ended(done, code=0):
+    """Of a command that ends so, whatever it says."""
+    assert done.code == code, done
+    return done
 
 
 def fine(done):
@@ -145,6 +160,18 @@ def files_of(folder):
     """The files that a second call has no reason to write, with their times."""
     written = ("results.json", "report.md", "report.html", "recipe.yaml", "run.json", "changed.csv")
     return {n: (folder / n).stat().st_mtime_ns for n in listing(folder) if n not in written}
+
+
+def nothing_half_written(out):
+    """A run directory holds its configuration and the outputs of finished stages, nothing else."""
+    if not out.exists():
+        return
+    known = {"run.json", "recipe.yaml"}
+    if (out / "stages.json").is_file():
+        stages = json.loads((out / "stages.json").read_text())["stages"]
+        known |= {"stages.json"}.union(*(stage["outputs"] for stage in stages.values()))
+    assert {*listing(out)} <= known
+    assert not [path for path in out.rglob("*") if path.name.endswith(".tmp")]
 
 
 def sentences(rows, seed):
@@ -208,12 +235,12 @@ def write_split(path, table):
         pyarrow.parquet.write_table(pyarrow.table(table), path)
 
 
-def write_data(folder, task, suffix=".parquet"):
+def write_data(folder, task):
     """Write the splits of a task into FOLDER/TASK."""
     evaluated = ("validation_matched", "validation_mismatched") if task == "mnli" else ("validation",)
-    write_split(folder / task / f"train{suffix}", rows(task, TRAIN_ROWS, 0))
+    write_split(folder / task / "train.parquet", rows(task, TRAIN_ROWS, 0))
     for number, split in enumerate(evaluated, 1):
-        write_split(folder / task / f"{split}{suffix}", rows(task, EVAL_ROWS, 100 * number))
+        write_split(folder / task / f"{split}.parquet", rows(task, EVAL_ROWS, 100 * number))
 
 
 def entries():
@@ -230,28 +257,28 @@ def tokenizer():
     )
 
 
-def new_model(num_labels):
-    """A fresh classifier (or regressor, for one label)."""
+def fresh(auto, model_type="bert", **fields):
+    """A model of random weights, by the class that makes it of a configuration."""
     import torch
-    from transformers import BertConfig, BertForSequenceClassification
+    from transformers import AutoConfig
 
-    config = BertConfig(
-        vocab_size=len(tokenizer()),
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=len(entries()),
         hidden_size=HIDDEN,
         num_hidden_layers=LAYERS,
         num_attention_heads=HIDDEN // HEAD_SIZE,
         intermediate_size=2 * HIDDEN,
-        max_position_embeddings=POSITIONS,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         initializer_range=0.1,
-        num_labels=num_labels,
+        **fields,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = BertForSequenceClassification(config)
+        model = auto.from_config(config)
     # As if pretrained: a word's value has a direction of its own, so a second of training is enough.
-    words, identifiers = model.bert.embeddings.word_embeddings.weight.data, tokenizer().get_vocab()
+    words, identifiers = model.base_model.embeddings.word_embeddings.weight.data, tokenizer().get_vocab()
     direction = torch.linspace(-1, 1, HIDDEN)
     for word, value in WORDS.items():
         words[identifiers[word]] += value * direction
@@ -261,10 +288,13 @@ def new_model(num_labels):
 def write_model(folder, task, steps=None):
     """Train a tiny BERT on a task for about a second and save it with its tokenizer."""
     import torch
-    from transformers.utils import logging
+    from transformers import AutoModelForSequenceClassification
 
-    num_labels = {"stsb": 1, "mnli": 3}.get(task, 2)
-    model, words = new_model(num_labels), tokenizer()
+    from qdqbench.quantize.utils.system.quiet import quiet
+
+    num_labels, words = {"stsb": 1, "mnli": 3}.get(task, 2), tokenizer()
+    fields = {"num_labels": num_labels, "max_position_embeddings": POSITIONS}
+    model = fresh(AutoModelForSequenceClassification, **fields)
     table = rows(task, 4 * TRAIN_ROWS, 7)
     if task == "multi-label":
         model.config.problem_type = "multi_label_classification"
@@ -286,11 +316,8 @@ def write_model(folder, task, steps=None):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    logging.disable_progress_bar()
-    try:
+    with quiet("transformers"):
         model.eval().save_pretrained(folder)
-    finally:
-        logging.enable_progress_bar()
     words.save_pretrained(folder)
     return folder
 

@@ -3,12 +3,11 @@
 import math
 
 from qdqbench.eval.metrics.results import GateIssue
-from qdqbench.eval.selection.auto.results import Auto, AutoChoice, AutoStep, Criteria, NestedFolds, Proposal
+from qdqbench.eval.selection.auto.results import Auto, AutoStep, NestedFolds
 from qdqbench.eval.selection.calibration_comparison import CalibrationComparison, CalibrationRow
 from qdqbench.eval.selection.search.confirm import compare_drops, judge_confirmed
 from qdqbench.eval.selection.search.results import (
     ConfirmedRecipe,
-    Ranking,
     Search,
     SearchOutcome,
     SearchTrial,
@@ -28,7 +27,7 @@ from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import GateSettings
 
 from .pages import HOSTILE
-from .records import comparison, draw_record, search_trial, speedup, sqnr, step_run
+from .records import comparison, draw_record, sample_of, search_trial, speedup, sqnr, step_run
 
 GATE = GateSettings(max_drop=0.003)
 
@@ -66,25 +65,17 @@ def sample_search(**changes):
     outcome = chosen_by(trials)
     outcome.passed = True
     shared = ("created", "command", "metric", "recipe", "environment")
-    values = {name: value for name, value in draw_record("x").items() if name in shared} | {
-        "model": "folder/my-model",
-        "task": "sst2",
-        "settings": {"samples": 1024},
-        "study": "x",
-        "objective": "sqnr",
-        "ranking": Ranking(units=[(0, "qkv"), (1, "ffn-in")], attention=[1, 0], file="x.json"),
-        "source": Source(mode="latency", gpu="g", backend="b", version="v", batch=32, length=128),
-        "fp32": {"validation": Scores(metrics={"accuracy": 0.9}, stderr={"accuracy": 0.01}, n=872)},
-        "trials": trials,
-        "outcome": outcome,
-        "confirmed": [
+    values = {name: value for name, value in draw_record("x").items() if name in shared}
+    values |= sample_of(
+        "search",
+        trials=trials,
+        outcome=outcome,
+        confirmed=[
             confirmed("found", 0.0, 1.2, origin="tpe"),
             confirmed("bert-int8-ffn", -0.01, 1.1, dominates=True),
         ],
-        "agreement": compare_drops(trials[1], confirmed("found", 0.0, 1.2)),
-        "warnings": ["4 trials are few"],
-        "notes": [],
-    }
+        agreement=compare_drops(trials[1], confirmed("found", 0.0, 1.2)),
+    )
     return Search.model_validate(values | changes)
 
 
@@ -119,36 +110,23 @@ def drop_issue(value):
 
 
 def step_of(name, kind, delta, previous=None, *, nested=None, issues=()):
-    recipe = LINEARS.model_copy(update={"name": name})
-    source = Source(mode="latency", cpu="a CPU", backend="openvino", version="1", batch=32, length=128)
     run = step_run(
         folder=f"{name}/run",
         engine=f"{name}/run/engine/model.engine",
         int8_linears=36,
         previous=previous,
         vs_previous=drops(0.02, 0.004) if previous else {},
-        source=source,
+        source=Source(**sample_of("source on a cpu")),
         issues=issues,
         nested=nested,
     )
-    return AutoStep(
-        recipe=recipe,
-        origin="shipped" if kind == "shipped" else "calibration",
-        scores=drops(delta, 0.006),
-        speedup=speedup(1.4, 1.3, 1.5, ms=1.5),
-        name=name,
-        kind=kind,
-        status="done",
-        proposal=Proposal(base="bert-int8-linears", samples=512, share=0.4, method="percentile/99.99"),
-        estimate_s=60.0,
-        seconds=71.5,
-        run=run,
-    )
+    about = {"name": name, "kind": kind, "recipe": LINEARS.model_copy(update={"name": name}), "run": run}
+    about |= {"origin": "shipped" if kind == "shipped" else "calibration", "scores": drops(delta, 0.006)}
+    return AutoStep(**about, speedup=speedup(1.4, 1.3, 1.5, ms=1.5), **sample_of("step of auto"))
 
 
 def skipped_step(name, kind=None, reason="budget"):
-    fields = {"recipe": None, "origin": "qat", "status": "skipped", "estimate_s": 71.5}
-    return AutoStep(**fields, name=name, kind=kind or name, skipped=reason)
+    return AutoStep(name=name, kind=kind or name, **sample_of("skipped step", skipped=reason))
 
 
 REASONS = ("holds", "no_base", "no_remedy", "only_speed", "faster", "misfit")
@@ -157,35 +135,20 @@ REASONS = ("holds", "no_base", "no_remedy", "only_speed", "faster", "misfit")
 def sample_auto(name="a-model", *, passed=True):
     nested = NestedFolds(folds=5, scores=drops(-0.004, 0.007), others=0.2, unmet=[])
     second = {"nested": nested} if passed else {"issues": [drop_issue(0.02)]}
-    spent = {"estimate_s": 20.0, "seconds": 3.0, "failure": Failure(code="check", text=name)}
-    search = {"origin": "tpe", "name": "search", "kind": "search", "status": "failed"}
     steps = [
         step_of("bert-int8-linears", "shipped", -0.029, issues=[drop_issue(0.029)]),
         step_of("methods", "methods", -0.002 if passed else -0.02, "bert-int8-linears", **second),
         skipped_step("islands"),
-        AutoStep(recipe=None, **search, **spent),
+        AutoStep(failure=Failure(code="check", text=name), **sample_of("failed step")),
         skipped_step("qat"),
         *(skipped_step(f"qat: {reason}", "qat", reason) for reason in (() if passed else REASONS)),
     ]
-    about = draw_record(name, metric="matthews", task={"name": "cola", "metrics": ["matthews"]})
+    about = draw_record(name, task={"name": "cola", "metrics": ["matthews"]})
     about |= {"data": {"source": name, "evaluation": {"validation": 1043}, "proposals": 512, "limit": None}}
-    return Auto(
-        **{key: value for key, value in about.items() if key in Auto.model_fields},
-        folder="runs/a",
-        gate=Criteria(max_drop=0.005),
-        fp32={"matthews": 0.42},
-        budget_s=160.0,
-        elapsed_s=146.0,
-        steps=steps,
-        choice=AutoChoice(
-            passed=passed,
-            step="methods",
-            recipe="runs/a/best.yaml",
-            engine="runs/a/methods/run/engine/model.engine",
-            run="runs/a/methods/run",
-            command="qdqbench run runs/a/best.yaml --model a-model --task cola",
-        ),
-    )
+    known = {key: value for key, value in about.items() if key in Auto.model_fields}
+    made = Auto.model_validate(known | sample_of("auto", steps=steps))
+    made.choice.passed = passed
+    return made
 
 
 def undecided_auto():

@@ -17,7 +17,8 @@ def new_model(model_type, *, labels=2, entries: int = len(VOCABULARY), seed=0, *
     """A classifier with wide random weights; `changes` are fields of its configuration."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    sizes = {"vocab_size": entries, "num_labels": labels, **SIZES[model_type], **changes}
+    fields = SIZES.get(model_type) or CONFIGS["without recipes"][model_type]
+    sizes = {"vocab_size": entries, "num_labels": labels, **fields, **changes}
     config = AutoConfig.for_model(model_type, **sizes)
     return widen(AutoModelForSequenceClassification.from_config(config).eval(), seed)
 

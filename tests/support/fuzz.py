@@ -9,30 +9,10 @@ from .foreign_layer import float_layer
 from .layer_tables import bert, inspector_json
 from .tiny_layer import healthy
 
-HOSTILE = [
-    b"../../../etc/passwd",
-    b"<script>alert(1)</script>",
-    b"\\u0000",
-    b"\x1b[31m",
-    b"\xff\xfe",
-    b"'; rm -rf /; '",
-    b"${HOME}",
-    b"%s%n",
-    "\u202e\u0645".encode(),
-    b"A" * 5000,
-]
-NUMBERS = [
-    b"1e999",
-    b"-1e999",
-    b"9" * 400,
-    b"NaN",
-    b"-Infinity",
-    b"nan(0x8)",
-    b"0x10",
-    b"1e-400",
-    b"-0",
-    b"null",
-]
+NAMES = "../../../etc/passwd", "<script>alert(1)</script>", "\\u0000", "\x1b[31m", "'; rm -rf /; '", "${HOME}"
+HOSTILE = [*(text.encode() for text in (*NAMES, "%s%n", "\u202e\u0645", "A" * 5000)), b"\xff\xfe"]
+ODD = "1e999", "-1e999", "9" * 400, "NaN", "-Infinity", "nan(0x8)", "0x10", "1e-400", "-0", "null"
+NUMBERS = [text.encode() for text in ODD]
 NESTED = [b"[" * 3000, b'{"a":' * 3000, b"[" * 300 + b"]" * 300, b'[{"name":[' * 500]
 
 

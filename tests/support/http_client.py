@@ -12,6 +12,13 @@ def finished(coroutine):
         return other.submit(asyncio.run, coroutine).result()
 
 
+def request_of(path, value):
+    """The bytes of a POST of JSON."""
+    body = value if isinstance(value, bytes) else json.dumps(value).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    return head.encode() + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
 class Client:
     """One connection to a loopback server."""
 
@@ -20,12 +27,7 @@ class Client:
 
     async def post(self, path, value):
         """Status, headers and JSON of an answer; raises OSError or EOFError where there is none."""
-        body = value if isinstance(value, bytes) else json.dumps(value).encode()
-        return await self.send(
-            f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n".encode()
-            + body
-        )
+        return await self.send(request_of(path, value))
 
     async def get(self, path):
         return await self.send(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())

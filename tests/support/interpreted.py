@@ -66,19 +66,22 @@ class Interpreted(CompiledModel):
     def kernels(self):
         return [Kernel(row, 0.5) for row in list_rows(self.plan)]
 
-    def answer(self, tokens):
+    def values(self, tokens):
+        """All tensors of the plan."""
         values = {}
         for operation in self.plan.operations:
             values |= compute(operation, self.plan, self.arrays, values, tokens)
+        return values
+
+    def answer(self, tokens):
+        values = self.values(tokens)
         return {each.name: values[each.name] for each in self.plan.head.answers}
 
     def load(self, tokens):
         return tokens
 
     def forward(self, tokens, kept):
-        values = {}
-        for operation in self.plan.operations:
-            values |= compute(operation, self.plan, self.arrays, values, tokens)
+        values = self.values(tokens)
         spare = {name: np.concatenate([value, value[-1:]]) for name, value in values.items()}  # of a bucket
         kept |= {name: torch.from_numpy(spare[name]) for name in self.plan.tensors}
         return {each.name: torch.from_numpy(spare[each.name]) for each in self.plan.head.answers}

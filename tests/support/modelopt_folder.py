@@ -2,15 +2,11 @@
 
 import contextlib
 import io
-from typing import TYPE_CHECKING
 
 from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.models.load import prepare_model
 from qdqbench.quantize.training.loop import WEIGHTS
 from qdqbench.quantize.training.student import STATE
-
-if TYPE_CHECKING:
-    pass
 
 
 def load_modelopt(folder):

@@ -1,6 +1,13 @@
-"""The text of a page: of a Markdown file, or of the Markdown cells of a notebook."""
+"""The pages of the repository, and the text of one: of Markdown, or of the Markdown cells of a notebook."""
 
 import json
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md")]
+DOCUMENTS += DOCS
+NOTEBOOKS = sorted((ROOT / "docs").rglob("*.ipynb"))
 
 
 def read_prose(path):

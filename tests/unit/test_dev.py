@@ -74,54 +74,57 @@ def test_a_changed_file_is_refused(tmp_path, verify):
         (files / name).unlink()
 
 
+@pytest.fixture
+def call_main(monkeypatch):
+    """Call `dev.py` with stand-ins for all that it runs; returns its status and what was called."""
+
+    def call(*words, installs=False, tests=0, linters=0):
+        called, replaced = [], DEV["main"].__globals__
+
+        def start(command, stdout=None, **_):
+            called.append([Path(part).name for part in command])
+            print(command[1:], file=stdout, flush=True)
+            return SimpleNamespace(wait=lambda: called.append(["waited"]) or linters)
+
+        stand_ins = {
+            "install": lambda *told: called.append(["install", *told]) or installs,
+            "call": lambda *_: None,
+            "run": lambda *told, **more: called.append(["run", *told, more]) or tests,
+        }
+        for name, stand_in in stand_ins.items():
+            monkeypatch.setitem(replaced, name, stand_in)
+        monkeypatch.setattr(replaced["subprocess"], "Popen", start)
+        monkeypatch.setattr(replaced["subprocess"], "run", lambda *_, **__: SimpleNamespace(returncode=0))
+        monkeypatch.setattr(sys, "argv", ["dev.py", *words])
+        with pytest.raises(SystemExit) as ended:
+            DEV["main"]()
+        return ended.value.code, called
+
+    return call
+
+
 @pytest.mark.parametrize("words", [[], ["--all"]])
 @pytest.mark.parametrize(("tests", "linters"), [(0, 0), (1, 0), (0, 1)])
-def test_only_all_tests_draw_at_random_and_linters_count(monkeypatch, capsys, words, tests, linters):
-    profile = "random" if words else "fixed"
-    asked = []
-    monkeypatch.setattr(sys, "argv", ["dev.py", "test", *words])
-    replaced = DEV["main"].__globals__
-    monkeypatch.setitem(replaced, "install", lambda *_: False)
-    monkeypatch.setitem(replaced, "call", lambda *_: None)
-    monkeypatch.setitem(replaced, "run", lambda *told, **more: asked.append((told, more)) or tests)
-
-    def start(command, stdout, **_):
-        print(command[1:], file=stdout, flush=True)
-        return SimpleNamespace(wait=lambda: linters)
-
-    monkeypatch.setattr(replaced["subprocess"], "Popen", start)
-    with pytest.raises(SystemExit) as ended:
-        DEV["main"]()
-    assert bool(ended.value.code) == bool(tests or linters)
+def test_only_all_tests_draw_at_random_and_linters_count(call_main, capsys, words, tests, linters):
+    status, called = call_main("test", *words, tests=tests, linters=linters)
+    assert bool(status) == bool(tests or linters)
     assert f"=== linters: {'FAILED' if linters else 'passed'}\n[" in capsys.readouterr().out
-    ((told, more),) = asked
+    ((*told, more),) = (each for each in called if each[0] == "run")
     assert ("not long" in told, "--durations=25" in told) == (not words, True)
+    profile = "random" if words else "fixed"
     assert more == {"HYPOTHESIS_PROFILE": profile}
     drawn = settings.get_profile(profile)
     assert drawn.derandomize == (profile == "fixed")
     assert (drawn.database is None) == (profile == "fixed")
 
 
-def test_what_was_installed_is_compiled_on_all_cores_with_our_modules(monkeypatch):
+def test_what_was_installed_is_compiled_on_all_cores_with_our_modules(call_main):
     """Before the tests, whose processes may not write what they compile."""
-    monkeypatch.setattr(sys, "argv", ["dev.py", "test"])
-    started, replaced = [], DEV["main"].__globals__
-    monkeypatch.setitem(replaced, "install", lambda *_: True)
-    monkeypatch.setitem(replaced, "call", lambda *_: None)
-    monkeypatch.setitem(replaced, "run", lambda *told, **_: started.append(["run", *told]) or 0)
-
-    def start(command, **_):
-        started.append(command)
-        return SimpleNamespace(wait=lambda: started.append(["waited"]) or 0)
-
-    monkeypatch.setattr(replaced["subprocess"], "Popen", start)
-    with pytest.raises(SystemExit):
-        DEV["main"]()
-    (_, *compile_all), _, waited, (run, *_) = started[:4]
-    assert compile_all[:2] == ["-m", "compileall"]
+    _, (_, compile_all, _, waited, run, *_) = call_main("test", installs=True)
+    assert compile_all[1:3] == ["-m", "compileall"]
     assert "-j0" in compile_all
-    assert [path.name for path in compile_all[-4:]] == [".venv", "api", "eval", "quantize"]
-    assert (waited, run) == (["waited"], "run")
+    assert compile_all[-4:] == [".venv", "api", "eval", "quantize"]
+    assert (waited, run[0]) == (["waited"], "run")
 
 
 def test_every_linter_runs_and_one_that_fails_is_named(monkeypatch):
@@ -136,15 +139,7 @@ def test_every_linter_runs_and_one_that_fails_is_named(monkeypatch):
     assert [Path(name).name for name in ran] == ["ruff", "ruff", "python", "lint-imports"]
 
 
-def test_run_installs_what_a_first_run_needs(monkeypatch):
-    installed = []
-    monkeypatch.setattr(sys, "argv", ["dev.py", "run", "int8-linears"])
-    replaced = DEV["main"].__globals__
-    monkeypatch.setitem(replaced, "install", installed.append)
-    monkeypatch.setattr(replaced["subprocess"], "run", lambda *_, **__: SimpleNamespace(returncode=0))
-    with pytest.raises(SystemExit) as ended:
-        DEV["main"]()
-    assert ended.value.code == 0
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert installed == ["quantize,rtx,openvino"]
-    assert {*installed[0].split(",")} <= {*extras["optional-dependencies"]}
+def test_run_installs_what_a_first_run_needs(call_main):
+    assert call_main("run", "int8-linears") == (0, [["install", "quantize,rtx,openvino"]])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert {"quantize", "rtx", "openvino"} <= {*project["optional-dependencies"]}

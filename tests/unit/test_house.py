@@ -11,26 +11,26 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from ..support.prose import DOCS, DOCUMENTS, ROOT
+
 PRODUCT = ("api", "eval", "quantize", "recipes")
 FOLDERS = sorted({path.parent for top in PRODUCT for path in (ROOT / top).rglob("*.py")})
 MODULES = sorted(path for folder in FOLDERS for path in folder.glob("*.py"))
 # libraries that take a noticeable part of a second, or that are not there without a GPU or an extra
-HEAVY = {
-    "torch",
-    "transformers",
-    "modelopt",
-    "onnx",
-    "onnxruntime",
-    "datasets",
-    "huggingface_hub",
+HEAVY = {"torch", "transformers", "modelopt", "onnx", "onnxruntime", "datasets", "huggingface_hub"}
+HEAVY |= {
     "accelerate",
+    "safetensors",
+    "sklearn",
+    "scipy",
+    "pandas",
+    "matplotlib",
+    "optuna",
+    "sqlalchemy",
+    "rich",
 }
-HEAVY |= {"safetensors", "sklearn", "scipy", "pandas", "matplotlib", "optuna", "sqlalchemy", "rich", "jinja2"}
-HEAVY |= {"nncf", "psutil", "numpy", "tensorrt", "tensorrt_rtx", "pyarrow", "seqeval"}
+HEAVY |= {"rich", "jinja2", "nncf", "psutil", "numpy", "tensorrt", "tensorrt_rtx", "pyarrow", "seqeval"}
 HEAVY |= {"wandb", "mlflow", "mteb", "tqdm"}
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "recipes/README.md")]
-DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 
 
 def name_of(path):
@@ -78,7 +78,7 @@ def test_a_folder_says_in_a_sentence_what_it_holds(folder):
 def test_the_index_of_documents_names_all_of_them():
     docs = ROOT / "docs"
     named = re.findall(r"\(([\w/.-]+\.md)\)", (docs / "README.md").read_text())
-    assert set(named) == {str(path.relative_to(docs)) for path in docs.rglob("*.md")} - {"README.md"}
+    assert set(named) == {str(path.relative_to(docs)) for path in DOCS} - {"README.md"}
 
 
 def test_an_import_inside_a_function_is_of_something_heavy():

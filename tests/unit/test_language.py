@@ -7,25 +7,14 @@ import json
 import re
 import tokenize
 from itertools import groupby
-from pathlib import Path
 
 import pytest
-import typer.main
 from tools import pages
 
-from qdqbench.cli.app import app
+from ..support.commands import COMMANDS
+from ..support.prose import DOCUMENTS, NOTEBOOKS, ROOT, read_prose
 
-from ..support.prose import read_prose
-
-ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / "README.md",
-    ROOT / "CONTRIBUTING.md",
-    ROOT / "CHANGELOG.md",
-    ROOT / "recipes/README.md",
-    *(ROOT / "docs").rglob("*.md"),
-    *(ROOT / "docs").rglob("*.ipynb"),
-]
+PAGES = [*DOCUMENTS, *NOTEBOOKS]
 MODULES = [path for top in ("quantize", "eval", "api") for path in (ROOT / top).rglob("*.py")]
 INSTEAD = {
     r"beside": "next to, alongside, as well as",
@@ -133,13 +122,11 @@ def code_offences(source, read, longest=LONGEST):
 
 def helps():
     """Name and text of every help of the command line."""
-    waiting = [("qdqbench", typer.main.get_command(app))]
-    while waiting:
-        name, command = waiting.pop()
+    for words, command in COMMANDS.items():
+        name = " ".join(("qdqbench", *words))
         yield name, command.help or ""
         for each in command.params:
             yield f"{name} {each.name}", getattr(each, "help", None) or ""
-        waiting += [(f"{name} {key}", value) for key, value in getattr(command, "commands", {}).items()]
 
 
 def test_a_planted_offence_is_found():

@@ -13,19 +13,26 @@ from pathlib import Path
 
 import onnx
 import pytest
-import typer.main
 from onnx import TensorProto
 from onnx.helper import make_graph, make_model, make_node, make_tensor_value_info
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from qdqbench.cli.app import app
+from ..support.commands import COMMANDS
+from ..support.prose import ROOT
 
-ROOT = Path(__file__).parents[2]
 FOLDERS = ("api", "quantize", "eval", "recipes")
 RECORD = Path("quantize/utils/system/commit.txt")
 HEAVY = ("torch", "transformers", "onnx", "onnxruntime", "numpy", "datasets", "matplotlib", "modelopt")
+
+
+def python(code, **options):
+    """What a process of its own prints, which must end well."""
+    given = {"capture_output": True, "text": True} | options
+    done = subprocess.run([sys.executable, "-c", code], check=False, **given)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +115,9 @@ def built(tmp_path_factory):
 
 def test_a_wheel_knows_its_commit(built):
     commit, _, installed = built
-    code = (
-        "from qdqbench.quantize.utils.system import environment as e; print(e.describe_environment()['git'])"
-    )
+    code = "from qdqbench.quantize.utils.system.environment import *; print(describe_environment()['git'])"
     environment = os.environ | {"PYTHONPATH": str(installed)}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=os.sep, env=environment)
-    assert done.stdout.strip() == commit
+    assert python(code, cwd=os.sep, env=environment).strip() == commit
 
 
 def test_an_sdist_has_the_repository_and_a_wheel_the_package(built):
@@ -134,10 +137,7 @@ def test_an_sdist_has_the_repository_and_a_wheel_the_package(built):
 def test_nothing_generic_is_importable():
     # from elsewhere than the repository, `eval` must not be a module of ours
     code = "import importlib.util, json; print(json.dumps([importlib.util.find_spec(n) is None for n in %r]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code % (FOLDERS,)], capture_output=True, text=True, check=True, cwd=os.sep
-    )
-    assert json.loads(done.stdout) == [True] * 4
+    assert json.loads(python(code % (FOLDERS,), cwd=os.sep)) == [True] * 4
 
 
 def test_the_console_script(pyproject):
@@ -161,21 +161,12 @@ print(time.process_time())
 """
 
 
-def list_commands(path, command):
-    """Yield the words of a command and of all below it."""
-    yield [*path]
-    for name, inner in getattr(command, "commands", {}).items():
-        yield from list_commands((*path, name), inner)
-
-
 def test_help_imports_nothing_heavy():
     """One process for all: what a command loads, those behind it have too."""
-    commands = [*list_commands((), typer.main.get_command(app))]
-    code = HELP.format(commands=commands)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Usage: ") == len(commands) > 25
-    told = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith(":: ")]
+    commands = [[*words] for words in COMMANDS]
+    shown = python(HELP.format(commands=commands))
+    assert shown.count("Usage: ") == len(commands) > 25
+    told = [line.split()[1:] for line in shown.splitlines() if line.startswith(":: ")]
     for command, loaded in zip(commands, told, strict=True):
         assert "typer" in loaded
         assert not {*loaded} & {*HEAVY}, command
@@ -186,8 +177,7 @@ def test_help_is_quick():
     own, numpy = HELP.format(commands=[[]]), "import time, numpy; print(time.process_time())"
     times = {own: [], numpy: []}
     for code, taken in [*times.items()] * 3:
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        taken.append(float(done.stdout.split()[-1]))
+        taken.append(float(python(code).split()[-1]))
     assert min(times[own]) < max(0.5, 6 * min(times[numpy]))
 
 
@@ -205,8 +195,7 @@ def test_help_is_quick():
 )
 def test_importing_a_module_imports_nothing_needlessly(imported, absent):
     code = f"import sys\nfor n in {imported.split()}: __import__('qdqbench.' + n)\nprint(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert absent.isdisjoint(done.stdout.split())
+    assert absent.isdisjoint(python(code).split())
 
 
 def test_a_wrong_argument_is_refused_before_pytorch_loads():
@@ -219,8 +208,7 @@ def test_a_wrong_argument_is_refused_before_pytorch_loads():
         "    try: app.main()\n"
         "    except SystemExit as stop: print(stop.code, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == ["1 False"] * len(words.split(",")), done.stderr
+    assert python(code).splitlines() == ["1 False"] * len(words.split(","))
 
 
 def test_a_file_is_checked_and_diagnosed_without_pytorch(tmp_path):
@@ -238,5 +226,4 @@ def test_a_file_is_checked_and_diagnosed_without_pytorch(tmp_path):
             f"sys.argv = ['qdqbench', {command!r}, {str(path)!r}, '--json']; "
             "from qdqbench.cli.app import main; main()"
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        assert json.loads(done.stdout), done.stderr
+        assert json.loads(python(code))

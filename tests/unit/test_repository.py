@@ -4,16 +4,14 @@ import re
 import shlex
 import subprocess
 import tomllib
-from pathlib import Path
 
 import pytest
-import typer.main
 import yaml
 from packaging.specifiers import SpecifierSet
 
-from qdqbench.cli.app import app
+from ..support.commands import COMMANDS, find_command
+from ..support.prose import ROOT
 
-ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("[!c]*.yml"))  # without config.yml
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -84,16 +82,9 @@ def test_an_issue_form_has_what_forms_need(path):
 
 def exists(command):
     """Whether the command line has a command with these options."""
-    found = typer.main.get_command(app)
-    for word in command.split():
-        if word.startswith("-"):
-            if not any(word in each.opts for each in found.params):
-                return False
-        elif subcommands := getattr(found, "commands", {}):
-            if word not in subcommands:
-                return False
-            found = subcommands[word]
-    return True
+    words = command.split()
+    found, options = COMMANDS[find_command(words)], {word for word in words if word.startswith("-")}
+    return not hasattr(found, "commands") and options <= {each for one in found.params for each in one.opts}
 
 
 def test_a_command_that_is_not_there_is_seen():

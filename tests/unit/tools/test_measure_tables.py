@@ -5,16 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from tools import measure_tables
 from tools.measure_tables import REAL, Step, chunks, main, name_run, runs, write_squad_lengths
 
-from qdqbench.cli.app import app
 from qdqbench.quantize.models.load import load_tokenizer
 from qdqbench.quantize.recipe.schema import family_free_recipes, shipped_recipes
 from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.data.load import load_split
 from qdqbench.quantize.tasks.task import get_task
+
+from ...support.commands import COMMANDS
 
 # writes the file that its first argument names into --out
 CHILD = """
@@ -34,12 +34,11 @@ def known(tmp_path):
 
 
 def test_every_command_and_option_and_recipe_exists(known, tmp_path):
-    commands = typer.main.get_command(app).commands
     for step in (step for steps in known.values() for step in steps):
         name, *rest = step.command
         options = {
             option
-            for parameter in commands[name].params
+            for parameter in COMMANDS[name,].params
             for option in (*parameter.opts, *parameter.secondary_opts)
         }
         assert {part for part in rest if part.startswith("--")} <= options, step

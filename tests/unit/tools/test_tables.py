@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from tools import tables
@@ -15,10 +14,11 @@ from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support.benches import sample_bench
+from ...support.prose import DOCS, ROOT
 from ...support.runs import sample as sample_run
 from ...support.trainings import qat_run, reconstruction
 
-ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *DOCS]
 MEASURED = ROOT / "docs" / "measured"
 LATER = "2030-01-01T00:00"
 
@@ -36,8 +36,8 @@ def bench_of(recipe="bert-int8-linears", factor=1.0, **settings):
     return bench.model_copy(update={"settings": bench.settings.model_copy(update=settings)})
 
 
-def run_record(recipe="bert-int8-linears", **changes):
-    return run_of(sample_run(recipe=shipped(recipe), **changes))
+def run_record():
+    return run_of(sample_run(recipe=shipped()))
 
 
 def test_the_pages_the_figures_and_the_csv_files_hold_what_was_measured():
@@ -51,7 +51,7 @@ def test_every_measured_file_is_read_and_every_figure_is_shown():
     read = {path.name for path in MEASURED.rglob("*") if path.is_file() and path.parent != MEASURED}
     read -= {path.name for path in (*(MEASURED / RUNS).glob("*.json"), *(MEASURED / BENCHES).glob("*.json"))}
     assert read == {"results.json"}
-    pages = "".join(path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")))
+    pages = "".join(path.read_text() for path in PAGES)
     assert [name for name in tables.FIGURES if tables.BEGIN.format(name) not in pages] == []
     loose = {path.name for path in MEASURED.iterdir() if path.is_file()}
     assert [name for name in loose if f"measured/{name}" not in pages] == []
@@ -60,8 +60,7 @@ def test_every_measured_file_is_read_and_every_figure_is_shown():
 def test_a_figure_within_a_sentence_begins_no_line():
     """A line that begins with a comment is HTML, in which links are none."""
     marks = re.compile(r"^\s*(?:[-*] )?<!-- figures:[\w-]+ -->\S", re.MULTILINE)
-    pages = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
-    assert [path.name for path in pages if marks.search(path.read_text())] == []
+    assert [path.name for path in PAGES if marks.search(path.read_text())] == []
 
 
 def test_a_figure_is_that_of_its_file():
@@ -160,12 +159,8 @@ def test_accuracy_is_of_the_engine_that_ran_else_of_the_graph_and_of_the_recipe_
         run.stages.engine["vs_fp32"] = versus if stage == "engine" else None
         (found,) = figures_of([run], [])
         (row,) = found.accuracy
-        assert (found.recipe, found.backends, row.stage, row.task) == (
-            "bert-int8-linears",
-            "tensorrt",
-            stage,
-            "sst2",
-        )
+        named = found.recipe, found.backends, row.stage, row.task
+        assert named == ("bert-int8-linears", "tensorrt", stage, "sst2")
         assert row.points == round(100 * versus.delta["accuracy"], 4)
         assert row.stderr == round(100 * versus.delta_stderr["accuracy"], 4)
         assert ("TensorRT" in row.where) == (stage == "engine")
@@ -190,15 +185,8 @@ def test_the_lowest_of_several_benches_is_the_one_figure_of_a_shape():
         (found,) = figures_of([], benches)
         (row,) = (row for row in found.speed if (row.batch, row.length) == (cell.batch, cell.length))
         assert (row.value, row.over, row.padded) == (round(alone / 2, 4), "FP16", True)
-        key = (
-            once.environment["gpu"],
-            once.target.name,
-            "int8-linears",
-            "tensorrt_rtx",
-            cell.batch,
-            cell.length,
-        )
-        assert Data([], benches).lowest[key].value == alone / 2
+        key = once.environment["gpu"], once.target.name, "int8-linears", "tensorrt_rtx"
+        assert Data([], benches).lowest[*key, cell.batch, cell.length].value == alone / 2
     once.recipe["calibration"]["smoothing"] = "none"  # one operator less: other kernels
     assert figures_of([], [once]) == []
 
@@ -221,10 +209,10 @@ def test_noise_is_in_decibels():
     cell = bench.configs[0]
     fp8 = cell.rows[0].model_copy(update={"system": "unpadded-fp8", "rel_error": 0.1})
     cell.rows = [cell.rows[0].model_copy(update={"system": "int8", "rel_error": 0.01}), fp8]
-    (row,) = tables.noise_table(Data([], [bench])).strip().splitlines()[2:]
+    (row,) = tables.fp8_noise_table(Data([], [bench])).strip().splitlines()[2:]
     assert row == f"| {bench.target.name}, {cell.batch} x {cell.length} | 40.0 | 20.0 |"
     bench.target.kind = "model"  # trained, and calibrated on random ids
-    assert tables.noise_table(Data([], [bench])) == tables.noise_table(Data([], []))
+    assert tables.fp8_noise_table(Data([], [bench])) == tables.fp8_noise_table(Data([], []))
 
 
 def test_an_engine_of_another_recipe_in_a_bench_is_of_that_recipe():
@@ -250,52 +238,40 @@ def test_training_is_compared_with_the_model_before_it():
     alone = run_of(given.model_copy(update={"training": None}))
     assert alone.recipe["name"] == "bert-int8-attention-reconstructed"
     assert tables.qat_table(Data([alone], [])).count("21.4/21.4/21.4") == 1
-    assert "minilm" not in tables.layers_table(Data([alone, run_of(given)], []))
-    *_, row = tables.layers_table(Data([alone, alone], [])).strip().splitlines()
+    assert "minilm" not in tables.qat_layers_table(Data([alone, run_of(given)], []))
+    *_, row = tables.qat_layers_table(Data([alone, alone], [])).strip().splitlines()
     assert row == "| `minilm-l6` | 1.5/1.5/1.5/1.5/1.5/1.5 |"
-    head, _, gain, *counts = tables.aims_table(Data([alone], [])).strip().splitlines()
+    head, _, gain, *counts = tables.qat_aims_table(Data([alone], [])).strip().splitlines()
     assert gain.endswith("| 0.0 (0.0-0.0) |")
     assert [row[row.rindex("| ", 0, -2) :] for row in counts] == ["| 0/0 of 1 |", "| 0/1 |", "| 1/1 |"]
 
 
 def test_a_trainer_is_shown_at_its_best_rate(tmp_path, monkeypatch):
+    given = {"system": "nncf-qat", "seconds": 9.0, "peak_bytes": 2**30, "f1": 0.8}
     trained = [
-        {
-            "system": "nncf-qat",
-            "learning_rate": rate,
-            "seconds": 9.0,
-            "peak_bytes": 2**30,
-            "sqnr_db": sqnr,
-            "f1": 0.8,
-        }
-        for rate, sqnr in ((1e-6, 20.0), (1e-5, 19.0))
+        given | {"sqnr_db": sqnr, "learning_rate": rate} for rate, sqnr in ((1e-6, 20.0), (1e-5, 19.0))
     ]
-    found = {
-        "model": "m",
-        "recipe": "r",
-        "task": "mrpc",
-        "centering": False,
-        "trainings": [{"system": "ptq", "sqnr_db": 18.0, "f1": 0.7}, *trained],
-    }
-    (tmp_path / "docs" / "measured").mkdir(parents=True)
-    (tmp_path / "docs" / "measured" / "trainings-x.json").write_text(json.dumps(found))
+    alone = [{"system": "without-weight", "sqnr_db": 21.0}]
+    folder = tmp_path / "docs" / "measured"
+    folder.mkdir(parents=True)
+
+    def write(model, trainings, centering=False):
+        told = {"model": model, "recipe": "r", "task": "mrpc", "centering": centering, "trainings": trainings}
+        (folder / f"trainings-{model}.json").write_text(json.dumps(told))
+
+    def lines(table):
+        return table(Data([], [])).strip().splitlines()
+
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    head, _, row = tables.trainers_table(Data([], [])).strip().splitlines()
+    write("m", [{"system": "ptq", "sqnr_db": 18.0, "f1": 0.7}, *trained])
+    head, _, row = lines(tables.qat_trainers_table)
     assert head == "| model | PTQ | NNCF's QAT |"
     assert row == "| `m` `r` | 18.0/0.7000 | 20.0/0.8000/9/1.0 |"
-    others = {
-        "a": found | {"model": "n", "centering": True},
-        "b": found | {"model": "o", "trainings": trained[:1]},
-    }
-    for name, each in others.items():
-        (tmp_path / "docs" / "measured" / f"trainings-{name}.json").write_text(json.dumps(each))
-    *_, own, other = tables.trainers_table(Data([], [])).strip().splitlines()
-    assert own == row
-    assert other == "| `o` `r` |  | 20.0/0.8000/9/1.0 |"
-    assert "centered" not in tables.holds_table(Data([], []))
-    for name in "ab":
-        (tmp_path / "docs" / "measured" / f"trainings-{name}.json").unlink()
-    found |= {"centering": True, "trainings": [{"system": "without-weight", "sqnr_db": 21.0}]}
-    (tmp_path / "docs" / "measured" / "trainings-x.json").write_text(json.dumps(found))
-    assert "| `m` `r` |  | 21.0 |  |  |  |  |" in tables.holds_table(Data([], []))
-    assert "`m`" not in tables.trainers_table(Data([], []))
+    write("n", trained, centering=True)
+    write("o", trained[:1])
+    *_, own, other = lines(tables.qat_trainers_table)
+    assert (own, other) == (row, "| `o` `r` |  | 20.0/0.8000/9/1.0 |")
+    assert "centered" not in tables.qat_holds_table(Data([], []))
+    write("m", alone, centering=True)
+    assert "| `m` `r` |  | 21.0 |  |  |  |  |" in lines(tables.qat_holds_table)
+    assert "`m`" not in tables.qat_trainers_table(Data([], []))

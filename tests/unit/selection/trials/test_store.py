@@ -11,6 +11,7 @@ from qdqbench.eval.selection.trials.results import Trial, failure_of
 from qdqbench.eval.selection.trials.store import RECIPE_FILE, Store, named_by, write_recipe
 from qdqbench.quantize.recipe.schema import load_recipe
 from qdqbench.quantize.recipe.sections import Calibration
+from qdqbench.quantize.tasks.data.load import load_split
 from qdqbench.quantize.tasks.task import GLUE
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 
@@ -122,6 +123,8 @@ def test_search_and_sensitivity_draw_the_same_rows_beside_calibration(session):
     searched = Workspace(session, None, 50).trials.draw.split
     assert texts(split) == texts(searched)
     assert len({*texts(split)}) == 50
+    calibrating = load_split(session.config.task, session.data_source, "train", limit=40, seed=3)
+    assert {*texts(split)}.isdisjoint(texts(calibrating))
     longer = texts(store.draw_samples(session, 60)[0])
     assert longer[:50] == texts(split)
     assert session.notes == []
