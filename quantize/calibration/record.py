@@ -10,12 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from qdqbench.quantize.calibration.fakequant import quantizers as fake
-from qdqbench.quantize.calibration.techniques.centering import (
-    Centering,
-    Shift,
-    add_rounding,
-    compute_biases,
-)
+from qdqbench.quantize.calibration.techniques.centering import Centering, Shift, add_rounding, compute_biases
 from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSplit
 from qdqbench.quantize.calibration.techniques.smoothing import Smoothing
 from qdqbench.quantize.calibration.techniques.softmax_scale import SoftmaxRow

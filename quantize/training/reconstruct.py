@@ -37,13 +37,7 @@ from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSp
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import select_inputs, to_device
 from qdqbench.quantize.models.modules import get_hidden, resume_from
-from qdqbench.quantize.pipeline.session import (
-    CHECKPOINTS,
-    LEAST_TEXTS,
-    RECONSTRUCTION,
-    RECORD,
-    Session,
-)
+from qdqbench.quantize.pipeline.session import CHECKPOINTS, LEAST_TEXTS, RECONSTRUCTION, RECORD, Session
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Reconstruction
 from qdqbench.quantize.tasks.data.encode import iter_encoded

@@ -121,7 +121,7 @@ class QuantizerToggles:
         """
         import torch
 
-        from qdqbench.quantize.calibration.fakequant.modelopt import use_exactly
+        from qdqbench.quantize.calibration.fakequant.modelopt import quantize_exactly, use_backend
 
         self.on: frozenset[str] = frozenset()
         self._weights: dict[str, list[tuple[Any, torch.Tensor, torch.Tensor]]] = {}
@@ -147,7 +147,8 @@ class QuantizerToggles:
             norm.input_quantizer.amax = amax.to(model.device)
             self._activations[LAYERNORMS].append(norm.input_quantizer)
         # ModelOpt's own arithmetic copies on a CPU, and compiles its kernels for a minute on a GPU
-        use_exactly(quantizer for group in self._activations.values() for quantizer in group)
+        activations = (quantizer for group in self._activations.values() for quantizer in group)
+        use_backend("qdqbench_exact", quantize_exactly, activations)
 
     def set(self, on: Collection[str]) -> None:
         wanted = frozenset(on)

@@ -74,11 +74,6 @@ def use_backend(
         quantizer.backend = name
 
 
-def use_exactly(quantizers: Iterable[Any]) -> None:
-    """Let quantizers compute by `quantize_exactly`, without gradients."""
-    use_backend("qdqbench_exact", quantize_exactly, quantizers)
-
-
 def quantize_exactly(inputs: torch.Tensor, quantizer: Any) -> torch.Tensor:
     """Compute ModelOpt's FP32 arithmetic to the bit, without gradients; in place it is faster on a CPU."""
     scale = prepare_scales(quantizer)

@@ -257,7 +257,7 @@ def test_exact_rounding_is_that_of_modelopt(seed, amax, spread, form):
     quantizer = quantizer_of(amax, None, unsigned=form == "unsigned", narrow_range=form == "narrow")
     with torch.inference_mode():
         expected = quantizer(values)
-        private.use_exactly([quantizer])
+        private.use_backend("exact", private.quantize_exactly, [quantizer])
         assert torch.equal(quantizer(values), expected)
 
 
