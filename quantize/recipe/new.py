@@ -3,12 +3,7 @@
 import re
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.models.detection.detect_layout import (
-    ModuleRow,
-    Recognized,
-    detect_layout,
-    list_modules,
-)
+from qdqbench.quantize.models.detection import detect_layout as detection
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import BERT, known_family
 from qdqbench.quantize.models.load import create_untrained, read_model_config
@@ -32,7 +27,7 @@ class NewRecipe(Strict):
     recipe: str  # its name
     text: str  # YAML
     shipped: list[str]  # recipes that fit as they are; none of a family that is not known here
-    modules: list[ModuleRow]  # none of a known family
+    modules: list[detection.ModuleRow]  # none of a known family
     left: dict[str, str]  # not recognized: module, * for numbers, and the reason
     notes: list[str]
 
@@ -53,7 +48,7 @@ def new_recipe(name: str, revision: str | None = None) -> NewRecipe:
             **about, recipe=recipe.name, text=text, shipped=shipped, modules=[], left={}, notes=[]
         )
     model = create_untrained(name, config)
-    layout = detect_layout(model)
+    layout = detection.detect_layout(model)
     recipe, notes = _add_layout(layout, config, name)
     comments = [
         f"Written by `qdqbench recipes new` for models of type {config.model_type}.",
@@ -61,13 +56,13 @@ def new_recipe(name: str, revision: str | None = None) -> NewRecipe:
         *(f"stays in FP16: {module}: {why}" for module, why in layout.left.items()),
     ]
     text = "".join(f"# {line}\n" for line in comments) + dump_short_recipe(recipe)
-    modules = list_modules(model, layout)
+    modules = detection.list_modules(model, layout)
     return NewRecipe(
         **about, recipe=recipe.name, text=text, shipped=[], modules=modules, left=layout.left, notes=notes
     )
 
 
-def _add_layout(layout: Recognized, config: Any, name: str) -> tuple[Recipe, list[str]]:
+def _add_layout(layout: detection.Recognized, config: Any, name: str) -> tuple[Recipe, list[str]]:
     family, notes = layout.family, []
     base = _fit_recipe(load_recipe(DEFAULT_RECIPE, lambda: BERT), config, family, name)
     int8 = {"weights": "int8/per-channel", "input": "int8/per-tensor"}

@@ -15,12 +15,7 @@ from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from qdqbench.quantize.calibration.fakequant.quantizers import (
-    forward,
-    hooked,
-    quantizers_off,
-    use_rounded_weights,
-)
+from qdqbench.quantize.calibration.fakequant import quantizers as fake
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.modules import get_hidden, record_first_inputs, resume_from
 from qdqbench.quantize.utils.arrays import Batch
@@ -52,7 +47,7 @@ def correct_biases(
     runs = Counter(family.runs(model))
     added: dict[str, list[float]] = {}
     with torch.inference_mode():
-        with quantizers_off(model):
+        with fake.quantizers_off(model):
             exact, calls = record_calls(model, runs, batches, TOKENS)
         states = exact
         for name, times in track("bias correction", runs.items()):
@@ -62,9 +57,9 @@ def correct_biases(
                 if linear.startswith(f"{name}."):
                     by_kind.setdefault(family.kind(linear), []).append(linear)
             groups = list(by_kind.values())
-            with quantizers_off(model), average_outputs(model, chain.from_iterable(groups)) as targets:
+            with fake.quantizers_off(model), average_outputs(model, chain.from_iterable(groups)) as targets:
                 exact = run(exact)
-            with use_rounded_weights(model, chain.from_iterable(groups)):
+            with fake.use_rounded_weights(model, chain.from_iterable(groups)):
                 corrected, states = _correct_layer(
                     model, groups, targets, partial(run, states), exact, once=times == 1
                 )
@@ -175,7 +170,7 @@ def average_outputs(model: "PreTrainedModel", names: Iterable[str]) -> "Iterator
         sums.setdefault(name, []).append(flat.double().sum(dim=0))
         tokens[name] += len(flat)
 
-    with hooked(model, names, add):
+    with fake.hooked(model, names, add):
         yield means
     means |= {name: reduce(operator.add, parts) / tokens[name] for name, parts in sums.items()}
 
@@ -190,7 +185,7 @@ def keep_outputs(
     def keep(name: str, _: Any, __: Any, output: "torch.Tensor") -> None:
         outputs.setdefault(name, []).append(output.clone())
 
-    with hooked(model, chain.from_iterable(groups), keep):
+    with fake.hooked(model, chain.from_iterable(groups), keep):
         yield outputs
 
 
@@ -220,11 +215,11 @@ def record_calls(
 
     with (
         record_first_inputs(model) as states,
-        hooked(model, runs, keep, before=True, with_kwargs=True),
+        fake.hooked(model, runs, keep, before=True, with_kwargs=True),
         resume_from(model, sum(runs.values()), None),
     ):
         for batch in batches:
-            forward(model, batch)
+            fake.forward(model, batch)
             tokens += batch["input_ids"].size
             if tokens >= enough:
                 break

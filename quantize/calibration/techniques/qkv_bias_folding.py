@@ -32,14 +32,8 @@ from qdqbench.quantize.calibration.techniques.smoothing import (
     column_ranges,
     get_weight,
 )
-from qdqbench.quantize.recipe.plan import (
-    QKV_ROLES,
-    Plan,
-    folds_kv_bias,
-    folds_q_bias,
-    get_linears,
-    shares_qkv_scales,
-)
+from qdqbench.quantize.recipe import plan as plans
+from qdqbench.quantize.recipe.plan import Plan, get_linears
 from qdqbench.quantize.utils.arrays import Float64
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
@@ -75,7 +69,7 @@ class _Seen:
 @contextmanager
 def record_inputs(model: "PreTrainedModel", plan: Plan) -> Iterator[dict[str, _Seen]]:
     """Record what q, k and v read in each attention to be shifted, while calibration data go through."""
-    makers = folds_q_bias(plan)
+    makers = plans.folds_q_bias(plan)
     seen = {name: _Seen() for name in makers}
     attentions = {get_linears(plan, name, "query")[0]: name for name in makers}
     outputs: dict[str, Any] = {}
@@ -108,11 +102,11 @@ def choose_shifts(
     shifts by attention whose q has a bias, and a warning where much of what one does is left out.
     """
     shifts: dict[str, Shift] = {}
-    makers = folds_q_bias(plan)
+    makers = plans.folds_q_bias(plan)
     for name, stats in seen.items():
         if not _needs_shift(model, plan, name, makers[name]):
             continue
-        linears = get_linears(plan, name, *QKV_ROLES)
+        linears = get_linears(plan, name, *plans.QKV_ROLES)
         modules: list[Any] = [model.get_submodule(linear) for linear in linears]
         weights = [module.weight.detach().double().cpu().numpy() for module in modules]
         low, high = (edge.double().cpu().numpy() for edge in (stats.low, stats.high))
@@ -140,7 +134,7 @@ def choose_shifts(
 
 def _needs_shift(model: "PreTrainedModel", plan: Plan, attention: str, maker: str) -> bool:
     """Return whether q of an attention has a bias; all that a shift goes through must have one then."""
-    through = [*get_linears(plan, attention, *QKV_ROLES, "output"), maker]
+    through = [*get_linears(plan, attention, *plans.QKV_ROLES, "output"), maker]
     without = [name for name in through if getattr(model.get_submodule(name), "bias", None) is None]
     if through[0] in without:
         return False
@@ -185,9 +179,9 @@ def equalize(model: "PreTrainedModel", plan: Plan, moved: Smoothing, ranges: Ran
     """
     rows: dict[str, list[float]] = {}
     columns: dict[str, list[float]] = {}
-    balanced, shared = folds_q_bias(plan), shares_qkv_scales(plan)
-    for name in folds_kv_bias(plan):
-        query, key, value, output = get_linears(plan, name, *QKV_ROLES, "output")
+    balanced, shared = plans.folds_q_bias(plan), plans.shares_qkv_scales(plan)
+    for name in plans.folds_kv_bias(plan):
+        query, key, value, output = get_linears(plan, name, *plans.QKV_ROLES, "output")
         linears = (query, key, value)
         of_query, of_key, of_value = (column_ranges(get_weight(model, linear).T) for linear in linears)
         queries, keys, values = (_remove_bias(model, linear, moved, ranges) for linear in linears)
@@ -221,13 +215,13 @@ def _remove_bias(model: "PreTrainedModel", name: str, moved: Smoothing, ranges: 
 def compute_moved_biases(model: "PreTrainedModel", plan: Plan) -> dict[str, list[float]]:
     """Return what takes the biases out of q, k and v, and v's into the output projection; float32."""
     added: dict[str, list[float]] = {}
-    dropped = [linear for name in folds_kv_bias(plan) for linear in get_linears(plan, name, "key")]
-    dropped += [linear for name in folds_q_bias(plan) for linear in get_linears(plan, name, "query")]
+    dropped = [linear for name in plans.folds_kv_bias(plan) for linear in get_linears(plan, name, "key")]
+    dropped += [linear for name in plans.folds_q_bias(plan) for linear in get_linears(plan, name, "query")]
     for linear in dropped:
         module: Any = model.get_submodule(linear)
         if module.bias is not None:
             added[linear] = (-module.bias.detach().float()).cpu().tolist()
-    for name in folds_kv_bias(plan):
+    for name in plans.folds_kv_bias(plan):
         value, output = get_linears(plan, name, "value", "output")
         modules: dict[str, Any] = {linear: model.get_submodule(linear) for linear in (value, output)}
         if modules[value].bias is not None and modules[output].bias is not None:
@@ -247,8 +241,8 @@ def share_scales(plan: Plan, quantizers: dict[str, Any]) -> None:
 
 def group_shared_scales(plan: Plan) -> Iterator[list[str]]:
     """Group the quantizers that have one amax, so that an engine makes one GEMM of q, k and v."""
-    for name in shares_qkv_scales(plan):
-        yield [f"{linear}.weight_quantizer" for linear in get_linears(plan, name, *QKV_ROLES)]
+    for name in plans.shares_qkv_scales(plan):
+        yield [f"{linear}.weight_quantizer" for linear in get_linears(plan, name, *plans.QKV_ROLES)]
         yield [f"{name}.{x}_bmm_quantizer" for x in "qkv"]
 
 
