@@ -11,11 +11,12 @@ import pytest
 from qdqbench.cli import run, schemas
 from qdqbench.cli.app import main
 from qdqbench.cli.table import COMMANDS, EXAMPLES, PAGES
+from qdqbench.eval.metrics.results import Gate, GateIssue
 from qdqbench.eval.runs.results import Results
 from qdqbench.quantize.recipe.schema import shipped_files
 from qdqbench.quantize.utils.errors import CheckFailed
 
-from ...unit.runs.test_stage_table import partial_results
+from ...support.runs import sample
 
 ROOT = Path(__file__).parents[3]
 DOCUMENT = (ROOT / "docs" / "reference" / "json.md").read_text(encoding="utf-8")
@@ -67,7 +68,9 @@ def test_the_schema_of_a_recipe_is_closed(monkeypatch, capsys):
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_what_does_not_hold_is_printed_and_is_exit_status_2(as_json, capsys):
-    results = partial_results("embedded", failures=["11 of 12 GEMMs run in INT8", "the answers differ"])
+    failures = "11 of 12 GEMMs run in INT8", "the answers differ"
+    issues = [GateIssue(code="verification", state="failed", detail=text) for text in failures]
+    results = sample(until="build", gate=Gate(passed=False, max_drop=0.01, issues=issues))
     answer = run.answer(results, Path("runs/a"))
     assert isinstance(answer.error, CheckFailed)
     assert str(answer.error) == "11 of 12 GEMMs run in INT8; the answers differ"
