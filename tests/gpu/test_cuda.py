@@ -102,7 +102,7 @@ SANITIZED = {  # kernels, and tests that launch them
     **{name: ("gemm", f"same_bits and small and {name}") for name in OTHERS},
     "attention": ("attention", "every_kernel and (lengths2 or lengths6) and (fused-96 or modernbert-int8-a)"),
     "norm": ("norm", "norms"),
-    "head": ("head", "dense_steps"),  # without a profiler
+    "head": ("head", "dense_steps and not 300"),  # of 300 PyTorch takes: racecheck ends in it
 }
 DRAWS, SEED = (int(os.environ.get(name, least)) for name, least in (("DRAWS", 200), ("SEED", 0)))
 

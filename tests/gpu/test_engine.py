@@ -7,14 +7,16 @@ import numpy as np
 import pytest
 
 from qdqbench.eval.metrics.runners import onnxruntime_runner
+from qdqbench.eval.runs.run import run_until
 from qdqbench.quantize.engine.build import build, list_gemms
 from qdqbench.quantize.engine.profiles import Profile, choose_profile
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.runtime.runners import open_runner
+from qdqbench.quantize.pipeline.pipeline import open_run
 from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.system.gpu import find_gpu
 
-from ..integration.tiny import EVAL_ROWS, call, results
+from ..integration.tiny import EVAL_ROWS, results
 
 
 @pytest.fixture(scope="module")
@@ -205,11 +207,9 @@ def test_several_profiles(linears, tmp_path):
             assert np.linalg.norm(made - expected) / np.linalg.norm(expected) < 0.1
 
 
-def test_second_run_reuses_the_engine_and_its_verification(run, sst2, tmp_path, capsys):
+def test_second_run_reuses_the_engine_and_its_verification(run, sst2, tmp_path):
     recipe, folder = run
     again = shutil.copytree(folder, tmp_path / "run")
-    done = call(capsys, "run", recipe, *sst2.options, "--out", again)
-    assert (done.code, done.err) == (0, "")
-    timings = results(again)["timings"]
+    timings = run_until(open_run(sst2.config(recipe), again), quick_bench=False).timings
     assert {"build", "verify", "engine"} <= set(timings)
-    assert all(row["reused"] for row in timings.values())
+    assert all(row.reused for row in timings.values())

@@ -32,7 +32,8 @@ def recipe(folder, **qat):
 
 
 def test_finetune_in_bf16(sst2, tmp_path):
-    outcome = invoke("finetune", *sst2.options, *QUICK, "--out", tmp_path / "f", "--json")
+    options = (*QUICK, "--learning-rate", 1e-3, "--out", tmp_path / "f", "--json")
+    outcome = invoke("finetune", *sst2.options, *options)
     assert outcome.exit_code == 0, outcome.exception
     run = json.loads(outcome.stdout)["runs"][0]
     assert (run["precision"], run["status"]) == ("bf16", "done")

@@ -299,9 +299,10 @@ class TestOpening:
         open_run(config(), tmp_path / "a")
         with pytest.raises(UserError, match=r"or give one of \S+/a$"):
             read_config(tmp_path / "b")
-        (tmp_path / CONFIG).write_text('{"schema_version": 2}')
+        known = json.loads((tmp_path / "a" / CONFIG).read_text())
+        (tmp_path / "a" / CONFIG).write_text(json.dumps(known | {"schema_version": 2}))
         with pytest.raises(UserError, match="is no run configuration of this version of qdqbench"):
-            read_config(tmp_path)
+            read_config(tmp_path / "a")
 
 
 def test_files_of_stages_that_this_run_does_not_have_are_removed(tmp_path):
