@@ -44,10 +44,10 @@ from qdqbench.quantize.pipeline.ownership import identity_of, owned_folder
 from qdqbench.quantize.pipeline.session import Session, require_fit
 from qdqbench.quantize.recipe.plan import Plan, resolve
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
-from qdqbench.quantize.report.figures import share
+from qdqbench.quantize.report.coverage import share
+from qdqbench.quantize.tasks.kinds.classification import CLASSIFICATION
+from qdqbench.quantize.tasks.kinds.embedding import PAIRS
 from qdqbench.quantize.tasks.task import kind_of
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
-from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.names import DEFAULT_RECIPE, count_of
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     import pandas
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from qdqbench.quantize.tasks.types.kind import TaskKind
+    from qdqbench.quantize.tasks.kinds.kind import TaskKind
 
 
 SCALES, RECIPE = "calibration.json", "recipe.yaml"  # in a folder that `save_pretrained` wrote

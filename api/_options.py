@@ -86,8 +86,8 @@ class TaskOptions(Options):
     def find_task(self) -> "Task":
         """Return the task, without model and task the built-in BERT's; errors as `tasks.task.get_task`."""
         from qdqbench.quantize.tasks.data.load import count_classes, has_label_lists
+        from qdqbench.quantize.tasks.kinds.multilabel import MULTI_LABEL
         from qdqbench.quantize.tasks.task import DEFAULT_TEXT, EMBEDDED, KNOWN, find_nearest, get_task
-        from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL
 
         name, count, columns = self.task, self.num_labels, self.text_column or ()
         own = self.data != "hub" or bool(columns)
@@ -221,8 +221,8 @@ class RecipeOptions(SetOptions, FolderOptions, PoolingOptions, TaskOptions):
         from qdqbench.quantize.models.load import read_class_names
         from qdqbench.quantize.pipeline.session import RunConfig
         from qdqbench.quantize.tasks.data.load import add_label_values
+        from qdqbench.quantize.tasks.kinds.classification import CLASSIFICATION
         from qdqbench.quantize.tasks.task import score_embeddings, with_classes
-        from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 
         task, pooling, model = self.find_task(), self.find_pooling(), self.model
         if model is None:

@@ -66,8 +66,8 @@ from qdqbench.quantize.models.load import read_class_names
 from qdqbench.quantize.recipe.schema import load_recipe, read_source, shipped_recipes
 from qdqbench.quantize.standalone.server.http import Connection, Site
 from qdqbench.quantize.tasks.data.load import load_split
+from qdqbench.quantize.tasks.kinds.classification import CLASSIFICATION
 from qdqbench.quantize.tasks.task import GLUE
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
 from qdqbench.quantize.utils.arrays import read_arrays
 from qdqbench.quantize.utils.errors import QdqError
 from qdqbench.quantize.utils.schema import read

@@ -23,7 +23,7 @@ from pydantic import BaseModel
 import qdqbench
 from qdqbench.cli import schemas
 from qdqbench.cli.app import app
-from qdqbench.cli.table import EXAMPLES
+from qdqbench.cli.commands import EXAMPLES
 from qdqbench.eval.bench.results import Bench
 from qdqbench.eval.runs.comparison import RunComparison
 from qdqbench.eval.runs.results import Results

@@ -49,8 +49,8 @@ from qdqbench.quantize.recipe.schema import Recipe, adapt_recipe, load_recipe, s
 from qdqbench.quantize.recipe.sections import AUTO
 from qdqbench.quantize.recipe.shipped import Accuracy, Figure, Speed
 from qdqbench.quantize.report.formats import clean, cleaned, code, flat, in_points, label, model_label
+from qdqbench.quantize.tasks.kinds.embedding import PAIRS
 from qdqbench.quantize.tasks.task import EMBED, GLUE
-from qdqbench.quantize.tasks.types.embedding import PAIRS
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS

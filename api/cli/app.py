@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from qdqbench._progress import displayed, reset_clock
+from qdqbench.cli.commands import COMMANDS, EXAMPLES, PAGES, Command
 from qdqbench.cli.options import take_typed
-from qdqbench.cli.table import COMMANDS, EXAMPLES, PAGES, Command
 from qdqbench.cli.terminal import Html, Json, command_line, complain
 from qdqbench.quantize.utils.errors import MissingDevice, QdqError, UserError
 from qdqbench.quantize.utils.options import Options

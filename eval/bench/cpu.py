@@ -20,7 +20,7 @@ from qdqbench.quantize.engine.sidecar import sidecar_path
 from qdqbench.quantize.models.inputs import MASK
 from qdqbench.quantize.pipeline import outcomes
 from qdqbench.quantize.standalone.runtimes import load_openvino
-from qdqbench.quantize.tasks.types.kind import join_outputs
+from qdqbench.quantize.tasks.kinds.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Batch, Float32
 from qdqbench.quantize.utils.limits import BackendName
 from qdqbench.quantize.utils.system.cpu import find_cpu

@@ -25,7 +25,7 @@ from qdqbench.quantize.models.families.family import QKV
 from qdqbench.quantize.models.families.known import TYPES, family_of
 from qdqbench.quantize.models.inputs import MASK, TOKENS
 from qdqbench.quantize.models.load import use_attention
-from qdqbench.quantize.tasks.types.kind import join_outputs
+from qdqbench.quantize.tasks.kinds.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Batch, Int64
 from qdqbench.quantize.utils.capture import capture_graph
 from qdqbench.quantize.utils.errors import UserError

@@ -42,7 +42,7 @@ from qdqbench.quantize.engine.backend import choose_backend, gpu_backend
 from qdqbench.quantize.engine.hazards import find_hazards
 from qdqbench.quantize.lint.inspection import explain_slowdown
 from qdqbench.quantize.lint.machines import describe_gain, find_machine
-from qdqbench.quantize.report.figures import uncovered
+from qdqbench.quantize.report.coverage import uncovered
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice
 from qdqbench.quantize.utils.progress import report_phase, reporter
 from qdqbench.quantize.utils.system.cpu import CpuUse, cpu_hazards, find_cpu

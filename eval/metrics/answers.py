@@ -15,8 +15,8 @@ from qdqbench.eval.metrics.logits import read_logits
 from qdqbench.eval.metrics.results import Change, ChangedPrediction, ChangedPredictions, Classes, ClassRow
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.kinds.classification import class_text
 from qdqbench.quantize.tasks.task import Task
-from qdqbench.quantize.tasks.types.classification import class_text
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 from qdqbench.quantize.utils.files import atomic_path
 from qdqbench.quantize.utils.names import without_formula

@@ -6,10 +6,10 @@ import numpy as np
 
 from qdqbench.eval.metrics.results import COSINE_EDGES, Agreement, Comparison
 from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.kinds.embedding import NEIGHBORS
+from qdqbench.quantize.tasks.kinds.kind import TaskKind
 from qdqbench.quantize.tasks.metrics import NOISE, RULE_OF_THREE, Gold
 from qdqbench.quantize.tasks.task import EMBED, Task
-from qdqbench.quantize.tasks.types.embedding import NEIGHBORS
-from qdqbench.quantize.tasks.types.kind import TaskKind
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats
 from qdqbench.quantize.utils.errors import CheckFailed
 

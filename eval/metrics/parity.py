@@ -16,7 +16,7 @@ from qdqbench.quantize.calibration.fakequant.quantizers import forward, name_out
 from qdqbench.quantize.graph.index import GraphIndex, operator, tensor_values, use_of
 from qdqbench.quantize.graph.rewrites import list_sequence_first
 from qdqbench.quantize.models.inputs import select_inputs
-from qdqbench.quantize.tasks.types.kind import join_outputs
+from qdqbench.quantize.tasks.kinds.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Array, Float32, Float64, Int32, Int64
 
 if TYPE_CHECKING:

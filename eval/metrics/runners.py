@@ -9,8 +9,8 @@ import numpy as np
 
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.tasks.data.encode import sorted_batches
-from qdqbench.quantize.tasks.types.encoded import Encoded
-from qdqbench.quantize.tasks.types.kind import join_outputs
+from qdqbench.quantize.tasks.kinds.encoded import Encoded
+from qdqbench.quantize.tasks.kinds.kind import join_outputs
 from qdqbench.quantize.utils.arrays import Batch, Float32, Int64
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.progress import report_phase

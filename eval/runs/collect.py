@@ -15,7 +15,16 @@ from qdqbench.eval.runs.report.verdict import last_measured
 from qdqbench.eval.runs.results import FileRow, ModelChange, Results
 from qdqbench.eval.stages.stages import FP16_STAGE, RECONSTRUCTED
 from qdqbench.eval.verification.results import read_verified
-from qdqbench.quantize.calibration.record import CalibrationRecord, list_changes, read_record
+from qdqbench.quantize.calibration.record import CalibrationRecord, read_record
+from qdqbench.quantize.calibration.techniques import (
+    Change,
+    bias_correction,
+    centering,
+    channel_splitting,
+    qkv_bias_folding,
+    smoothing,
+    softmax_scale,
+)
 from qdqbench.quantize.calibration.techniques.softmax_scale import LONG
 from qdqbench.quantize.models.identity import describe_model
 from qdqbench.quantize.pipeline import data_profiles, graphs, outcomes
@@ -51,13 +60,22 @@ def model_changes(  # noqa: PLR0913
     """
     tanh_gelus = rewrites.get("tanh GELU", 0) if to_tanh else 0
     joined, turned, short = (rewrites.get(name, 0) for name in ("joined heads", "tokens first", "short GELU"))
-    correction, *techniques = list_changes(record, plan)
-    changes: list[tuple[str, int, str, str]] = [
+    changes: list[Change] = [
         ("reconstruction", reconstructed, "layer", "The weights of {} were trained to give FP32's output."),
         ("training", trained, "step", "The weights are those after {} of quantization-aware training."),
-        correction,
+        *bias_correction.list_changes(plan, record.biases),
         ("tanh GELU", tanh_gelus, "feed-forward", "GELU has its tanh form in {}, off by 5e-4 at most."),
-        *techniques,
+        (
+            "given ranges",
+            len(record.replaced),
+            "activation",
+            "The amax of {} is the recipe's and not calibration's.",
+        ),
+        *smoothing.list_changes(record.smoothing),
+        *channel_splitting.list_changes(record.splits),
+        *centering.list_changes(record.centering, record.shifts),
+        *qkv_bias_folding.list_changes(plan, record.centers, record.shifts),
+        *softmax_scale.list_changes(record.softmax),
         ("INT8 attention", len(plan.attention), "attention", "q, k, v and the softmax of {} are in INT8."),
         (
             "INT8 residuals",

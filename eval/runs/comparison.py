@@ -21,7 +21,7 @@ from qdqbench.eval.runs.results import RESULTS_FILE, Results, read_results
 from qdqbench.quantize.pipeline.pipeline import read_finished
 from qdqbench.quantize.pipeline.session import RunConfig, Session, read_config
 from qdqbench.quantize.report import document as doc
-from qdqbench.quantize.report.figures import share
+from qdqbench.quantize.report.coverage import share
 from qdqbench.quantize.report.formats import cleaned, in_points, known, label, model_label, size
 from qdqbench.quantize.report.render import write_report
 from qdqbench.quantize.tasks import metrics

@@ -27,7 +27,7 @@ from qdqbench.quantize.pipeline.graphs import expected_gemms, graph_path
 from qdqbench.quantize.pipeline.outcomes import Skipped, read_built
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.standalone.texts import pad_batch
-from qdqbench.quantize.tasks.types.encoded import Encoded
+from qdqbench.quantize.tasks.kinds.encoded import Encoded
 from qdqbench.quantize.utils.arrays import Array, Floats, Int64
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.progress import report_phase, track

@@ -15,12 +15,11 @@ from qdqbench.quantize.calibration.techniques.channel_splitting import ChannelSp
 from qdqbench.quantize.calibration.techniques.smoothing import Smoothing
 from qdqbench.quantize.calibration.techniques.softmax_scale import SoftmaxRow
 from qdqbench.quantize.models.rounding import ROUNDING
-from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
+from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.limits import FP16_MAX
-from qdqbench.quantize.utils.names import count_of
 from qdqbench.quantize.utils.schema import Strict, Tabular, field, read
 
 # An amax outside these bounds is a fault of the data or the weights, never a property of a working model.
@@ -113,69 +112,6 @@ class CalibrationRecord(Tabular):
             )
             for name, state in self.quantizers.items()
         ]
-
-
-def list_changes(record: CalibrationRecord, plan: Plan) -> list[tuple[str, int, str, str]]:
-    """List what techniques changed: title, count, noun, and a sentence that takes the count with its noun.
-
-    Bias correction comes first.
-    """
-    shifts, splits = record.shifts.values(), record.splits.values()
-    free, softmax = list_bias_free_linears(plan), record.softmax
-    tried = count_of(len(plan.int8.keys() - free), "INT8 linear")
-    wider = max((split.extra for split in splits), default=0)
-    return [
-        (
-            "bias correction", len(record.biases), "linear",
-            f"The biases of {{}} of {tried} make up for the mean error of rounding; the others gained "
-            "nothing.",
-        ),
-        (
-            "given ranges", len(record.replaced), "activation",
-            "The amax of {} is the recipe's and not calibration's.",
-        ),
-        (
-            "smoothing", len(record.smoothing.inputs), "linear",
-            "The input channels of {} are multiplied by powers of two, which their weights undo "
-            "(SmoothQuant).",
-        ),
-        (
-            "scaled rows", len(record.smoothing.rows), "linear",
-            "The rows of {} (q, k, v) are scaled by powers of two, undone in scores or after the attention.",
-        ),
-        (
-            "split channels", sum(len(split.outliers) for split in splits), "outlier channel",
-            f"{{}} of {count_of(len(splits), 'feed-forward')} are split into copies, for which each "
-            f"feed-forward is {wider} channels wider.",
-        ),
-        (
-            "centered inputs", sum(shift.rest is None for shift in shifts), "LayerNorm",
-            "The channels that {} make are moved by the middles of their ranges, which biases behind undo.",
-        ),
-        (
-            "centered activations", len(record.centering.inputs), "linear",
-            "A constant is subtracted from the inputs of {} before their Q; their biases make up for it.",
-        ),
-        (
-            "moved biases", len(free.intersection(record.centers)), "linear",
-            "The biases of {} of q, k and v are gone; k's changes no softmax, v's is added after the "
-            "attention.",
-        ),
-        (
-            "shifted inputs", sum(shift.rest is not None for shift in shifts), "INT8 attention",
-            "What q, k and v of {} read is shifted where it is made, which does what the bias of q did. What "
-            "else that does is taken out after the attention.",
-        ),
-        (
-            "softmax of each row", len({row.module for row in softmax if row.row_max}), "INT8 attention",
-            "The softmax of {} has codes up to the largest of each row; their sum divides the result.",
-        ),
-        (
-            "centered values", len({row.module for row in softmax if row.centered}), "INT8 attention",
-            "The values of {} are centered, so that a softmax that rounds to zero loses little; their mean "
-            "is in the attention's output.",
-        ),
-    ]  # fmt: skip
 
 
 def read_quantizer_state(

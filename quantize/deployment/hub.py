@@ -17,12 +17,12 @@ from qdqbench.quantize.models import identity
 from qdqbench.quantize.models.load import load_config
 from qdqbench.quantize.pipeline.session import Session
 from qdqbench.quantize.tasks.data.splits import hub_set, is_hub_source
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
-from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
-from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL
-from qdqbench.quantize.tasks.types.questions import QUESTIONS
-from qdqbench.quantize.tasks.types.reranking import RERANKING
-from qdqbench.quantize.tasks.types.tokens import TOKENS
+from qdqbench.quantize.tasks.kinds.classification import CLASSIFICATION, REGRESSION
+from qdqbench.quantize.tasks.kinds.embedding import PAIRS, TEXTS_ALONE
+from qdqbench.quantize.tasks.kinds.multilabel import MULTI_LABEL
+from qdqbench.quantize.tasks.kinds.questions import QUESTIONS
+from qdqbench.quantize.tasks.kinds.reranking import RERANKING
+from qdqbench.quantize.tasks.kinds.tokens import TOKENS
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed
 from qdqbench.quantize.utils.system.quiet import quiet

@@ -39,12 +39,12 @@ from qdqbench.quantize.report.document import Line
 from qdqbench.quantize.report.render import prose
 from qdqbench.quantize.tasks.data.encode import OVERLAP
 from qdqbench.quantize.tasks.data.files import find_root_cause
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
-from qdqbench.quantize.tasks.types.kind import TaskKind
-from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL
-from qdqbench.quantize.tasks.types.questions import QUESTIONS
-from qdqbench.quantize.tasks.types.reranking import RERANKING
-from qdqbench.quantize.tasks.types.tokens import TOKENS
+from qdqbench.quantize.tasks.kinds.classification import CLASSIFICATION
+from qdqbench.quantize.tasks.kinds.kind import TaskKind
+from qdqbench.quantize.tasks.kinds.multilabel import MULTI_LABEL
+from qdqbench.quantize.tasks.kinds.questions import QUESTIONS
+from qdqbench.quantize.tasks.kinds.reranking import RERANKING
+from qdqbench.quantize.tasks.kinds.tokens import TOKENS
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import QdqError, UserError
 from qdqbench.quantize.utils.limits import CPU_BACKENDS, BackendName

@@ -38,7 +38,7 @@ from qdqbench.quantize.graph.index import (
     replace_nodes,
 )
 from qdqbench.quantize.graph.read import read_model
-from qdqbench.quantize.report.figures import fused_attentions, share, uncovered
+from qdqbench.quantize.report.coverage import fused_attentions, share, uncovered
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int8
 from qdqbench.quantize.utils.errors import CheckFailed, UserError

@@ -22,7 +22,7 @@ from qdqbench.quantize.models.load import is_large
 from qdqbench.quantize.models.rounding import fold_rounding
 from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
 from qdqbench.quantize.recipe.schema import Recipe
-from qdqbench.quantize.tasks.types.kind import LOGITS
+from qdqbench.quantize.tasks.kinds.kind import LOGITS
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 from qdqbench.quantize.utils.limits import BackendName, takes_fp32_graph

@@ -48,7 +48,7 @@ from qdqbench.quantize.lint.view import (
     list_constants,
     missing_arguments,
 )
-from qdqbench.quantize.report.figures import coverage, share
+from qdqbench.quantize.report.coverage import coverage, share
 from qdqbench.quantize.utils.arrays import Array
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import FP16_MAX, INT8_HEAD_SIZES

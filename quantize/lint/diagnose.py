@@ -14,7 +14,7 @@ from qdqbench.quantize.lint.findings import WORST_FIRST, Effect, Finding, read_k
 from qdqbench.quantize.lint.inspection import ALONE, Inspection, count_alone, find_faults
 from qdqbench.quantize.lint.logs import LogFile, Shape
 from qdqbench.quantize.lint.sources import OWN, READERS, TOKENS, Evidence, OnnxFile, read_sources
-from qdqbench.quantize.report.figures import coverage
+from qdqbench.quantize.report.coverage import coverage
 from qdqbench.quantize.utils.errors import MissingDevice, UserError
 from qdqbench.quantize.utils.limits import INT8_ATTENTION_LENGTH
 from qdqbench.quantize.utils.names import count_of, name_list

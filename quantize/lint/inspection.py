@@ -16,7 +16,7 @@ from qdqbench.quantize.graph.read import read_model, validate_names
 from qdqbench.quantize.lint.findings import Finding, find
 from qdqbench.quantize.lint.view import walk_types
 from qdqbench.quantize.models.families.known import ANY_MERGED_QKV, ANY_QKV, first_feed_forwards
-from qdqbench.quantize.report.figures import fused_attentions, uncovered
+from qdqbench.quantize.report.coverage import fused_attentions, uncovered
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.schema import Strict
 

@@ -27,7 +27,7 @@ from qdqbench.quantize.lint.fix import NOT_FINITE, EngineRow, FixReport
 from qdqbench.quantize.lint.inspection import Inspection, Time
 from qdqbench.quantize.lint.machines import Machine
 from qdqbench.quantize.report import document as doc
-from qdqbench.quantize.report.figures import share
+from qdqbench.quantize.report.coverage import share
 from qdqbench.quantize.report.formats import size
 from qdqbench.quantize.utils.limits import CPU_BACKENDS
 from qdqbench.quantize.utils.names import install_command

@@ -17,8 +17,8 @@ from qdqbench.quantize.graph.index import GraphIndex
 from qdqbench.quantize.models.load import load_tokenizer
 from qdqbench.quantize.tasks.data.encode import iter_encoded
 from qdqbench.quantize.tasks.data.load import load_split
+from qdqbench.quantize.tasks.kinds.encoded import pad
 from qdqbench.quantize.tasks.task import Task
-from qdqbench.quantize.tasks.types.encoded import pad
 from qdqbench.quantize.utils.arrays import Array, read_arrays
 from qdqbench.quantize.utils.errors import UserError
 

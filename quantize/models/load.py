@@ -9,9 +9,9 @@ from qdqbench.quantize.models import identity, stored
 from qdqbench.quantize.models.attention import ATTENTION, _register_attention
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.families.others import require_encoder
+from qdqbench.quantize.tasks.kinds.classification import CLASSIFICATION
+from qdqbench.quantize.tasks.kinds.kind import TaskKind
 from qdqbench.quantize.tasks.task import kind_of
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
-from qdqbench.quantize.tasks.types.kind import TaskKind
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import count_of, name_list
 from qdqbench.quantize.utils.system.quiet import quiet

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qdqbench.quantize.engine.results import EngineResult
-from qdqbench.quantize.report.figures import uncovered
+from qdqbench.quantize.report.coverage import uncovered
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.schema import Strict, read

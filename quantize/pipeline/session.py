@@ -27,10 +27,10 @@ from qdqbench.quantize.recipe.sections import Calibration, Qat, Reconstruction
 from qdqbench.quantize.tasks.data.encode import CalibrationBatches, encode
 from qdqbench.quantize.tasks.data.load import load_split, require_order
 from qdqbench.quantize.tasks.data.splits import Split, has_only_texts, read_split
+from qdqbench.quantize.tasks.kinds.classification import CLASSIFICATION
+from qdqbench.quantize.tasks.kinds.encoded import Encoded
+from qdqbench.quantize.tasks.kinds.tokens import is_named, read_label_names
 from qdqbench.quantize.tasks.task import Task, check_model_fits
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
-from qdqbench.quantize.tasks.types.encoded import Encoded
-from qdqbench.quantize.tasks.types.tokens import is_named, read_label_names
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.progress import report_phase

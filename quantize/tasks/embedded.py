@@ -9,8 +9,8 @@ import numpy as np
 
 from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.data.load import load_split
+from qdqbench.quantize.tasks.kinds.encoded import Encoded, IndexedBatch, pad
 from qdqbench.quantize.tasks.task import EMBEDDED
-from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch, pad
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.progress import report_phase

@@ -4,8 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from qdqbench.quantize.tasks.kinds.kind import CORRELATIONS
 from qdqbench.quantize.tasks.task import Task
-from qdqbench.quantize.tasks.types.kind import CORRELATIONS
 from qdqbench.quantize.utils.arrays import Array, Floats
 from qdqbench.quantize.utils.errors import CheckFailed
 

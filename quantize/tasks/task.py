@@ -5,13 +5,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
-from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
-from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind
-from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL
-from qdqbench.quantize.tasks.types.questions import QUESTIONS
-from qdqbench.quantize.tasks.types.reranking import RERANKING
-from qdqbench.quantize.tasks.types.tokens import TOKENS
+from qdqbench.quantize.tasks.kinds.classification import CLASSIFICATION, REGRESSION
+from qdqbench.quantize.tasks.kinds.embedding import PAIRS, TEXTS_ALONE
+from qdqbench.quantize.tasks.kinds.kind import TaskFields, TaskKind
+from qdqbench.quantize.tasks.kinds.multilabel import MULTI_LABEL
+from qdqbench.quantize.tasks.kinds.questions import QUESTIONS
+from qdqbench.quantize.tasks.kinds.reranking import RERANKING
+from qdqbench.quantize.tasks.kinds.tokens import TOKENS
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import SECOND
 

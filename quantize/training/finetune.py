@@ -20,8 +20,8 @@ from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.data.load import add_data_classes, add_label_values, load_split
 from qdqbench.quantize.tasks.data.splits import is_hub_source, read_split
+from qdqbench.quantize.tasks.kinds.kind import join_outputs
 from qdqbench.quantize.tasks.task import Task, merge_splits, with_classes
-from qdqbench.quantize.tasks.types.kind import join_outputs
 from qdqbench.quantize.training import loop
 from qdqbench.quantize.training.results import RESULT, Finetuning, Spread, TrainingRun
 from qdqbench.quantize.utils import files

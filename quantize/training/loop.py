@@ -33,8 +33,8 @@ from transformers import get_scheduler
 
 from qdqbench.quantize.models.inputs import select_inputs, to_device
 from qdqbench.quantize.recipe.sections import Training
-from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
-from qdqbench.quantize.tasks.types.kind import TaskKind, join_outputs
+from qdqbench.quantize.tasks.kinds.encoded import Encoded, IndexedBatch
+from qdqbench.quantize.tasks.kinds.kind import TaskKind, join_outputs
 from qdqbench.quantize.training.results import TrainingRun, Tried, describe_tries
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Float32, Int64

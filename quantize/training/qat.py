@@ -29,8 +29,8 @@ from qdqbench.quantize.recipe.sections import Qat
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.data.splits import Split
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
-from qdqbench.quantize.tasks.types.kind import join_outputs
+from qdqbench.quantize.tasks.kinds.classification import CLASSIFICATION, REGRESSION
+from qdqbench.quantize.tasks.kinds.kind import join_outputs
 from qdqbench.quantize.training import loop
 from qdqbench.quantize.training.student import list_written, prepare, to_db, write_trained
 from qdqbench.quantize.utils import files

@@ -41,8 +41,8 @@ from qdqbench.quantize.pipeline.session import CHECKPOINTS, LEAST_TEXTS, RECONST
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.sections import Reconstruction
 from qdqbench.quantize.tasks.data.encode import iter_encoded
-from qdqbench.quantize.tasks.types.encoded import pad
-from qdqbench.quantize.tasks.types.kind import join_outputs
+from qdqbench.quantize.tasks.kinds.encoded import pad
+from qdqbench.quantize.tasks.kinds.kind import join_outputs
 from qdqbench.quantize.training import loop
 from qdqbench.quantize.training.results import LayerRow, ReconstructionRun
 from qdqbench.quantize.training.student import list_written, prepare, to_db, write_trained

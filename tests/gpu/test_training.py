@@ -14,7 +14,7 @@ from qdqbench.quantize.calibration.fakequant import native
 from qdqbench.quantize.models.inputs import select_inputs
 from qdqbench.quantize.models.load import load_encoder
 from qdqbench.quantize.pipeline.session import Session, read_config
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
+from qdqbench.quantize.tasks.kinds.classification import CLASSIFICATION
 from qdqbench.quantize.training import loop
 
 from ..integration.cases import edited

@@ -75,7 +75,7 @@ def write_model(folder, kind, steps=120):
     model, labels = new_model(kind), torch.from_numpy(encoded.labels)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     random = np.random.default_rng(0)
-    from qdqbench.quantize.tasks.types.kind import join_outputs
+    from qdqbench.quantize.tasks.kinds.kind import join_outputs
 
     for _ in range(steps):
         rows = random.integers(encoded.rows, size=32)

@@ -189,7 +189,7 @@ def test_timings_of_no_results(tmp_path, qdqbench):
 # Interrupted runs: each name is called in the middle of a stage.
 
 INTERRUPTED = {
-    "baseline": "qdqbench.quantize.tasks.types.encoded.pad",
+    "baseline": "qdqbench.quantize.tasks.kinds.encoded.pad",
     "quantize": "qdqbench.quantize.calibration.fakequant.quantizers.forward",
     "export": "qdqbench.quantize.graph.export.save",
     "check": "qdqbench.eval.stages.stages.to_json",

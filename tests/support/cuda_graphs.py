@@ -10,10 +10,10 @@ from qdqbench.quantize.engine.cuda.match import FAMILIES
 from qdqbench.quantize.graph.export import ExportSettings, finish_graph, save, trace
 from qdqbench.quantize.models.load import load_model, prepare_model, use_tanh_gelu
 from qdqbench.quantize.recipe.schema import Recipe, adapt_recipe, family_free_recipes, load_recipe
-from qdqbench.quantize.tasks.types.embedding import PairEmbedding
-from qdqbench.quantize.tasks.types.kind import LOGITS
-from qdqbench.quantize.tasks.types.questions import QUESTIONS
-from qdqbench.quantize.tasks.types.tokens import TOKENS
+from qdqbench.quantize.tasks.kinds.embedding import PairEmbedding
+from qdqbench.quantize.tasks.kinds.kind import LOGITS
+from qdqbench.quantize.tasks.kinds.questions import QUESTIONS
+from qdqbench.quantize.tasks.kinds.tokens import TOKENS
 
 from . import families, tiny_embedder
 from . import tiny_bert as tiny

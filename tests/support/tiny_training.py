@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from qdqbench.quantize.recipe.sections import Training
-from qdqbench.quantize.tasks.types.encoded import Encoded
+from qdqbench.quantize.tasks.kinds.encoded import Encoded
 from qdqbench.quantize.training.loop import HeldOut, Job, divide, group_decayed
 
 WORDS, ROWS = 20, 90

@@ -19,7 +19,7 @@ from qdqbench.quantize.calibration.techniques.softmax_scale import SoftmaxRow
 from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import formats
-from qdqbench.quantize.report.figures import coverage, uncovered
+from qdqbench.quantize.report.coverage import coverage, uncovered
 from qdqbench.quantize.tasks.metrics import Baseline
 from qdqbench.quantize.tasks.task import get_task
 

@@ -24,7 +24,7 @@ from qdqbench.quantize.lint.findings import FindingRow
 from qdqbench.quantize.pipeline.ownership import locked_folder, locked_for_reading
 from qdqbench.quantize.pipeline.session import Session, read_config
 from qdqbench.quantize.report import document as doc
-from qdqbench.quantize.report.figures import coverage, share
+from qdqbench.quantize.report.coverage import coverage, share
 from qdqbench.quantize.report.formats import (
     LABELS,
     cleaned,
@@ -39,7 +39,7 @@ from qdqbench.quantize.report.formats import (
     with_error,
 )
 from qdqbench.quantize.report.render import write_report
-from qdqbench.quantize.tasks.types.embedding import AGREEMENT
+from qdqbench.quantize.tasks.kinds.embedding import AGREEMENT
 from qdqbench.quantize.training.results import ReconstructionRun, TrainingRun
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError

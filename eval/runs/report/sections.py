@@ -27,7 +27,7 @@ from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.lint.inspection import inspect_layers
 from qdqbench.quantize.report import document as doc
 from qdqbench.quantize.report import svg
-from qdqbench.quantize.report.figures import coverage
+from qdqbench.quantize.report.coverage import coverage
 from qdqbench.quantize.report.formats import finite, known, label, types, with_error
 from qdqbench.quantize.utils.names import count_of
 

@@ -12,10 +12,10 @@ from qdqbench.eval.runs.report.charts import place
 from qdqbench.eval.runs.results import Results
 from qdqbench.quantize.engine.results import EngineResult
 from qdqbench.quantize.models.families.known import RUN
+from qdqbench.quantize.report.coverage import coverage
 from qdqbench.quantize.report.document import Line, State, Verdict
-from qdqbench.quantize.report.figures import coverage
 from qdqbench.quantize.report.formats import label, sentence, task_label, with_error
-from qdqbench.quantize.tasks.types.embedding import AGREEMENT
+from qdqbench.quantize.tasks.kinds.embedding import AGREEMENT
 from qdqbench.quantize.utils.names import count_of, name_list
 
 GATE_STATES: dict[GateState, State] = {"passed": "good", "failed": "bad"}  # others are unclear

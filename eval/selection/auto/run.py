@@ -57,9 +57,9 @@ from qdqbench.quantize.recipe.plan import Plan
 from qdqbench.quantize.recipe.schema import Recipe, dump_recipe, load_recipe
 from qdqbench.quantize.recipe.sections import Qat, Reconstruction
 from qdqbench.quantize.tasks.data.splits import source_fingerprint
+from qdqbench.quantize.tasks.kinds.encoded import Encoded
 from qdqbench.quantize.tasks.metrics import NOISE
 from qdqbench.quantize.tasks.task import Task
-from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Int64
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError

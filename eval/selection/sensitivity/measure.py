@@ -37,8 +37,8 @@ from qdqbench.quantize.recipe.plan import Plan, Scaling, short_name
 from qdqbench.quantize.recipe.schema import Recipe
 from qdqbench.quantize.recipe.sections import Calibration
 from qdqbench.quantize.tasks.data.encode import sorted_batches
+from qdqbench.quantize.tasks.kinds.encoded import Encoded, IndexedBatch
 from qdqbench.quantize.tasks.task import kind_of
-from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch
 from qdqbench.quantize.utils.arrays import Batch, Float32, Int64
 from qdqbench.quantize.utils.limits import HEAD_SIZES_TEXT, INT8_HEAD_SIZES
 from qdqbench.quantize.utils.names import count_of

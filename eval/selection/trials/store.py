@@ -24,7 +24,7 @@ from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.data.load import complete_samples, load_split, note_all
 from qdqbench.quantize.tasks.data.splits import Split, source_fingerprint
-from qdqbench.quantize.tasks.types.encoded import Encoded
+from qdqbench.quantize.tasks.kinds.encoded import Encoded
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.arrays import Float32
 from qdqbench.quantize.utils.errors import CheckFailed, UserError

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from qdqbench.quantize.models.attention import UNROUNDED
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.inputs import select_inputs, to_device
+from qdqbench.quantize.tasks.kinds.kind import LOGITS, join_outputs
 from qdqbench.quantize.tasks.task import kind_of
-from qdqbench.quantize.tasks.types.kind import LOGITS, join_outputs
 from qdqbench.quantize.utils.arrays import Batch
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.quiet import unprinted

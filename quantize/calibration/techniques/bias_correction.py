@@ -9,17 +9,19 @@ if it does not bring the output of its layer nearer to FP32.
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, reduce
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from qdqbench.quantize.calibration.fakequant import quantizers as fake
+from qdqbench.quantize.calibration.techniques import Change
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.models.modules import get_hidden, record_first_inputs, resume_from
+from qdqbench.quantize.recipe.plan import Plan, list_bias_free_linears
 from qdqbench.quantize.utils.arrays import Batch
-from qdqbench.quantize.utils.names import name_list
+from qdqbench.quantize.utils.names import count_of, name_list
 from qdqbench.quantize.utils.progress import track
 
 if TYPE_CHECKING:
@@ -28,6 +30,14 @@ if TYPE_CHECKING:
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a layer for one batch, without the hidden state
 TOKENS = 2**12  # what is averaged is small and paired; bounds the time, and what is held in memory
+
+
+def list_changes(plan: Plan, biases: Collection[str]) -> list[Change]:
+    tried = count_of(len(plan.int8.keys() - list_bias_free_linears(plan)), "INT8 linear")
+    gained = (
+        f"The biases of {{}} of {tried} make up for the mean error of rounding; the others gained nothing."
+    )
+    return [("bias correction", len(biases), "linear", gained)]
 
 
 def correct_biases(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, round_weight
+from qdqbench.quantize.calibration.techniques import Change
 from qdqbench.quantize.calibration.techniques.bias_correction import apply_biases
 from qdqbench.quantize.calibration.techniques.smoothing import Ranges
 from qdqbench.quantize.models.rounding import set_rounding
@@ -49,6 +50,23 @@ class Centering(Strict):
     inputs: dict[str, float] = {}  # linear -> constant, exact in FP16
     biases: dict[str, list[float]] = {}  # linear -> what its bias has for it, float32 values
     rounding: dict[str, list[float]] = {}  # linear -> what it adds to this where its input is quantized
+
+
+def list_changes(centering: Centering, shifts: Mapping[str, Shift]) -> list[Change]:
+    return [
+        (
+            "centered inputs",
+            sum(shift.rest is None for shift in shifts.values()),
+            "LayerNorm",
+            "The channels that {} make are moved by the middles of their ranges, which biases behind undo.",
+        ),
+        (
+            "centered activations",
+            len(centering.inputs),
+            "linear",
+            "A constant is subtracted from the inputs of {} before their Q; their biases make up for it.",
+        ),
+    ]
 
 
 class NormOutput(NamedTuple):

@@ -8,16 +8,18 @@ a little more than the one before, and its weight less (`SPREAD`), or all would 
 direction. Weights are divided only where they have one scale for all rows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qdqbench.quantize.calibration.techniques import Change
 from qdqbench.quantize.models.families.family import Family
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.utils.arrays import Float64, Int64
+from qdqbench.quantize.utils.names import count_of
 from qdqbench.quantize.utils.schema import Strict
 
 if TYPE_CHECKING:
@@ -36,6 +38,17 @@ class ChannelSplit(Strict):
     extra: int  # channels more than the model has
     # channel -> what divides its activation and its weight, powers of two; the product is its copies
     outliers: dict[int, tuple[int, int]]
+
+
+def list_changes(splits: Mapping[str, ChannelSplit]) -> list[Change]:
+    extra = max((split.extra for split in splits.values()), default=0)
+    copies = (
+        f"{{}} of {count_of(len(splits), 'feed-forward')} are split into copies, for which each feed-forward "
+        f"is {extra} channels wider."
+    )
+    return [
+        ("split channels", sum(len(split.outliers) for split in splits.values()), "outlier channel", copies)
+    ]
 
 
 def choose_channels(activations: Float64, weights: Float64, extra: int) -> ChannelSplit:

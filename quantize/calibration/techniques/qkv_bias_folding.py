@@ -10,7 +10,7 @@ taken out of the residual: W d is the bias, but for what the keys of the calibra
 regression), which is dropped.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.calibration.fakequant.quantizers import hooked
+from qdqbench.quantize.calibration.techniques import Change
 from qdqbench.quantize.calibration.techniques.centering import (
     NormOutput,
     Shift,
@@ -33,7 +34,7 @@ from qdqbench.quantize.calibration.techniques.smoothing import (
     get_weight,
 )
 from qdqbench.quantize.recipe import plan as plans
-from qdqbench.quantize.recipe.plan import Plan, get_linears
+from qdqbench.quantize.recipe.plan import Plan, get_linears, list_bias_free_linears
 from qdqbench.quantize.utils.arrays import Float64
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
@@ -45,6 +46,25 @@ if TYPE_CHECKING:
 # mean square of an error of scores that is as bad as a shift of every channel by half its range
 RIDGE_LAMBDA = 0.01
 LARGEST_REST = 0.1  # of scores, root mean square: more is told
+
+
+def list_changes(plan: Plan, centers: Collection[str], shifts: Mapping[str, Shift]) -> list[Change]:
+    return [
+        (
+            "moved biases",
+            len(list_bias_free_linears(plan).intersection(centers)),
+            "linear",
+            "The biases of {} of q, k and v are gone; k's changes no softmax, v's is added after the "
+            "attention.",
+        ),
+        (
+            "shifted inputs",
+            sum(shift.rest is not None for shift in shifts.values()),
+            "INT8 attention",
+            "What q, k and v of {} read is shifted where it is made, which does what the bias of q did. What "
+            "else that does is taken out after the attention.",
+        ),
+    ]
 
 
 @dataclass

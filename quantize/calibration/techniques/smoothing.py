@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.calibration.fakequant.quantizers import RESIDUAL_QUANTIZER, hooked, quantizers_off
+from qdqbench.quantize.calibration.techniques import Change
 from qdqbench.quantize.models.families.family import Family, LinearRows
 from qdqbench.quantize.models.families.known import family_of
 from qdqbench.quantize.recipe.plan import QKV_ROLES, Plan, folds_kv_bias, get_linears
@@ -45,6 +46,24 @@ class Smoothing(Strict):
     inputs: dict[str, list[float]] = {}  # linear -> factor of each input channel, applied before its Q
     columns: dict[str, list[float]] = {}  # linear -> factor of each weight column
     rows: dict[str, list[float]] = {}  # linear -> factor of each weight row and bias element
+
+
+def list_changes(smoothing: Smoothing) -> list[Change]:
+    return [
+        (
+            "smoothing",
+            len(smoothing.inputs),
+            "linear",
+            "The input channels of {} are multiplied by powers of two, which their weights undo "
+            "(SmoothQuant).",
+        ),
+        (
+            "scaled rows",
+            len(smoothing.rows),
+            "linear",
+            "The rows of {} (q, k, v) are scaled by powers of two, undone in scores or after the attention.",
+        ),
+    ]
 
 
 @dataclass

@@ -11,13 +11,14 @@ they hold. Chosen by the error of P v over the calibration data, at no cost in t
   et al. 2024, "SageAttention" (arXiv 2410.02367), section 4.3, quantize FlashAttention so, with 127 codes.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from qdqbench.quantize.calibration.fakequant.quantizers import INT8_MAX, UINT8_MAX, hooked, quantizers_off
+from qdqbench.quantize.calibration.techniques import Change
 from qdqbench.quantize.models.attention import ROW_MAX
 from qdqbench.quantize.recipe.plan import Plan, folds_kv_bias
 from qdqbench.quantize.utils.arrays import Float64
@@ -51,6 +52,24 @@ class SoftmaxRow(Strict):
     zeroed: float = field("Share of the attention that rounds to zero.")
     clipped: float = field("Share of the attention above the amax.")
     error: float = field("Relative error of the attention's output, by norm.")
+
+
+def list_changes(rows: Sequence[SoftmaxRow]) -> list[Change]:
+    return [
+        (
+            "softmax of each row",
+            len({row.module for row in rows if row.row_max}),
+            "INT8 attention",
+            "The softmax of {} has codes up to the largest of each row; their sum divides the result.",
+        ),
+        (
+            "centered values",
+            len({row.module for row in rows if row.centered}),
+            "INT8 attention",
+            "The values of {} are centered, so that a softmax that rounds to zero loses little; their mean "
+            "is in the attention's output.",
+        ),
+    ]
 
 
 def get_amax(form: Form) -> float:

@@ -19,7 +19,7 @@ from qdqbench.quantize.engine.runtime.engine import Arrays, BoundRun, Engine
 from qdqbench.quantize.engine.sidecar import check_sidecar, note_sidecar, read_sidecar
 from qdqbench.quantize.standalone.runtimes import Flight
 from qdqbench.quantize.standalone.texts import pad_batch
-from qdqbench.quantize.tasks.types.kind import LOGITS, join_outputs
+from qdqbench.quantize.tasks.kinds.kind import LOGITS, join_outputs
 from qdqbench.quantize.utils.arrays import Array, Float32, Int64
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.limits import BackendName, has_profiles

@@ -8,8 +8,8 @@ import numpy as np
 
 from qdqbench.quantize.standalone.texts import MOST_WINDOWS, Encoder
 from qdqbench.quantize.tasks.data.splits import Split
+from qdqbench.quantize.tasks.kinds.encoded import Encoded, IndexedBatch, Units, pad
 from qdqbench.quantize.tasks.task import Task
-from qdqbench.quantize.tasks.types.encoded import Encoded, IndexedBatch, Units, pad
 from qdqbench.quantize.utils.arrays import Batch, Int64
 from qdqbench.quantize.utils.errors import UserError
 

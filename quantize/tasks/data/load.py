@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from qdqbench.quantize.tasks.data.splits import Split, is_hub_source, read_split
+from qdqbench.quantize.tasks.kinds.classification import CLASSIFICATION
+from qdqbench.quantize.tasks.kinds.kind import NUMBERS
+from qdqbench.quantize.tasks.kinds.multilabel import MULTI_LABEL, count_labels
+from qdqbench.quantize.tasks.kinds.tokens import class_names
 from qdqbench.quantize.tasks.task import GLUE, Task, with_classes
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION
-from qdqbench.quantize.tasks.types.kind import NUMBERS
-from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL, count_labels
-from qdqbench.quantize.tasks.types.tokens import class_names
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.names import name_list
 from qdqbench.quantize.utils.system.quiet import quiet

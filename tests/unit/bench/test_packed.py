@@ -15,7 +15,7 @@ from qdqbench.quantize.engine.cuda.interpret import interpret
 from qdqbench.quantize.engine.cuda.match import match_graph
 from qdqbench.quantize.engine.cuda.pack import pack
 from qdqbench.quantize.engine.cuda.tokens import MOST_TOKENS
-from qdqbench.quantize.tasks.types.kind import join_outputs
+from qdqbench.quantize.tasks.kinds.kind import join_outputs
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support.cuda_graphs import HEADS, batch_for, write_once

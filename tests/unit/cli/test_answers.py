@@ -10,7 +10,7 @@ import pytest
 
 from qdqbench.cli import run, schemas
 from qdqbench.cli.app import main
-from qdqbench.cli.table import COMMANDS, EXAMPLES, PAGES
+from qdqbench.cli.commands import COMMANDS, EXAMPLES, PAGES
 from qdqbench.eval.metrics.results import Gate, GateIssue
 from qdqbench.eval.runs.results import Results
 from qdqbench.quantize.recipe.schema import shipped_files

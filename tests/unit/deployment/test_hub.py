@@ -12,7 +12,7 @@ from qdqbench.quantize.deployment.hub import add_hidden_state, describe_sentence
 from qdqbench.quantize.graph.export import save, trace
 from qdqbench.quantize.models.identity import Pooling
 from qdqbench.quantize.models.load import load_model
-from qdqbench.quantize.tasks.types.embedding import TEXTS_ALONE
+from qdqbench.quantize.tasks.kinds.embedding import TEXTS_ALONE
 
 from ...support.tiny_bert import HIDDEN
 from ...support.tiny_embedder import CLS, LAST, MEAN, expected, hidden_states, write_sentence_folder

@@ -16,8 +16,8 @@ from qdqbench.eval.metrics.answers import (
     list_changed_answers,
     predict_answers,
 )
+from qdqbench.quantize.tasks.kinds.tokens import Tagged
 from qdqbench.quantize.tasks.task import EMBED, NAMED, get_task, with_classes
-from qdqbench.quantize.tasks.types.tokens import Tagged
 
 SST2 = get_task("sst2")
 LOGITS = {"sure no": [3, 0], "no": [1, 0], "yes": [0, 1]}

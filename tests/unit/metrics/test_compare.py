@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from qdqbench.eval.metrics.compare import compare, compute_decibels, measure_powers
 from qdqbench.eval.metrics.gate import judge
 from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.kinds.classification import CLASSIFICATION, REGRESSION
+from qdqbench.quantize.tasks.kinds.embedding import PAIRS, TEXTS_ALONE
+from qdqbench.quantize.tasks.kinds.multilabel import MULTI_LABEL
+from qdqbench.quantize.tasks.kinds.questions import QUESTIONS, Questions
+from qdqbench.quantize.tasks.kinds.reranking import RERANKING
+from qdqbench.quantize.tasks.kinds.tokens import TOKENS, Tagged
 from qdqbench.quantize.tasks.task import get_task
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION
-from qdqbench.quantize.tasks.types.embedding import PAIRS, TEXTS_ALONE
-from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL
-from qdqbench.quantize.tasks.types.questions import QUESTIONS, Questions
-from qdqbench.quantize.tasks.types.reranking import RERANKING
-from qdqbench.quantize.tasks.types.tokens import TOKENS, Tagged
 from qdqbench.quantize.utils.errors import CheckFailed
 
 SST2, MRPC, STSB = get_task("sst2"), get_task("mrpc"), get_task("stsb")

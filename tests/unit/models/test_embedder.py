@@ -16,8 +16,8 @@ from qdqbench.quantize.models.embedder import SentencePooling, pool_tokens
 from qdqbench.quantize.models.identity import Pooling
 from qdqbench.quantize.models.load import load_model, load_tokenizer
 from qdqbench.quantize.models.modules import module_table
-from qdqbench.quantize.tasks.types.embedding import PAIRS
-from qdqbench.quantize.tasks.types.reranking import RERANKING
+from qdqbench.quantize.tasks.kinds.embedding import PAIRS
+from qdqbench.quantize.tasks.kinds.reranking import RERANKING
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support.refusals import edit_json, refusal

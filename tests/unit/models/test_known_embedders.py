@@ -13,8 +13,8 @@ import qdqbench
 from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.graph import export
 from qdqbench.quantize.models.load import load_matching_tokenizer, load_model
-from qdqbench.quantize.tasks.types.embedding import PAIRS
-from qdqbench.quantize.tasks.types.reranking import RERANKING
+from qdqbench.quantize.tasks.kinds.embedding import PAIRS
+from qdqbench.quantize.tasks.kinds.reranking import RERANKING
 
 from ...support.known_embedders import KNOWN, write_known
 from ...support.refusals import edit_json, refusal

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.kinds.classification import REGRESSION
 from qdqbench.quantize.tasks.task import get_task
-from qdqbench.quantize.tasks.types.classification import REGRESSION
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 BINARY = get_task("own", text_columns=["s"], num_labels=2, metrics=["f1", "accuracy", "matthews"])

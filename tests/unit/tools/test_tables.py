@@ -10,7 +10,7 @@ from tools.tables import BENCHES, RUNS, Data, differences, figures_of, fill, mea
 from qdqbench.eval.bench.results import write_bench
 from qdqbench.eval.runs.results import write_results
 from qdqbench.quantize.recipe.schema import adapt_recipe, load_recipe
-from qdqbench.quantize.tasks.types.embedding import PAIRS
+from qdqbench.quantize.tasks.kinds.embedding import PAIRS
 from qdqbench.quantize.utils.errors import UserError
 
 from ...support.benches import sample_bench

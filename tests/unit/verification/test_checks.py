@@ -31,10 +31,10 @@ from qdqbench.quantize.calibration.fakequant.quantizers import forward
 from qdqbench.quantize.engine.profiles import Profile
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.tasks.kinds.classification import REGRESSION
+from qdqbench.quantize.tasks.kinds.encoded import Encoded
+from qdqbench.quantize.tasks.kinds.tokens import Tagged
 from qdqbench.quantize.tasks.task import get_task
-from qdqbench.quantize.tasks.types.classification import REGRESSION
-from qdqbench.quantize.tasks.types.encoded import Encoded
-from qdqbench.quantize.tasks.types.tokens import Tagged
 from qdqbench.quantize.utils.errors import UserError
 from qdqbench.quantize.utils.system.gpu import Gpu
 

@@ -17,7 +17,7 @@ from qdqbench.quantize.engine.runtime import runners
 from qdqbench.quantize.engine.runtime.engine import Engine
 from qdqbench.quantize.engine.runtime.runners import open_runner
 from qdqbench.quantize.engine.sidecar import Sidecar, sidecar_path
-from qdqbench.quantize.tasks.types.encoded import Encoded
+from qdqbench.quantize.tasks.kinds.encoded import Encoded
 from qdqbench.quantize.utils.errors import CheckFailed, MissingDevice, UserError
 from qdqbench.quantize.utils.system.gpu import Gpu
 

@@ -11,8 +11,8 @@ from qdqbench.eval.selection.auto.results import AutoStep, NestedFolds, Proposal
 from qdqbench.eval.selection.auto.run import Evaluation, StepAnswers, list_drops, list_unmet
 from qdqbench.eval.selection.trials.store import Store
 from qdqbench.quantize.recipe.schema import load_recipe
+from qdqbench.quantize.tasks.kinds.encoded import Encoded
 from qdqbench.quantize.tasks.task import get_task
-from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 from ....support.records import comparison, speedup, step_run

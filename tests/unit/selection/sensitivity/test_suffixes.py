@@ -11,7 +11,7 @@ from qdqbench.quantize.calibration.fakequant import quantizers
 from qdqbench.quantize.models.load import load_model
 from qdqbench.quantize.models.modules import module_table
 from qdqbench.quantize.recipe.sections import Calibration
-from qdqbench.quantize.tasks.types.encoded import Encoded
+from qdqbench.quantize.tasks.kinds.encoded import Encoded
 
 from ....support import tiny_bert
 

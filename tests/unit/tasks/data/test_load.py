@@ -14,8 +14,8 @@ from qdqbench.quantize.tasks.data import encode, splits
 from qdqbench.quantize.tasks.data import files as data_files
 from qdqbench.quantize.tasks.data import load as loading
 from qdqbench.quantize.tasks.data.splits import has_only_texts
+from qdqbench.quantize.tasks.kinds.encoded import Encoded
 from qdqbench.quantize.tasks.task import EMBED, get_task, score_embeddings
-from qdqbench.quantize.tasks.types.encoded import Encoded
 from qdqbench.quantize.utils import files
 from qdqbench.quantize.utils.errors import UserError
 

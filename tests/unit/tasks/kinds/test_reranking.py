@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.data.load import complete_samples, load_split
+from qdqbench.quantize.tasks.kinds.reranking import RERANKING
 from qdqbench.quantize.tasks.task import RERANK, check_model_fits, get_task
-from qdqbench.quantize.tasks.types.reranking import RERANKING
 from qdqbench.quantize.utils.errors import UserError
 
 from ....support.families import new_tokenizer

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.standalone.answers import find_first_tokens
-from qdqbench.quantize.tasks.types.classification import class_text, same_for_all
-from qdqbench.quantize.tasks.types.encoded import Targets, Units
-from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind, of_sums, ratio
+from qdqbench.quantize.tasks.kinds.classification import class_text, same_for_all
+from qdqbench.quantize.tasks.kinds.encoded import Targets, Units
+from qdqbench.quantize.tasks.kinds.kind import TaskFields, TaskKind, of_sums, ratio
 from qdqbench.quantize.utils.arrays import Array, Floats, Int64
 from qdqbench.quantize.utils.names import name_list
 

@@ -11,8 +11,8 @@ from sklearn.metrics import accuracy_score, f1_score
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.data.load import add_data_classes, has_label_lists, load_split
+from qdqbench.quantize.tasks.kinds.multilabel import MULTI_LABEL
 from qdqbench.quantize.tasks.task import check_model_fits, get_task, with_classes
-from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL
 from qdqbench.quantize.utils.errors import UserError
 
 from ....integration.tiny import tokenizer

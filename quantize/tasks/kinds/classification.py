@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.tasks.types.kind import CLASSES, CORRELATIONS, SAME, TaskFields, TaskKind
+from qdqbench.quantize.tasks.kinds.kind import CLASSES, CORRELATIONS, SAME, TaskFields, TaskKind
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 
 if TYPE_CHECKING:

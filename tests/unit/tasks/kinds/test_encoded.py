@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdqbench.quantize.tasks.types.encoded import Encoded
-from qdqbench.quantize.tasks.types.kind import join_outputs
+from qdqbench.quantize.tasks.kinds.encoded import Encoded
+from qdqbench.quantize.tasks.kinds.kind import join_outputs
 
 INT = np.int64
 

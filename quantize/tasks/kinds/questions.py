@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qdqbench.quantize.standalone.answers import NO_ANSWER, find_best_span, find_spans
-from qdqbench.quantize.tasks.types.encoded import Targets, Units
-from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind, of_sums, ratio
+from qdqbench.quantize.tasks.kinds.encoded import Targets, Units
+from qdqbench.quantize.tasks.kinds.kind import TaskFields, TaskKind, of_sums, ratio
 from qdqbench.quantize.utils.arrays import Array, Floats, Int64
 
 if TYPE_CHECKING:

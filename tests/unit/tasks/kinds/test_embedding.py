@@ -9,8 +9,8 @@ from hypothesis import given
 from qdqbench.eval.metrics.compare import agreement_of, compare
 from qdqbench.eval.metrics.results import COSINE_EDGES
 from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.kinds import embedding
 from qdqbench.quantize.tasks.task import EMBED, GLUE, get_task, score_embeddings
-from qdqbench.quantize.tasks.types import embedding
 from qdqbench.quantize.utils.errors import CheckFailed, UserError
 
 STSB = score_embeddings(GLUE["stsb"], ())

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qdqbench.quantize.tasks.types.classification import class_text
-from qdqbench.quantize.tasks.types.encoded import Targets, Units
-from qdqbench.quantize.tasks.types.kind import SAME, TaskFields, TaskKind, of_sums, ratio, share_of_rows
-from qdqbench.quantize.tasks.types.tokens import class_names, explain_names, read_classes
+from qdqbench.quantize.tasks.kinds.classification import class_text
+from qdqbench.quantize.tasks.kinds.encoded import Targets, Units
+from qdqbench.quantize.tasks.kinds.kind import SAME, TaskFields, TaskKind, of_sums, ratio, share_of_rows
+from qdqbench.quantize.tasks.kinds.tokens import class_names, explain_names, read_classes
 from qdqbench.quantize.utils.arrays import Array, Floats, Int64
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from seqeval import metrics as seqeval
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.data.load import add_data_classes, load_split
+from qdqbench.quantize.tasks.kinds.tokens import Tagged
 from qdqbench.quantize.tasks.task import get_task, with_classes
-from qdqbench.quantize.tasks.types.tokens import Tagged
 from qdqbench.quantize.utils.errors import UserError
 
 from ....integration import heads

@@ -9,12 +9,12 @@ import transformers
 from qdqbench.quantize.graph.export import trace
 from qdqbench.quantize.models.load import load_encoder, load_model
 from qdqbench.quantize.tasks import metrics
+from qdqbench.quantize.tasks.kinds.classification import CLASSIFICATION, REGRESSION, Classification
+from qdqbench.quantize.tasks.kinds.multilabel import MULTI_LABEL
+from qdqbench.quantize.tasks.kinds.questions import QUESTIONS
+from qdqbench.quantize.tasks.kinds.reranking import RERANKING
+from qdqbench.quantize.tasks.kinds.tokens import TOKENS
 from qdqbench.quantize.tasks.task import Task
-from qdqbench.quantize.tasks.types.classification import CLASSIFICATION, REGRESSION, Classification
-from qdqbench.quantize.tasks.types.multilabel import MULTI_LABEL
-from qdqbench.quantize.tasks.types.questions import QUESTIONS
-from qdqbench.quantize.tasks.types.reranking import RERANKING
-from qdqbench.quantize.tasks.types.tokens import TOKENS
 from qdqbench.quantize.utils.errors import UserError
 
 from ....support.tiny_bert import write_tiny_bert

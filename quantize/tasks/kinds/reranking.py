@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qdqbench.quantize.tasks.types.classification import Regression
-from qdqbench.quantize.tasks.types.encoded import Targets, Units
-from qdqbench.quantize.tasks.types.kind import TaskFields, TaskKind, mean_of_column, ratio
+from qdqbench.quantize.tasks.kinds.classification import Regression
+from qdqbench.quantize.tasks.kinds.encoded import Targets, Units
+from qdqbench.quantize.tasks.kinds.kind import TaskFields, TaskKind, mean_of_column, ratio
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from qdqbench.quantize.tasks.types.encoded import Targets, Units
-from qdqbench.quantize.tasks.types.kind import CORRELATIONS, Metric, TaskFields, TaskKind, mean_of_column
+from qdqbench.quantize.tasks.kinds.encoded import Targets, Units
+from qdqbench.quantize.tasks.kinds.kind import CORRELATIONS, Metric, TaskFields, TaskKind, mean_of_column
 from qdqbench.quantize.utils.arrays import Array, Float64, Floats, Int64
 from qdqbench.quantize.utils.errors import UserError
 

@@ -12,8 +12,8 @@ from qdqbench.quantize.standalone.answers import LONGEST
 from qdqbench.quantize.tasks import metrics
 from qdqbench.quantize.tasks.data.encode import encode
 from qdqbench.quantize.tasks.data.load import load_split
+from qdqbench.quantize.tasks.kinds.questions import QUESTIONS, Questions, exact_match, f1, normalized
 from qdqbench.quantize.tasks.task import get_task
-from qdqbench.quantize.tasks.types.questions import QUESTIONS, Questions, exact_match, f1, normalized
 from qdqbench.quantize.utils.errors import UserError
 
 from ....integration import heads
