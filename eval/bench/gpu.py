@@ -353,12 +353,10 @@ def _bind_lanes(
             stream = bound.stream  # all shapes of a lane share one stream
             detail = getattr(bound, "detail", None) or ("" if bound.captured else "no ") + "CUDA graph"
         if split is None:
-            lanes.append(measure.DeviceLane(bound, [measure.to_device(batch) for batch in here.batches]))
+            lanes.append(measure.DeviceLane(bound, [measure.to_gpu(batch) for batch in here.batches]))
             continue
         steps = [
-            measure.Step(
-                bounds[batch["input_ids"].shape], measure.to_device(batch, pinned=True), np.arange(rows)
-            )
+            measure.Step(bounds[batch["input_ids"].shape], measure.to_pinned(batch), np.arange(rows))
             for batch, rows in zip(here.batches, split.rows, strict=True)
         ]
         lanes.append(measure.SplitLane(steps))
@@ -449,7 +447,7 @@ def _packed_lanes(
     pack = partial(peers.pack_rows, positions_of=encoder.positions_of)
     if split is None:
         packings = [pack(peers.unpadded_rows(batch), 1) for batch in here.batches]
-        sets = [measure.to_device({PACKED: fed}) for packing in packings for fed in encoder.feed(packing)]
+        sets = [measure.to_gpu({PACKED: fed}) for packing in packings for fed in encoder.feed(packing)]
         (shape,) = config.shapes
         runs = [encoder.bind(packings[0], shape) for _ in range(max(here.options.streams))]
         detail = f"{encoder.how}, {packings[0].tokens} tokens a launch, {runs[0].detail}"
@@ -463,7 +461,7 @@ def _packed_lanes(
         run, steps = encoder.bind(packing, None), list[measure.Step]()
         for number, (fed, used) in enumerate(zip(encoder.feed(packing), packing.counts, strict=True)):
             answers = packing.first_tokens(number) if encoder.of_tokens else np.arange(used)
-            steps.append(measure.Step(run, measure.to_device({PACKED: fed}, pinned=True), answers))
+            steps.append(measure.Step(run, measure.to_pinned({PACKED: fed}), answers))
         lane = measure.SplitLane(steps)
         ms = statistics.median(timer.latencies(lane, TRIED)[1:])
         if best is None or ms < best[0]:

@@ -442,12 +442,17 @@ class CudaTimer:
         return time.perf_counter() - start
 
 
-def to_device(batch: Mapping[str, Array], *, pinned: bool = False) -> "dict[str, torch.Tensor]":
-    """Return arrays on the GPU, or in pinned memory of the host, from which copies to the GPU do not wait."""
+def to_gpu(batch: Mapping[str, Array]) -> "dict[str, torch.Tensor]":
     import torch
 
-    tensors = ((name, torch.from_numpy(array)) for name, array in batch.items())
-    return {name: tensor.pin_memory() if pinned else tensor.cuda() for name, tensor in tensors}
+    return {name: torch.from_numpy(array).cuda() for name, array in batch.items()}
+
+
+def to_pinned(batch: Mapping[str, Array]) -> "dict[str, torch.Tensor]":
+    """Return arrays in pinned memory of the host, from which copies to the GPU do not wait."""
+    import torch
+
+    return {name: torch.from_numpy(array).pin_memory() for name, array in batch.items()}
 
 
 class WallTimer:
@@ -495,7 +500,7 @@ class OpenEngine:
             if isinstance(engine, EngineRunner):
                 self.lanes[shape] = HostLane(engine, [[batch] for batch in sets])
             else:
-                self.lanes[shape] = DeviceLane(engine.bind(*shape), [to_device(batch) for batch in sets])
+                self.lanes[shape] = DeviceLane(engine.bind(*shape), [to_gpu(batch) for batch in sets])
         return self.lanes[shape]
 
 
@@ -574,7 +579,7 @@ def build_planned(  # noqa: PLR0913, PLR0917
 
 @contextlib.contextmanager
 def alone(*, on_cpu: bool, wait_s: float = 0.0) -> Iterator[None]:
-    """Lock this GPU or CPU against other timings by qdqbench; UserError where one runs for so long."""
+    """Lock this GPU or CPU against other timings by qdqbench; UserError if one still runs after `wait_s`."""
     if on_cpu:
         kind, name, fix = "CPU", "cpu", "run this when it has ended, or workers on machines of their own"
     else:

@@ -87,7 +87,7 @@ def install(monkeypatch):
     opened.clear()
     spoilt.clear()
     unproven.clear()
-    fakes = {"build": build, "DeviceLane": Lane, "to_device": dict, "CudaTimer": FakeTimer}
+    fakes = {"build": build, "DeviceLane": Lane, "to_gpu": dict, "CudaTimer": FakeTimer}
     for name, fake in (fakes | {"WallTimer": FakeTimer, "ON_CPU": measure.ON_GPU}).items():
         monkeypatch.setattr(measure, name, fake)
     monkeypatch.setattr(

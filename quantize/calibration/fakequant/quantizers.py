@@ -56,7 +56,7 @@ def hooked(
     before: bool = False,
     with_kwargs: bool = False,
 ) -> Iterator[None]:
-    """Call a hook in the block whenever modules ran, or `before`; its first argument is the module's name."""
+    """Call `hook` after each run of the named modules, or before it; its first argument is the name."""
     with ExitStack() as hooks:
         for name in names:
             module = model.get_submodule(name)

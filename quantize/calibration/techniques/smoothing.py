@@ -129,7 +129,8 @@ def smooth(model: "PreTrainedModel", plan: Plan, ranges: Ranges) -> Smoothing:
             scale = _choose_scales(model, [name], ranges, how)
             moved.columns[name] = scale.tolist()
             _scale_rows(moved, model, plan.family.made_by(name, "value"), 1 / scale)
-    for name in (name for name in heads if name not in folds_kv_bias(plan)):
+    folded = folds_kv_bias(plan)
+    for name in (name for name in heads if name not in folded):
         query, key = _made_scores(plan, name)
         size = int(getattr(model.get_submodule(name), plan.family.head_size))
         ours, theirs = (_head_ranges(ranges, made, size, plan.family) for made in (query, key))

@@ -170,9 +170,10 @@ def choose_softmax_scales(
     choices = Softmax({}, {}, [], [])
     setting = "min-error" if setting == "auto" else setting
     without_bias: list[str] = []
+    folded = folds_kv_bias(plan)
     for name, by_length in _sum_up(model, plan.attention, run, FORMS[setting]).items():
         means: list[Any] = [None]
-        if setting == "min-error" and name not in folds_kv_bias(plan):
+        if setting == "min-error" and name not in folded:
             linears = [plan.family.made_by(name, role).linear for role in ("value", "output")]
             lacking = [each for each in linears if getattr(model.get_submodule(each), "bias", None) is None]
             without_bias += lacking
